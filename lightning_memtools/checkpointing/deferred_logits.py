@@ -24,6 +24,9 @@ class LogitsListener(Protocol):
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the loss of logits."""
 
+    def on_loss(self) -> None:
+        """Note that cross-entropy is asked for."""
+
     def on_read(self, function: str) -> None:
         """Note that a function takes logits as a whole."""
 
@@ -45,7 +48,10 @@ class DeferredLogits(Tensor):
         if func in _ATTRIBUTES:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if args and isinstance(args[0], DeferredLogits) and not args[0].recipe.is_real:
+        is_first = bool(args) and isinstance(args[0], DeferredLogits)
+        if is_first and func is F.cross_entropy:
+            args[0].recipe.listener.on_loss()
+        if is_first and (func in _VIEWS or not args[0].recipe.is_real):
             found = _answer(args[0].recipe, func, args, kwargs)
             if found is not None:
                 return found
@@ -239,7 +245,7 @@ def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
         dim = list(func(torch.empty(shape, device="meta"), *args, **kwargs).shape).index(2)
         source = func(source, *args, **kwargs)
     change = partial(_call, func, args, kwargs)
-    return replace(recipe, source=source, class_dim=dim, parent=recipe, change=change).deferred()
+    return replace(recipe, source=source, class_dim=dim, parent=recipe, change=change, real=None).deferred()
 
 
 def _leaves_last_whole(key: Any, n_dims: int) -> bool:
@@ -266,7 +272,7 @@ def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
     if empty.device != recipe.source.device or not empty.is_floating_point():
         return None
     dtypes = recipe.dtypes[0], empty.dtype
-    return replace(recipe, steps=(*recipe.steps, step), dtypes=dtypes, parent=recipe, change=step).deferred()
+    return replace(recipe, steps=(*recipe.steps, step), dtypes=dtypes, parent=recipe, change=step, real=None).deferred()
 
 
 def _call(func: Any, args: Any, kwargs: Any, logits: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class DeferredHead:
             as the length of a vector. Warn if they differ by more, and where the output is read.
 
     Attributes:
-        n_losses: The losses computed in chunks so far.
+        n_losses: How often cross-entropy was asked for.
         read_by: The function that read the output, and its line; "" if none did.
         chunk_rows: The rows of a chunk.
         is_off: True if the layer runs as usual.
@@ -82,12 +82,17 @@ class DeferredHead:
         if self.is_off or passes_through(self._module, trained=self._trained):
             out: Tensor = forward_of_class(self._module)(input)
             return out
-        return deferred_linear(input, self._module.weight, self._module.bias, self)
+        made = deferred_linear(input, self._module.weight, self._module.bias, self)
+        classes = self._module.out_features
+        self.logits = made.numel() // classes, classes, made.nbytes
+        return made
+
+    def on_loss(self) -> None:
+        """Count the losses."""
+        self.n_losses += 1
 
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the loss of logits, in chunks; the first time after a check."""
-        self.n_losses += 1
-        self.logits = len(source), len(weight), len(source) * len(weight) * loss.dtype.itemsize
         if self._checks and not holds_fake_tensors((source, weight)):
             self._checks = False
             if not _is_alike(loss, (source, weight, bias)):

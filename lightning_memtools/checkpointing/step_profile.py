@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from lightning_memtools._torch import node_sequence_number, write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain, ancestors, forward_of_class
+from lightning_memtools.checkpointing.deferred_logits import DeferredLogits
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
+from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
 from lightning_memtools.checkpointing.unit_records import ProductRecord, UnitRecord, units_of
 from lightning_memtools.memory.allocator import Block
@@ -215,7 +217,8 @@ class _Recorder:
         self._open = None
         self.records.append(record)
         for one in tensors_in(value) if self._keeps else ():
-            if one.requires_grad and one.grad_fn is not None:
+            # Logits whose loss is computed in chunks never get a gradient: it goes to the layer's input at once.
+            if one.requires_grad and one.grad_fn is not None and not isinstance(one, DeferredLogits):
                 # When the gradient of an output is ready, this unit's backward pass begins.
                 key = node_sequence_number(one.grad_fn), one.output_nr
                 if key not in self._makers:
@@ -318,6 +321,8 @@ def _was_written(given: list[tuple[weakref.ref[Tensor], int]]) -> bool:
 def _watch(model: nn.Module, index: int, chain: Chain, recorder: _Recorder) -> None:
     """Have a chain of a fake model call its layers through the recorder."""
     module = model.get_submodule(chain.name)
+    if isinstance(vars(module).get("forward"), DeferredHead):
+        return  # it is never recomputed
     if chain.is_module:
         plain = forward_of_class(module)
         vars(module)["forward"] = lambda *args, **kwargs: recorder.call_layer((index, 0), plain, args, kwargs)

@@ -1,7 +1,9 @@
-"""A language model whose logits fill the memory is told so, and what it would need with its loss in chunks."""
+"""A language model whose logits fill the memory is trained with its loss in chunks, and is told so."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import lightning as L
@@ -9,10 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
-from lightning_memtools.checkpointing.planning import plan_checkpoints
+from lightning_memtools import GradientCheckpointing
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.loss_head import LossHeadWarning
+from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
+from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.report_page import ActionKind
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.oom.advice_runs import checks_of
@@ -23,23 +31,18 @@ WIDTH, WORDS, ROWS = 32, 16384, 512
 class Language(L.LightningModule):
     """A few blocks of a small width under the logits of a large vocabulary."""
 
-    def __init__(self, classes: int = WORDS, *, in_chunks: bool = False) -> None:
+    def __init__(self, classes: int = WORDS) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.words = nn.Embedding(classes, WIDTH)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
                                      for _ in range(4)])  # fmt: skip
         self.head = nn.Linear(WIDTH, classes, bias=False)
-        self.in_chunks = in_chunks
 
     def forward(self, words: Tensor) -> Tensor:
         hidden = self.words(words)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        if self.in_chunks:
-            options = torch.nn.LinearCrossEntropyOptions()
-            flat = hidden.flatten(0, 1)
-            loss: Tensor = F.linear_cross_entropy(flat, self.head.weight, words.reshape(-1), options=options)
-            return loss
         logits = self.head(hidden).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), words.reshape(-1))
 
@@ -47,43 +50,16 @@ class Language(L.LightningModule):
         loss: Tensor = self(batch)
         return loss
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
 
 def step_of(model: nn.Module, words: Tensor) -> TracedStep:
     return TracedStep(model, (words,), lambda model, args: model(*args), device="cuda")
 
 
-def test_the_step_is_traced_as_if_its_loss_were_written_with_linear_cross_entropy():
-    words = torch.zeros(4, ROWS // 4, dtype=torch.long)
-    found = step_with_chunked_loss(step_of(Language(), words))
-    assert found is not None
-    assert (found.rows, found.classes, found.logits_bytes) == (ROWS, WORDS, ROWS * WORDS * 4)
-    plain = predict(step_of(Language(), words), ())
-    written = predict(step_of(Language(in_chunks=True), words), ())
-    # Logits, log-probabilities and their gradient, of which two are there at a time.
-    assert plain.peak_bytes - written.peak_bytes > 1.5 * found.logits_bytes
-    # But for the logits of one chunk, which torch's fake kernel does not make.
-    assert abs(found.cost.peak_bytes - written.peak_bytes) <= ROWS * WIDTH // 2 * 4 + ROWS * WIDTH * 4
-
-
-@pytest.mark.cuda_memory
-def test_its_peak_is_the_measured_one_of_a_model_that_is_written_so():
-    words = torch.zeros(4, ROWS // 4, dtype=torch.long, device="cuda")
-    found = step_with_chunked_loss(step_of(Language().cuda(), words))
-    assert found is not None
-    model = Language(in_chunks=True).cuda()
-    for _ in range(2):
-        torch.cuda.reset_peak_memory_stats()
-        loss = model(words)
-        model.zero_grad()
-        loss.backward()
-    assert found.cost.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.01)
-
-
-def test_the_plan_says_what_no_plan_can_lower():
-    words = torch.zeros(4, ROWS // 4, dtype=torch.long)
-    (note,) = plan_checkpoints(Language(), words).notes
-    assert note.startswith("the logits (512 x 16,384) take 32.0 MiB for each copy; with torch.nn.functional.linear_")
-    assert plan_checkpoints(Language(1000), words.clamp(max=999)).notes == ()
+def words_of(rows: int = ROWS, classes: int = WORDS) -> Tensor:
+    return torch.randint(classes, (4, rows // 4), generator=torch.Generator().manual_seed(0))
 
 
 class Accuracy(Language):
@@ -96,28 +72,204 @@ class Accuracy(Language):
         return loss
 
 
-class Smoothed(Language):
-    """A loss that torch computes in chunks no more than before."""
+def test_the_trace_tells_the_plain_peak_and_that_of_chunks():
+    found = loss_in_chunks(step_of(Language(), words_of()))
+    assert found is not None
+    assert (found.names, found.read_by) == (("head",), "")
+    assert found.logits == (ROWS, WORDS, ROWS * WORDS * 4)
+    assert found.plain == predict(step_of(Language(), words_of()), ())
+    assert found.cost == predict(step_of(Language(), words_of()), (), ["head"])
+    # Logits, log-probabilities and their gradient, of which two are there at a time; a chunk is half of the rows.
+    assert found.plain.peak_bytes - found.cost.peak_bytes > 1.5 * found.logits[2]
+    assert found.cost.flops == found.plain.flops
 
-    def forward(self, words: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.words(words)).flatten(0, 1), words.reshape(-1), label_smoothing=0.1)
 
-
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(8, 16), Accuracy, Smoothed], ids=["no loss", "accuracy", "smoothed"]
-)
-def test_what_cannot_be_computed_in_chunks_gets_no_number(make):
+@pytest.mark.parametrize(("make", "read_by"), [(lambda: nn.Linear(8, 2048), None), (Accuracy, "argmax")])
+def test_what_cannot_be_computed_in_chunks_gets_no_plan(make, read_by):
     model = make()
-    given = torch.zeros(2, 8) if isinstance(model, nn.Linear) else torch.zeros(4, 8, dtype=torch.long)
-    found = step_with_chunked_loss(step_of(model, given))
-    assert (found is None) == (not isinstance(model, Accuracy))
+    given = torch.zeros(2, 8) if isinstance(model, nn.Linear) else words_of()
+    found = loss_in_chunks(step_of(model, given))
+    assert (found is None) == (read_by is None)
+    if found is not None:
+        assert found.names == ()
+        assert found.read_by.startswith(f"`{read_by}` at ")
+        assert plan_checkpoints(model, given).heads == ()
+
+
+def test_the_plan_is_that_of_chunks_where_it_lowers_the_peak():
+    plan, kept = (plan_checkpoints(Language(), words_of(), loss_head=how) for how in ("auto", "keep"))
+    assert plan.heads == ("head",)
+    assert plan.notes[0].startswith("the loss of head is computed in chunks of 256 rows: the logits (512 x 16,384) take")
+    assert kept.heads == ()
+    assert kept.plain == plan.plain
+    assert plan.peak_bytes < 0.7 * kept.peak_bytes
+    (note,) = kept.notes
+    assert note.endswith('take 32.0 MiB for each copy; with loss_head="auto" their loss is computed in chunks')
+    (note,) = plan_checkpoints(Accuracy(), words_of()).notes
+    assert "`argmax` at tests/checkpointing/test_loss_head.py:" in note
+
+
+def test_a_small_head_is_left_alone():
+    assert plan_checkpoints(Language(1000), words_of(classes=1000)).heads == ()
+    assert plan_checkpoints(Language(1200), words_of(64, classes=1200)).heads == ()  # less than a chunk
+
+
+def test_within_a_budget_the_loss_in_chunks_comes_before_recomputation():
+    step = step_of(Language(), words_of())
+    found = loss_in_chunks(step)
+    assert found is not None
+
+    def plan(budget: float | str) -> Any:
+        return StepPlanner(step).plan(CheckpointOptions.parse(memory_budget=budget))
+
+    enough = plan(f"{found.plain.peak_bytes}B")
+    assert (enough.heads, enough.extra_operations) == ((), 0)
+    chunks = plan(f"{found.cost.peak_bytes}B")
+    assert chunks.heads == ("head",)
+    assert not any(chain.ranges for chain in chunks.chains)
+    assert chunks.refused is None
+    assert chunks.planned == found.cost
+    both = plan(f"{found.cost.peak_bytes - 500_000}B")
+    assert both.heads == ("head",)
+    assert any(chain.ranges for chain in both.chains)
+    share = plan(found.cost.activation_bytes / found.plain.activation_bytes + 0.001)
+    assert (share.heads, share.planned) == (("head",), found.cost)
+
+
+def test_loss_head_is_checked():
+    with pytest.raises(ValueError, match='loss_head=\'chunks\' is neither "auto" nor "keep"'):
+        GradientCheckpointing(loss_head="chunks")  # type: ignore[arg-type]
+
+
+def fit(model: Any, *callbacks: Any, batches: int = 4, **options: Any) -> dict[str, Tensor]:
+    data = torch.stack([words_of()[at % 4].view(-1) for at in range(4 * batches)])
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(data, batch_size=4))
+    return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_fit_ends_with_the_same_weights_within_rounding(options, capsys):
+    plain = fit(Language(), **options)
+    callback = GradientCheckpointing()
+    model = Language()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossHeadWarning)
+        chunked = fit(model, callback, **options)
+    assert callback.plan is not None
+    assert callback.plan.heads == ("head",)
+    assert "the loss of head is computed in chunks of 256 rows" in capsys.readouterr().out
+    begin = dict(Language().named_parameters())
+    for name, weight in plain.items():
+        moved = (weight - begin[name]).norm()
+        assert (chunked[name] - weight).norm() <= (0.01 if "precision" in options else 1e-4) * moved
+    assert "forward" not in vars(model.head)
+    assert list(model.state_dict()) == list(Language().state_dict())
+
+
+def test_with_keep_a_fit_is_bit_for_bit_the_plain_one():
+    plain = fit(Language())
+    kept = fit(Language(), GradientCheckpointing(loss_head="keep"))
+    assert all(torch.equal(kept[name], weight) for name, weight in plain.items())
+
+
+class LooksLater(Language):
+    """Looks at its logits from its third step on."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        logits = self.head(self.words(batch))
+        loss: Tensor = F.cross_entropy(logits.flatten(0, 1), batch.reshape(-1))
+        if batch_idx >= 2:
+            self.log("right", (logits.argmax(-1) == batch).float().mean())
+        return loss
+
+
+def test_read_in_a_later_step_it_is_taken_back_and_planned_again():
+    plain = fit(LooksLater())
+    callback = GradientCheckpointing()
+    with pytest.warns(LossHeadWarning, match="`argmax` at .* reads its logits"), VirtualDevice():
+        found = fit(LooksLater(), callback, batches=5)
+    assert callback.plan is not None
+    assert callback.plan.heads == ()
+    del plain, found
+
+
+def test_copies_are_of_the_plain_model():
+    model = Language()
+    with AppliedPlan(model, (), heads=["head"]):
+        assert "forward" in vars(model.head)
+        assert "forward" not in vars(copy.deepcopy(model).head)
+    with AppliedPlan(model, (), heads=["head"]), pytest.raises(RuntimeError, match="forward of its own instance"):
+        AppliedPlan(model, (), heads=["head"])
+    assert "forward" not in vars(model.head)
+
+
+def _transformers(model: str, config: str, **options: Any) -> Any:
+    library: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return getattr(library, model)(getattr(library, config)(vocab_size=2000, **options)).train()
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+LIBRARY = {
+    "GPT-2, tied": lambda: _transformers("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=2),
+    "BERT, with a bias": lambda: _transformers("BertForMaskedLM", "BertConfig", **_SMALL),
+    "Llama": lambda: _transformers("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **_SMALL),
+    "T5, scaled": lambda: _transformers("T5ForConditionalGeneration", "T5Config", **_T5),
+    "Gemma 2, capped": lambda: _transformers("Gemma2ForCausalLM", "Gemma2Config", num_key_value_heads=2, head_dim=16, **_SMALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_models_of_transformers_as_they_are(name):
+    words = torch.randint(3, 2000, (4, 150), generator=torch.Generator().manual_seed(0))
+    labels = words.masked_fill(words % 5 == 0, -100)
+    step = TracedStep(LIBRARY[name](), (words, labels), lambda m, a: m(input_ids=a[0], labels=a[1]).loss, device="cuda")
+    found = loss_in_chunks(step)
+    assert found is not None
+    assert len(found.names) == 1
+    assert found.cost.peak_bytes < found.plain.peak_bytes
+    results = []
+    for heads in ((), found.names):
+        model = LIBRARY[name]().eval()  # without dropout, whose numbers the two runs would have to share
+        with AppliedPlan(model, (), heads=heads, prove=True) as applied:
+            loss = model(input_ids=words, labels=labels).loss
+            loss.backward()
+        results.append([loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
+    assert [head.n_losses for head in applied.heads.values()] == [1]
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-7
 
 
 def test_a_report_of_running_out_of_memory_advises_it():
-    words = torch.zeros(4, ROWS // 4, dtype=torch.long)
-    plain = predict(step_of(Language(), words), ()).peak_bytes
-    checks = checks_of(Language(), words, int(0.9 * plain))
+    found = loss_in_chunks(step_of(Language(), words_of()))
+    assert found is not None
+    checks = checks_of(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
     (action,) = [one for one in checks.actions if one.kind == ActionKind.LOSS]
     assert action.fits
-    assert action.detail.startswith("Each copy of the logits (512 x 16,384) takes 32.0 MiB. ")
-    assert "linear_cross_entropy" in action.code
+    assert action.detail.startswith("The logits (512 x 16,384) take 32.0 MiB for each copy. ")
+    assert action.code.startswith('GradientCheckpointing(memory_budget="')
+    assert not [one for one in checks.actions if one.kind == ActionKind.CHECKPOINTING and one.fits is False]
+
+
+@pytest.mark.cuda_memory
+def test_its_peak_is_the_measured_one():
+    words = words_of().cuda()
+    for make in (Language, lambda: LIBRARY["GPT-2, tied"]()):
+        model = make().cuda()
+        forward = (lambda m, a: m(*a)) if make is Language else (lambda m, a: m(input_ids=a[0], labels=a[0]).loss)
+        given = (words if make is Language else words % 2000,)
+        plan = StepPlanner(TracedStep(model, given, forward, device="cuda")).plan(CheckpointOptions.parse())
+        assert plan.heads
+        with AppliedPlan(model, plan.chains, heads=plan.heads):
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                loss = forward(model, given)
+                model.zero_grad()
+                loss.backward()
+            assert plan.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.01)
+        del model, loss
