@@ -8,7 +8,6 @@ from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -277,9 +276,9 @@ class AppliedPlan:
                 for module in modules_with_caches(model).values():
                     self._replace(module, _WithoutCaches(module))
             for name in heads:
-                module: Any = _plain_module(model, name)
-                self.heads[name] = DeferredHead(name, module, check=prove)
-                self._replace(module, self.heads[name])
+                head: Any = _plain_module(model, name)
+                self.heads[name] = DeferredHead(name, head, check=prove)
+                self._replace(head, self.heads[name])
         except BaseException:
             self.remove()
             raise
@@ -336,8 +335,8 @@ def _found(model: nn.Module, name: str, planned: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(
-            f"The plan for {planned or type(model).__name__} does not suit this model ({error}): it was made for one that "
-            "is built otherwise. Make a plan for this model."
+            f"The plan for {planned or type(model).__name__} does not suit this model ({error}): it was made for one "
+            "that is built otherwise. Make a plan for this model."
         ) from None
 
 

@@ -48,7 +48,7 @@ class CheckpointOptions:
         return self.budget_bytes is not None or self.budget_share is not None
 
     @staticmethod
-    def parse(
+    def parse(  # noqa: PLR0917, in the order of `plan_checkpoints`
         segments: int | Literal["auto"] = "auto",
         memory_budget: float | str | None = None,
         bn_dropout: BnDropout = "skip",

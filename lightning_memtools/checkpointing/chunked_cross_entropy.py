@@ -63,7 +63,9 @@ class ChunkedCrossEntropy:
         """Return the same from all logits at once, as autograd differentiates it."""
         cast = [None if one is None else one.to(self.dtype) for one in (source, weight, bias)]
         losses = self._losses(F.linear(*cast), self.target)  # type: ignore[arg-type]
-        return losses if self.reduction == "none" else self._reduced(losses.sum(dtype=_wide(losses.dtype)), losses.dtype)
+        return (
+            losses if self.reduction == "none" else self._reduced(losses.sum(dtype=_wide(losses.dtype)), losses.dtype)
+        )
 
     def run(
         self, inputs: Sequence[Any], upstream: Tensor | None = None, needed: Sequence[bool] = ()

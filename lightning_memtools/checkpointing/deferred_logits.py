@@ -58,7 +58,9 @@ class DeferredLogits(Tensor):
         return func(*_read(args, func), **_read(kwargs, func))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator that was called from below Python, where autograd has its part already."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
@@ -66,7 +68,7 @@ class DeferredLogits(Tensor):
 
 @dataclass(eq=False, slots=True)
 class _Recipe:
-    """How to compute logits, all or in chunks.
+    """The way to compute logits, all or in chunks.
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
@@ -159,9 +161,7 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:
         """Return a tensor without memory."""
         ctx.recipe, ctx.inputs = recipe, inputs
-        made: DeferredLogits = tensor_without_memory(
-            DeferredLogits, recipe.shape, recipe.dtypes[1], inputs[0].device
-        )
+        made: DeferredLogits = tensor_without_memory(DeferredLogits, recipe.shape, recipe.dtypes[1], inputs[0].device)
         made.recipe = recipe
         return made
 
@@ -345,7 +345,6 @@ _ATTRIBUTES = {
             "is_sparse",
             "is_quantized",
             "is_nested",
-            "_version",
         )
     ),
 }

@@ -1,8 +1,8 @@
 """A language model's last layer, whose output is left out where only cross-entropy looks at it.
 
 Logits of a vocabulary of 50,000 words take more than all blocks of a model that is recomputed: they are there once as
-such, once as log-probabilities, and once as a gradient. No checkpointing helps. Cross-entropy in chunks does: all logits
-never exist at the same time.
+such, once as log-probabilities, and once as a gradient. No checkpointing helps. Cross-entropy in chunks does: all
+logits never exist at the same time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn

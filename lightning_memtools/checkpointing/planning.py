@@ -20,7 +20,12 @@ from lightning_memtools.checkpointing.chains import (
     find_modules,
     nothing_found_message,
 )
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, CheckpointOptionsError, LossHead
+from lightning_memtools.checkpointing.checkpoint_options import (
+    BnDropout,
+    CheckpointOptions,
+    CheckpointOptionsError,
+    LossHead,
+)
 from lightning_memtools.checkpointing.checkpoint_plan import (
     CheckpointPlan,
     chain_plans,
@@ -153,9 +158,7 @@ class StepPlanner:
             return self._with_loss_in_chunks(found, options, nearest=nearest)
         return self._plan(options, nearest=nearest)
 
-    def _with_loss_in_chunks(
-        self, found: LossInChunks, options: CheckpointOptions, *, nearest: bool
-    ) -> CheckpointPlan:
+    def _with_loss_in_chunks(self, found: LossInChunks, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
         """Return the plan with a loss in chunks; without it where a budget needs no change at all."""
         limit, plain = options.budget_bytes, found.plain
         if options.budget_share is not None:
@@ -169,9 +172,7 @@ class StepPlanner:
             if not nearest or options.budget_share is None or not error.reachable_bytes:
                 raise
             plan = self._plan(replace(within, budget_bytes=error.reachable_bytes), nearest=nearest)
-        note = (
-            f"the loss of {' and '.join(found.names)} is computed in chunks of {found.chunk_rows} rows: {found.size}"
-        )
+        note = f"the loss of {' and '.join(found.names)} is computed in chunks of {found.chunk_rows} rows: {found.size}"
         return replace(
             plan,
             plain=plain,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.memory_model import Ranges
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay, replay_on

@@ -58,7 +58,9 @@ def of(case: str, target: Tensor, dtype: torch.dtype = torch.float64) -> Chunked
     given = {"steps": (), "ignore_index": -100, **CASES[case]}
     target = target.where(target != -100, 7) if given["ignore_index"] == 7 else target
     weights = given.pop("class_weight", None)
-    return ChunkedCrossEntropy(target, dtype=dtype, class_weight=None if weights is None else weights.to(dtype), **given)
+    return ChunkedCrossEntropy(
+        target, dtype=dtype, class_weight=None if weights is None else weights.to(dtype), **given
+    )
 
 
 def results(run: Any, given: Any) -> list[Tensor]:
@@ -81,7 +83,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(case, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_is_that_of_the_type(dtype):
     *given, target = inputs(dtype)
-    exact = results(partial(plain, of("mean", target)), [one.double() for one in given])  # type: ignore[union-attr]
+    exact = results(partial(plain, of("mean", target)), [one.double() for one in given])
     mine = results(of("mean", target, dtype), given)
     theirs = results(partial(plain, of("mean", target, dtype)), given)
     for one, other, right in zip(mine, theirs, exact, strict=True):
@@ -93,7 +95,7 @@ def test_rounding_is_that_of_the_type(dtype):
 @pytest.mark.parametrize("chosen", range(3))
 def test_only_the_gradients_that_are_needed_are_computed(chosen):
     *given, target = inputs()
-    given = [one.requires_grad_(at == chosen) for at, one in enumerate(one.detach() for one in given)]  # type: ignore[union-attr]
+    given = [one.requires_grad_(at == chosen) for at, one in enumerate(one.detach() for one in given)]
     loss = of("mean", target)
     for mine, other in zip(results(loss, given), results(partial(plain, loss), given), strict=True):
         torch.testing.assert_close(mine, other)
@@ -112,15 +114,15 @@ def test_under_autocast_the_layer_computes_in_bfloat16_and_the_loss_in_float32()
         mine, other = loss(*given), plain(loss, *given)
     assert mine.dtype == other.dtype
     torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
-    for one, two in zip(torch.autograd.grad(mine, given), torch.autograd.grad(other, given), strict=True):  # type: ignore[arg-type]
+    for one, two in zip(torch.autograd.grad(mine, given), torch.autograd.grad(other, given), strict=True):
         assert (one - two).norm() < 0.01 * two.norm()
 
 
 def test_a_second_backward_gives_the_same_gradients():
     *given, target = inputs()
     out = of("mean", target)(*given)
-    first = torch.autograd.grad(out, given, torch.tensor(3.0), retain_graph=True)  # type: ignore[arg-type]
-    again = torch.autograd.grad(out, given, torch.tensor(3.0))  # type: ignore[arg-type]
+    first = torch.autograd.grad(out, given, torch.tensor(3.0), retain_graph=True)
+    again = torch.autograd.grad(out, given, torch.tensor(3.0))
     for one, other in zip(first, again, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -131,8 +133,8 @@ def test_gradients_of_gradients():
         *given, target = inputs()
         loss = of("smoothed", target)
         out = loss(*given) if chunked else plain(loss, *given)
-        (of_weight,) = torch.autograd.grad(out, [given[1]], create_graph=True)  # type: ignore[list-item]
-        found.append(torch.autograd.grad(of_weight.square().sum(), given))  # type: ignore[arg-type]
+        (of_weight,) = torch.autograd.grad(out, [given[1]], create_graph=True)
+        found.append(torch.autograd.grad(of_weight.square().sum(), given))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -152,7 +154,10 @@ def test_logits_of_a_chunk_are_there_twice():
     peaks = {}
     for chunked in (True, False):
         with VirtualDevice() as device:
-            source, weight = torch.randn(rows, width, requires_grad=True), torch.randn(classes, width, requires_grad=True)
+            source, weight = (
+                torch.randn(rows, width, requires_grad=True),
+                torch.randn(classes, width, requires_grad=True),
+            )
             loss = ChunkedCrossEntropy(torch.zeros(rows, dtype=torch.long), (), torch.float32)
             before = device.stats().allocated
             device.reset_peaks()

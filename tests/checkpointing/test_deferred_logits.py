@@ -52,7 +52,8 @@ def flat(logits: Tensor, labels: Tensor) -> Tensor:
 
 def shifted(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits.float()[..., :-1, :].contiguous()
-    return nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
+    loss: Tensor = nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
+    return loss
 
 
 def masked(logits: Tensor, labels: Tensor) -> Tensor:
@@ -124,18 +125,22 @@ class _Own(torch.autograd.Function):
 READ = {
     "squared": lambda logits, labels: logits.square().mean(),
     "accuracy": lambda logits, labels: flat(logits, labels) + (logits.argmax(-1) == labels).float().mean(),
-    "accuracy first": lambda logits, labels: (logits.detach().argmax(-1) == labels).float().mean() + flat(logits, labels),
-    "probabilities": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), torch.full((640, CLASSES), 1 / CLASSES)),
+    "accuracy first": lambda logits, labels: (
+        (logits.detach().argmax(-1) == labels).float().mean() + flat(logits, labels)
+    ),
+    "probabilities": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), torch.full((640, CLASSES), 0.001)),
     "logits as target": lambda logits, labels: F.cross_entropy(torch.zeros(640, CLASSES), logits.flatten(0, 1)),
     "fewer classes": lambda logits, labels: F.cross_entropy(logits[..., :1000].flatten(0, 1), labels.flatten() % 1000),
-    "joined": lambda logits, labels: F.cross_entropy(torch.cat([logits, logits]).flatten(0, 1), labels.repeat(2, 1).flatten()),
+    "joined": lambda logits, labels: F.cross_entropy(
+        torch.cat([logits, logits]).flatten(0, 1), labels.repeat(2, 1).flatten()
+    ),
     "in place": in_place,
     "in place after a view": in_place_after_a_view,
     "old reduction": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduce=False).sum(),
     "own gradient": lambda logits, labels: _Own.apply(logits),
     "own gradient of a view": lambda logits, labels: _Own.apply(logits[:, 1:].float()),
-    "biggest classes as places": lambda logits, labels: logits.transpose(1, 2).flatten(1).logsumexp(1).sum(),
-}  # fmt: skip
+    "classes among places": lambda logits, labels: logits.transpose(1, 2).flatten(1).logsumexp(1).sum(),
+}
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
