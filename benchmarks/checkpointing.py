@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from checkpointing_frontier import frontiers, picture
 from checkpointing_models import Plans, encoder, flops, step_of
-from checkpointing_switches import MODELS
+from checkpointing_switches import MODELS, Case, figures, llama_1b, lowest_within
 from machine import RESULTS, interleaved, save
 from torch import nn
 
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
 from lightning_memtools.memory.sizes import GpuShape, parse_size
@@ -149,6 +150,44 @@ def planning_seconds(only: str = "") -> dict[str, Any]:
     return found
 
 
+def language_models(only: str = "") -> dict[str, Any]:
+    """Language models of transformers as they are, with default arguments: the loss in chunks, and recomputation.
+
+    The peaks of PyTorch's own allocator are there on a device of the dry run:
+        .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing.py language_models
+    """
+    hows: tuple[LossHead, ...] = ("auto", "keep")
+    cases = {"GPT-2 small": MODELS["GPT-2 small"], "BERT base": MODELS["BERT base"], "Llama 1B": llama_1b}
+    found: dict[str, Any] = {}
+    for name in [only] if only else cases:
+        torch.manual_seed(0)
+        case = cases[name]()
+        found[name] = {}
+        for how in hows:
+            planner = StepPlanner(case.step())
+            begin = time.process_time()
+            default = planner.plan(CheckpointOptions.parse(loss_head=how))
+            seconds = round(time.process_time() - begin, 2)
+            assert default.plain is not None
+            plain = default.plain
+            third = lowest_within(
+                planner, plain.peak_bytes, lambda cost: cost.flops <= MOST_OPERATIONS * plain.flops, default, how
+            )
+            assert third is not None
+            found[name]["plain"] = figures(plain)
+            found[name][how] = _with_loss_head(case, default) | {"processor_seconds": seconds}
+            found[name][f"{how}, a third more flops"] = _with_loss_head(case, third)
+        found[name]["plain"]["allocator_peak_bytes"] = case.allocator_peak()
+        print(name, found[name], flush=True)
+    return found
+
+
+def _with_loss_head(case: Case, plan: CheckpointPlan) -> dict[str, Any]:
+    assert plan.planned is not None
+    with AppliedPlan(case.model, plan.chains, heads=plan.heads):
+        return {**figures(plan.planned), "heads": list(plan.heads), "allocator_peak_bytes": case.allocator_peak()}
+
+
 def flat_chain(length: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(64, 64) if i % 2 else nn.GELU() for i in range(length)])
 
@@ -221,6 +260,7 @@ def sections() -> dict[str, Callable[[], Any]]:
             "ViT-S/16 (timm)": gained(lambda: timm().create_model("vit_small_patch16_224")),
             "VGG-16": gained(zoo.vgg16),
         },
+        "language_models": language_models,
         "wall_time": wall_time,
         "frontier": frontiers,
     }
@@ -240,6 +280,7 @@ def main() -> None:
             "frontier": frontiers,
             "planning_seconds": planning_seconds,
             "planning_by_length": planning_by_length,
+            "language_models": language_models,
         }
         measured = of_entry[name](part) if part else measures[name]()
         # Read only now: another section may have been written meanwhile.

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_memtools import estimate_memory
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
@@ -218,7 +218,7 @@ def lowest_in_chunks(case: Case, plain: StepCost) -> dict[str, Any] | None:
     torch does not count the FLOPs of `linear_cross_entropy` on fake tensors: those of its three products are added.
     """
     planner = StepPlanner(case.step())
-    default = planner.plan(CheckpointOptions.parse(bn_dropout="recompute"))
+    default = planner.plan(_options())
     assert default.plain is not None
     products = 3 * 2 * case.batch["labels"].numel() * case.model.get_parameter("head.weight").numel()
     most = MOST_OPERATIONS * plain.flops - products
@@ -235,7 +235,7 @@ def planned(name: str) -> tuple[Case, StepPlanner, CheckpointPlan, float]:
     case = MODELS[name]()
     begin = time.process_time()
     planner = StepPlanner(case.step())
-    default = planner.plan(CheckpointOptions.parse(bn_dropout="recompute"))
+    default = planner.plan(_options())
     return case, planner, default, round(time.process_time() - begin, 2)
 
 
@@ -245,13 +245,22 @@ def with_plan(case: Case, plan: CheckpointPlan) -> dict[str, Any]:
         return {**figures(plan.planned), "allocator_peak_bytes": case.allocator_peak()}
 
 
+def _options(budget: str | None = None, loss_head: LossHead = "keep") -> CheckpointOptions:
+    # Switches and policies only recompute, so that beside them a plan does no more.
+    return CheckpointOptions.parse(bn_dropout="recompute", memory_budget=budget, loss_head=loss_head)
+
+
 def _needs_no_more(other: StepCost, cost: StepCost) -> bool:
     # To a hundredth of a percent: which additions at the end of blocks run again makes less of a difference.
     return cost.operations <= 1.0001 * other.operations
 
 
 def lowest_within(
-    planner: StepPlanner, peak: int, accepted: Callable[[StepCost], bool], default: CheckpointPlan
+    planner: StepPlanner,
+    peak: int,
+    accepted: Callable[[StepCost], bool],
+    default: CheckpointPlan,
+    loss_head: LossHead = "keep",
 ) -> CheckpointPlan | None:
     """The lowest accepted plan that was found, at a peak, then by halving between 0.2 and 1.1 of it, to 1%."""
     assert default.planned is not None
@@ -259,7 +268,7 @@ def lowest_within(
     low, high, limit = 0.2 * peak, 1.1 * peak, float(peak)
     while high - low > 0.01 * high:
         try:
-            plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{int(limit)}B"))
+            plan = planner.plan(_options(f"{int(limit)}B", loss_head))
         except BudgetTooSmallError as error:
             low = max(limit, error.reachable_bytes)
         else:
@@ -399,6 +408,18 @@ _LLAMA = {
     "max_position_embeddings": 2048,
 }
 
+# Llama 3.2 1B.
+_LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+
 MODELS: dict[str, Callable[[], Case]] = {
     "GPT-2 small": lambda: _of_transformers(
         "GPT2LMHeadModel", "GPT2Config", "transformer.h", lambda c: _words(c.vocab_size, 8, 512)
@@ -454,6 +475,13 @@ MODELS: dict[str, Callable[[], Case]] = {
     ),
     "U-Net": _unet,
 }
+
+
+def llama_1b() -> Case:
+    """Llama 3.2 1B with its own vocabulary."""
+    return _of_transformers(
+        "LlamaForCausalLM", "LlamaConfig", "model.layers", lambda c: _words(c.vocab_size, 4, 1024), **_LLAMA_1B
+    )
 
 
 def main() -> None:

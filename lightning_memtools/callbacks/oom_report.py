@@ -21,6 +21,7 @@ from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
+from lightning_memtools.oom.report_page import Action
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
@@ -73,6 +74,7 @@ class OOMReport(EitherCallback, Neighbour):
         self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
+        self.advice: tuple[Action, ...] = ()
         self._carried = CarriedDevice()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None
@@ -171,7 +173,8 @@ class OOMReport(EitherCallback, Neighbour):
                 forget_batch(trainer)
                 untoggle_all(pl_module)
                 read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
-                text = reporter.report(exception, facts, capture, read_run)
+                page = reporter.report(exception, facts, capture, read_run)
+                self.advice, text = tuple(page.actions), page.markdown()
             elif death := worker_out_of_memory(exception):
                 text = reporter.report_worker(exception, death, capture.facts_of(exception).moment)
             else:

@@ -45,7 +45,7 @@ class DeferredLogits(Tensor):
         """Call the function: at once if it asks for shapes, later if it can wait, else with real logits."""
         del types
         kwargs = kwargs or {}
-        if func in _ATTRIBUTES:
+        if func in _ATTRIBUTES or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
             with without_torch_function():
                 return func(*args, **kwargs)
         is_first = bool(args) and isinstance(args[0], DeferredLogits)
@@ -172,6 +172,14 @@ class _Deferred(torch.autograd.Function):
         wanted = [one for one, is_needed in zip(ctx.inputs, needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(ctx.recipe.all_logits(), wanted, upstream, retain_graph=True))
         return None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _is_our_own(hook: Any) -> bool:
+    """Return whether a hook on the gradient is one that only notes when a layer's backward begins.
+
+    Logits whose loss is computed in chunks have no gradient, and such a hook can do without.
+    """
+    return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:

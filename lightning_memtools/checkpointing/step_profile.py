@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_memtools._torch import node_sequence_number, write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain, ancestors, forward_of_class
-from lightning_memtools.checkpointing.deferred_logits import DeferredLogits
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
@@ -217,8 +216,7 @@ class _Recorder:
         self._open = None
         self.records.append(record)
         for one in tensors_in(value) if self._keeps else ():
-            # Logits whose loss is computed in chunks never get a gradient: it goes to the layer's input at once.
-            if one.requires_grad and one.grad_fn is not None and not isinstance(one, DeferredLogits):
+            if one.requires_grad and one.grad_fn is not None:
                 # When the gradient of an output is ready, this unit's backward pass begins.
                 key = node_sequence_number(one.grad_fn), one.output_nr
                 if key not in self._makers:

@@ -81,6 +81,27 @@ class DryRunStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunAdvice:
+    """A change of a run that ran out of memory, as OOMReport tried it.
+
+    Attributes:
+        title: The change in a few words.
+        code: The code to write in the program.
+        fits: Whether it is enough by itself; None where that is not known.
+        peak: The step's peak with it in bytes; None where no step was traced.
+        price: The computation that it costs, in words; "" for none.
+        detail: The result of the check in sentences; where it was not checked, the reason.
+    """
+
+    title: str
+    code: str
+    fits: bool | None
+    peak: int | None
+    price: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
     """The result of a dry run.
 
@@ -105,6 +126,7 @@ class DryRunResult:
         devices: How many ranks there are.
         directory: Where the run's files are.
         torch: The version of torch.
+        advice: Where memory ran out in a Trainer: the changes that OOMReport tried, the best first.
     """
 
     device: str
@@ -123,6 +145,7 @@ class DryRunResult:
     devices: int = 1
     directory: str = ""
     torch: str = ""
+    advice: list[DryRunAdvice] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -194,6 +217,7 @@ class DryRunResult:
                 "stages": [DryRunStage(**one) for one in content["stages"]],
                 "layers": [tuple(one) for one in content["layers"]],
                 "smallest_fitting": tuple(content["smallest_fitting"]),
+                "advice": [DryRunAdvice(**one) for one in content["advice"]],
             }
         )
 
@@ -346,8 +370,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.set_defaults(run=run)
 
 
-def run(chosen: argparse.Namespace) -> int:
-    """Run the script, print what was found, and return the exit status."""
+def run_command(program: str, arguments: Sequence[str], **options: Any) -> DryRunResult | int:
+    """Return the result of `dry_run` for a command; the exit status where it was interrupted or could not be started.
+
+    What went wrong is on stderr then.
+    """
 
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
@@ -355,21 +382,7 @@ def run(chosen: argparse.Namespace) -> int:
     # A session of its own does not end with this process: it has to be ended.
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        require_folder_of(chosen.snapshot)
-        budget = None if chosen.at_most is None else parse_budget(chosen.at_most, what="--at-most")
-        result = dry_run(
-            chosen.script,
-            chosen.arguments,
-            module=chosen.module,
-            gpu=chosen.gpu,
-            capacity=chosen.capacity,
-            devices=chosen.devices,
-            rank=chosen.rank,
-            steps=chosen.steps or None,
-            snapshot=chosen.snapshot,
-            directory=chosen.directory,
-            output=sys.stderr if chosen.json else None,
-        )
+        return dry_run(program, arguments, **options)
     except KeyboardInterrupt as error:
         print("memtools: interrupted; the script was ended.", file=sys.stderr)  # noqa: T201, a command prints
         return 128 + (error.args[0] if error.args else signal.SIGINT)
@@ -378,6 +391,31 @@ def run(chosen: argparse.Namespace) -> int:
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run the script, print what was found, and return the exit status."""
+    try:
+        require_folder_of(chosen.snapshot)
+        budget = None if chosen.at_most is None else parse_budget(chosen.at_most, what="--at-most")
+    except (UsageError, ValueError) as error:
+        print(f"memtools: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    result = run_command(
+        chosen.script,
+        chosen.arguments,
+        module=chosen.module,
+        gpu=chosen.gpu,
+        capacity=chosen.capacity,
+        devices=chosen.devices,
+        rank=chosen.rank,
+        steps=chosen.steps or None,
+        snapshot=chosen.snapshot,
+        directory=chosen.directory,
+        output=sys.stderr if chosen.json else None,
+    )
+    if isinstance(result, int):
+        return result
     if chosen.json:
         print(json.dumps(asdict(result), indent=1))  # noqa: T201
     else:

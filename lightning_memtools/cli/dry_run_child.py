@@ -23,6 +23,7 @@ from lightning_memtools.cli.dry_run import (
     FAILED,
     FITS,
     OUT_OF_MEMORY,
+    DryRunAdvice,
     DryRunResult,
     DryRunSpec,
     DryRunStage,
@@ -261,6 +262,10 @@ def _result_of(
         devices=spec.devices,
         directory=spec.directory,
         torch=torch.__version__.partition("+")[0],
+        advice=[
+            DryRunAdvice(**{name: getattr(one, name) for name in DryRunAdvice.__dataclass_fields__})
+            for one in observer.advice()
+        ],
         **read,
     )
 

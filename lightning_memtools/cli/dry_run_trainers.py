@@ -58,11 +58,16 @@ class RunObserver:
         self._hooks: list[Any] = []
         self._labels: list[ModuleLabels] = []
         self._open: list[tuple[str, int]] = []
+        self.reporting: list[Any] = []
 
     def note(self, text: str) -> None:
         """Add a sentence to the result's notes, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def advice(self) -> Sequence[Any]:
+        """Return the actions of the out-of-memory report of the last Trainer; none where it made no report."""
+        return next((one.advice for one in self.reporting if one.advice), ())
 
     def begin(self, device: torch.device) -> None:
         """Begin a call of a Trainer."""
@@ -349,6 +354,7 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
 
     if not any(isinstance(one, OOMReport) for one in callbacks):
         callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
+    observer.reporting = [one for one in callbacks if isinstance(one, OOMReport)]
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
     limited["logger"] = _loggers(limited.get("logger"), Path(spec.directory), lightning)

@@ -229,6 +229,7 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
         checked=True,
         fits=True,
         saved=trials.saving(peak),
+        peak=peak,
     )
     if trials.failed.run.max_splits > 1:
         n_parts = -(-size // found.size)
@@ -278,6 +279,7 @@ def accumulation(trials: StepTrials) -> Iterator[Action]:
                 checked=True,
                 fits=True,
                 saved=trials.saving(peak),
+                peak=peak,
             )
             yield _with_the_same_plan(trials, fitting, peak)
         return
@@ -394,8 +396,9 @@ def with_peak(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
     """Return the action with the step's peak."""
     saved = trials.saving(peak)
     if not saved:
-        return replace(action, detail="It does not lower the peak", checked=True, fits=False)
-    return replace(action, detail=trials.verdict(peak, fits=fits, price=price), checked=True, fits=fits, saved=saved)
+        return replace(action, detail="It does not lower the peak", checked=True, fits=False, peak=peak)
+    detail = trials.verdict(peak, fits=fits, price=price)
+    return replace(action, detail=detail, checked=True, fits=fits, saved=saved, peak=peak, price=price)
 
 
 def _recomputes_nothing(plan: CheckpointPlan) -> bool:

@@ -107,4 +107,5 @@ def _action(trials: StepTrials, one: StepChange, other: StepChange, peak: int, *
         checked=True,
         fits=fits,
         saved=trials.saving(peak),
+        peak=peak,
     )

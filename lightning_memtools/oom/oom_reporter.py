@@ -130,8 +130,8 @@ class OOMReporter:
         facts: FailureFacts,
         capture: FailureCapture,
         read_run: Callable[[], FailedRun],
-    ) -> str:
-        """Report that memory ran out on this rank, and return the report as markdown.
+    ) -> ReportPage:
+        """Report that memory ran out on this rank, and return the report.
 
         Args:
             exception: The error; it gets the first lines of the report as a note.
@@ -141,7 +141,7 @@ class OOMReporter:
         """
         page = self._page(facts, exception, capture, read_run)
         exception.add_note(page.note())
-        return page.markdown()
+        return page
 
     def report_recovered(
         self, facts: FailureFacts, capture: FailureCapture, read_run: Callable[[], FailedRun], done: str

@@ -66,6 +66,8 @@ class Action:
         is_partial: True if it was replayed up to the failure only: what comes after it may fail too.
         is_cause: True if it takes away what made memory run out, rather than making room for it.
         cause: That cause in a sentence, without the period; "" where it is none.
+        peak: The step's peak with the change in bytes; None where no step was traced.
+        price: The computation that it costs, in words; "" for none.
     """
 
     kind: ActionKind
@@ -78,6 +80,8 @@ class Action:
     is_partial: bool = False
     is_cause: bool = False
     cause: str = ""
+    peak: int | None = None
+    price: str = ""
 
     @property
     def helps(self) -> bool:

@@ -1,0 +1,89 @@
+"""`memtools plan SCRIPT --gpu NAME`: what makes a training script fit a GPU, each change tried and with its line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from lightning_memtools.cli.dry_run import FITS, OUT_OF_MEMORY, DryRunResult, run_command
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.tables import Table, console_table
+
+
+def plan_table(result: DryRunResult) -> Table:
+    """Return a row for the script as it is, and one for each change that was tried, in the order of their worth."""
+    peak = result.peak.allocated
+    rows = [("as it is", _answer(fits=result.fits), format_size(peak) if result.fits else "", "", "")]
+    rows += [
+        (
+            one.title,
+            _answer(fits=one.fits),
+            "" if one.peak is None else format_size(one.peak),
+            one.price,
+            one.code,
+        )
+        for one in result.advice
+    ]
+    return Table(("change", "fits", "peak allocated", "extra computation", "line to write"), rows)
+
+
+def _answer(*, fits: bool | None) -> str:
+    return {True: "yes", False: "no", None: "not known"}[fits]
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the command's parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="find what makes a training script fit a GPU",
+        description="Dry-run an unchanged training script on a GPU. Where it runs out of memory in a Trainer, list the "
+        "changes that were tried on its failed step, the best first, each with its peak, its extra computation, and the "
+        "line to write. Exit status: 0 the script fits as it is, 3 it does not, 1 it failed, 2 it could not be started.",
+    )
+    parser.add_argument("--gpu", metavar="NAME", required=True, help="the GPU, such as 'RTX 4090'")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many there are (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the dry run's result as JSON (default: a table)")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module (default: a file)"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the training script, as it is")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Dry-run the script, print the table, and return the exit status."""
+    result = run_command(
+        chosen.script,
+        chosen.arguments,
+        module=chosen.module,
+        gpu=chosen.gpu,
+        devices=chosen.devices,
+        output=sys.stderr,
+    )
+    if isinstance(result, int):
+        return result
+    if chosen.json:
+        print(json.dumps(asdict(result), indent=1))  # noqa: T201, a command prints
+    else:
+        _show(result)
+    return FITS if result.fits else result.status or 1
+
+
+def _show(result: DryRunResult) -> None:
+    import rich.console  # noqa: PLC0415, --help needs it not
+
+    console = rich.console.Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"\nPlan for {result.device}, {format_size(result.capacity)}. {result.verdict}")
+    if result.status in {FITS, OUT_OF_MEMORY}:
+        console.print(console_table(plan_table(result)))
+    if result.status == OUT_OF_MEMORY and not result.advice:
+        say("Nothing was tried: changes are tried on a step of a Trainer, and memory ran out elsewhere.")
+    if result.report:
+        say(f"The changes in sentences: {result.report}")
