@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
 from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
-from lightning_memtools.simulation.step_trace import TracedStep
+from lightning_memtools.simulation.step_trace import StepCost, TracedStep
 from tests.zoo import timm, torchvision_models
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -157,7 +158,12 @@ def language_models(only: str = "") -> dict[str, Any]:
         .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing.py language_models
     """
     hows: tuple[LossHead, ...] = ("auto", "keep")
-    cases = {"GPT-2 small": MODELS["GPT-2 small"], "BERT base": MODELS["BERT base"], "Llama 1B": llama_1b}
+    cases: dict[str, Callable[[], Case]] = {
+        "GPT-2 small": MODELS["GPT-2 small"],
+        "BERT base": MODELS["BERT base"],
+        "Llama 1B, batch of 4": partial(llama_1b, 4),
+        "Llama 1B, batch of 8": partial(llama_1b, 8),
+    }
     found: dict[str, Any] = {}
     for name in [only] if only else cases:
         torch.manual_seed(0)
@@ -170,9 +176,8 @@ def language_models(only: str = "") -> dict[str, Any]:
             seconds = round(time.process_time() - begin, 2)
             assert default.plain is not None
             plain = default.plain
-            third = lowest_within(
-                planner, plain.peak_bytes, lambda cost: cost.flops <= MOST_OPERATIONS * plain.flops, default, how
-            )
+            most = MOST_OPERATIONS * plain.flops
+            third = lowest_within(planner, plain.peak_bytes, partial(_within, most), default, how)
             assert third is not None
             found[name]["plain"] = figures(plain)
             found[name][how] = _with_loss_head(case, default) | {"processor_seconds": seconds}
@@ -180,6 +185,10 @@ def language_models(only: str = "") -> dict[str, Any]:
         found[name]["plain"]["allocator_peak_bytes"] = case.allocator_peak()
         print(name, found[name], flush=True)
     return found
+
+
+def _within(flops: float, cost: StepCost) -> bool:
+    return cost.flops <= flops
 
 
 def _with_loss_head(case: Case, plan: CheckpointPlan) -> dict[str, Any]:

@@ -19,8 +19,9 @@ class GradientCheckpointing(EitherCallback, Neighbour):
 
     On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
     applies the plan if that lowers the peak. Gradients, weights, running statistics and random numbers are bit for bit
-    those of the plain run, and within rounding where the loss of a language model is computed in chunks. Names, types, state_dict and checkpoints stay as they are; copies and pickles are of the
-    plain model. Everything is undone when fit ends or fails.
+    those of the plain run, and within rounding where the loss of a language model is computed in chunks. Names, types,
+    state_dict and checkpoints stay as they are; copies and pickles are of the plain model. Everything is undone when
+    fit ends or fails.
 
     | It writes | content |
     | --- | --- |

@@ -20,7 +20,7 @@ from lightning_memtools.memory.oom_errors import is_out_of_memory, may_be_out_of
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
+from lightning_memtools.oom.oom_reporter import CHECKS_S, NoticeBoard, OOMReporter
 from lightning_memtools.oom.report_page import Action
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import fixed_directory, report_directory
@@ -74,6 +74,7 @@ class OOMReport(EitherCallback, Neighbour):
         self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
+        self.checks_seconds = CHECKS_S
         self.advice: tuple[Action, ...] = ()
         self._carried = CarriedDevice()
         self._capture: FailureCapture | None = None
@@ -93,7 +94,7 @@ class OOMReport(EitherCallback, Neighbour):
         if trainer.world_size > 1:
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
             board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
-        self._reporter = OOMReporter(directory, self.top, board)
+        self._reporter = OOMReporter(directory, self.top, board, self.checks_seconds)
         progress = partial(progress_of, trainer)
         self._capture = FailureCapture(trainer.strategy.root_device, pl_module, progress, snapshot=self.snapshot)
 

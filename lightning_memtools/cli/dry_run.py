@@ -43,6 +43,7 @@ class DryRunSpec:
         rank: The rank that is run.
         directory: Where everything is written that the run would have written elsewhere.
         snapshot: Where to write torch's memory snapshot, if anywhere.
+        checks_seconds: The processor's time for the advice of a report; None for its own.
     """
 
     program: str
@@ -53,6 +54,7 @@ class DryRunSpec:
     rank: int
     directory: str
     snapshot: str | None
+    checks_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,7 @@ def dry_run(
     directory: str | os.PathLike[str] | None = None,
     cache: Path | None = None,
     output: IO[Any] | None = None,
+    checks_seconds: float | None = None,
 ) -> DryRunResult:
     """Run a training script on a CUDA device that computes nothing, and return what it needs.
 
@@ -256,6 +259,7 @@ def dry_run(
         directory: The folder for logs and checkpoints of the run; by default a temporary one.
         cache: The folder where the stubs are kept once they are built.
         output: The file that the script prints to; by default this process's standard output.
+        checks_seconds: The processor's seconds that an out-of-memory report may take for its advice; None for its own.
 
     Raises:
         DryRunError: There is no CUDA build of torch, no compiler, or this is not Linux; or the process died.
@@ -286,6 +290,7 @@ def dry_run(
         rank=rank,
         directory=str(place),
         snapshot=None if snapshot is None else str(Path(snapshot).resolve()),
+        checks_seconds=checks_seconds,
     )
     wanted = place / "dry_run_spec.json"
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")

@@ -11,6 +11,8 @@ from lightning_memtools.cli.dry_run import FITS, OUT_OF_MEMORY, DryRunResult, ru
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, console_table
 
+_CHECKS_S = 120.0  # of a processor: the advice is what is wanted here
+
 
 def plan_table(result: DryRunResult) -> Table:
     """Return a row for the script as it is, and one for each change that was tried, in the order of their worth."""
@@ -39,10 +41,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "plan",
         help="find what makes a training script fit a GPU",
         description="Dry-run an unchanged training script on a GPU. Where it runs out of memory in a Trainer, list the "
-        "changes that were tried on its failed step, the best first, each with its peak, its extra computation, and the "
-        "line to write. Exit status: 0 the script fits as it is, 3 it does not, 1 it failed, 2 it could not be started.",
+        "changes that were tried on its failed step, the best first, each with its peak, its extra computation, and "
+        "the line to write. Exit status: 0 the script fits as it is, 3 it does not, 1 it failed, 2 it could not be "
+        "started.",
     )
-    parser.add_argument("--gpu", metavar="NAME", required=True, help="the GPU, such as 'RTX 4090'")
+    parser.add_argument(
+        "--gpu", metavar="NAME", required=True, help="the GPU, such as 'RTX 4090' (default: none, it has to be given)"
+    )
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many there are (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the dry run's result as JSON (default: a table)")
     parser.add_argument(
@@ -61,6 +66,7 @@ def run(chosen: argparse.Namespace) -> int:
         module=chosen.module,
         gpu=chosen.gpu,
         devices=chosen.devices,
+        checks_seconds=_CHECKS_S,
         output=sys.stderr,
     )
     if isinstance(result, int):

@@ -46,6 +46,22 @@ def test_a_small_budget_divides_the_memory_per_sample_by_sixteen(dropout, activa
     assert found["planned"]["flops_per_sample"] / found["plain"]["flops_per_sample"] <= 1.7
 
 
+@pytest.mark.parametrize("name", ["GPT-2 small", "BERT base", "Llama 1B"])
+def test_language_models_need_a_twelfth_with_their_loss_in_chunks(name):
+    found = RESULTS["language_models"][name]
+    plain, lowest = found["plain"], found["auto, a third more flops"]
+    assert len(lowest["heads"]) == 1
+    gain, kept = (
+        (plain["peak_bytes"] - plain["static_bytes"]) / (one["peak_bytes"] - one["static_bytes"])
+        for one in (lowest, found["keep, a third more flops"])
+    )
+    assert gain >= 12
+    assert gain > kept
+    assert lowest["flops"] <= 1.33 * plain["flops"]
+    for one in found.values():
+        assert one["allocator_peak_bytes"] == pytest.approx(one["peak_bytes"], rel=0.01)
+
+
 @pytest.mark.parametrize("name", EIGHT)
 def test_no_chunk_count_and_no_uniform_segments_are_better(name):
     found = FRONTIER[name]

@@ -221,4 +221,4 @@ def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command
 
 
 def test_every_command_is_interrupted_here_or_in_the_dry_run_s_tests():
-    assert {*AT_WORK, "dry-run"} == parsers().keys()
+    assert {*AT_WORK, "dry-run", "plan"} == parsers().keys()  # both end a script in the same function
