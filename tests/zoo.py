@@ -32,15 +32,16 @@ def timm() -> ModuleType:
 
 def _make_importable() -> None:
     importlib.import_module("lightning.pytorch")  # before torchvision can be found, see above
+    import torch  # noqa: PLC0415, only tests of real models need it here
+
+    # Asked first: a torchvision that can be found and not imported would take transformers with it.
+    if torch.version.cuda is None and not _TOOLS.is_dir():
+        pytest.skip("shared/tools, which makes torchvision importable on a CPU build of torch, is not here")
     zoo = Path(sys.prefix) / "zoo"
     if zoo.is_dir() and str(zoo) not in sys.path:
         sys.path.append(str(zoo))
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
-    import torch  # noqa: PLC0415, only tests of real models need it here
-
     if torch.version.cuda is None:
-        if not _TOOLS.is_dir():
-            pytest.skip("shared/tools, which makes torchvision importable on a CPU build of torch, is not here")
         sys.path.insert(0, str(_TOOLS))
         importlib.import_module("torchvision_cpu").declare_operators()

@@ -46,8 +46,11 @@ def test_a_small_budget_divides_the_memory_per_sample_by_sixteen(dropout, activa
     assert found["planned"]["flops_per_sample"] / found["plain"]["flops_per_sample"] <= 1.7
 
 
-@pytest.mark.parametrize("name", ["GPT-2 small", "BERT base", "Llama 1B"])
-def test_language_models_need_a_twelfth_with_their_loss_in_chunks(name):
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("GPT-2 small", 12), ("BERT base", 12), ("Llama 1B, batch of 4", 9.5), ("Llama 1B, batch of 8", 11)],
+)
+def test_language_models_need_a_tenth_with_their_loss_in_chunks(name, least):
     found = RESULTS["language_models"][name]
     plain, lowest = found["plain"], found["auto, a third more flops"]
     assert len(lowest["heads"]) == 1
@@ -55,8 +58,8 @@ def test_language_models_need_a_twelfth_with_their_loss_in_chunks(name):
         (plain["peak_bytes"] - plain["static_bytes"]) / (one["peak_bytes"] - one["static_bytes"])
         for one in (lowest, found["keep, a third more flops"])
     )
-    assert gain >= 12
-    assert gain > kept
+    assert gain >= least
+    assert gain > 1.7 * kept
     assert lowest["flops"] <= 1.33 * plain["flops"]
     for one in found.values():
         assert one["allocator_peak_bytes"] == pytest.approx(one["peak_bytes"], rel=0.01)
