@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import GradientCheckpointing
+from lightning_memtools import GradientCheckpointing, default_callbacks
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
@@ -176,6 +176,15 @@ def test_with_keep_a_fit_is_bit_for_bit_the_plain_one():
     plain = fit(Language())
     kept = fit(Language(), GradientCheckpointing(loss_head="keep"))
     assert all(torch.equal(kept[name], weight) for name, weight in plain.items())
+
+
+def test_the_default_callbacks_do_not_read_the_logits(tmp_path):
+    callback = GradientCheckpointing()
+    with warnings.catch_warnings(), VirtualDevice(cuda_like=True):
+        warnings.simplefilter("error", LossHeadWarning)
+        fit(Language(), *default_callbacks(), callback, batches=5, default_root_dir=tmp_path)
+    assert callback.plan is not None
+    assert callback.plan.heads == ("head",)
 
 
 class LooksLater(Language):
