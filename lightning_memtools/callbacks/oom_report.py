@@ -20,7 +20,7 @@ from lightning_memtools.memory.oom_errors import is_out_of_memory, may_be_out_of
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.oom_reporter import CHECKS_S, NoticeBoard, OOMReporter
+from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.oom.report_page import Action
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import fixed_directory, report_directory
@@ -74,7 +74,7 @@ class OOMReport(EitherCallback, Neighbour):
         self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
-        self.checks_seconds = CHECKS_S
+        self.checks_seconds: float | None = None
         self.advice: tuple[Action, ...] = ()
         self._carried = CarriedDevice()
         self._capture: FailureCapture | None = None

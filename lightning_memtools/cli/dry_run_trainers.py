@@ -355,7 +355,7 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
     if not any(isinstance(one, OOMReport) for one in callbacks):
         callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
     observer.reporting = [one for one in callbacks if isinstance(one, OOMReport)]
-    for one in observer.reporting if spec.checks_seconds is not None else ():
+    for one in observer.reporting:
         one.checks_seconds = spec.checks_seconds
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory

@@ -118,13 +118,13 @@ class OOMReporter:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules that are listed.
         board: The notices between ranks; None with one rank.
-        checks_s: The processor's seconds for all checks.
+        checks_s: The processor's seconds for all checks; None for the usual ones.
     """
 
     directory: Path | NotWritten
     top: int
     board: NoticeBoard | None
-    checks_s: float = CHECKS_S
+    checks_s: float | None = None
 
     def report(
         self,
@@ -180,7 +180,9 @@ class OOMReporter:
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
         page.pinned = () if snapshot is None else pinned_segments(snapshot, capture.device.index or 0)
-        _check(page, capture, snapshot, read_run, Deadline(self.checks_s - (time.thread_time() - begin_cpu)))
+        _check(
+            page, capture, snapshot, read_run, Deadline((self.checks_s or CHECKS_S) - (time.thread_time() - begin_cpu))
+        )
         page.seconds = time.monotonic() - begin
         text = page.markdown()
         if isinstance(page.file, Path):
