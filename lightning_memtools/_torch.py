@@ -246,11 +246,6 @@ storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 StorageWeakRef = reductions.StorageWeakRef  # says whether a storage is gone, whose id others may have then
 
 
-def without_torch_function() -> Any:
-    """Return a context in which functions take a subclass of Tensor as a plain tensor."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
 def tensor_without_memory(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of a subclass that has a shape and no memory; the public classes with one are of other kinds."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
@@ -790,7 +785,7 @@ is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes
 kernels_of_meta_tensors = fake_tensor.in_kernel_invocation_manager  # for fakes, as their mode runs these
 without_torch_dispatch = torch._C._DisableTorchDispatch  # the same in a microsecond, within a mode's handler
-without_torch_function = torch._C.DisableTorchFunction  # modes of functions see none of the code within
+without_torch_function = torch._C.DisableTorchFunction  # no mode of functions and no subclass sees the code within
 
 
 class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
