@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.callbacks.checkpointing_run import CheckpointingRun
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, LossHead
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, LossHead, Offload
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.reporting.neighbours import Neighbour
 
@@ -52,6 +52,10 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
             that lowers the peak and nothing else takes the output; with "keep", all at once. The loss and its gradients
             are the same within rounding, which is checked in the first step.
+        offload: With True, what layers keep for backward goes to pinned host memory in forward and comes back in
+            backward, as far as there is room; with "auto", where that is estimated to take less time than running
+            layers again. Only on CUDA. No GPU has confirmed the estimate of time yet; the memory is traced.
+        host_memory: The host memory for it, such as "64GiB"; a quarter of what is free by default.
 
     Raises:
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
@@ -69,14 +73,20 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         loss_head: LossHead = "auto",
+        offload: Offload = False,
+        host_memory: str | None = None,
     ) -> None:
-        self._options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
+        self._options = CheckpointOptions.parse(
+            segments, memory_budget, bn_dropout, include, exclude, loss_head, offload, host_memory
+        )
         self.segments = segments
         self.memory_budget = memory_budget
         self.bn_dropout = bn_dropout
         self.include = include
         self.exclude = exclude
         self.loss_head = loss_head
+        self.offload = offload
+        self.host_memory = host_memory
         self.plan: CheckpointPlan | None = None
         self._run: CheckpointingRun | None = None
 

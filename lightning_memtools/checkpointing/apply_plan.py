@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from inspect import signature
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +16,7 @@ from lightning_memtools._torch import StatisticsNorm, tree_flatten, tree_unflatt
 from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
 from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
+from lightning_memtools.checkpointing.host_offload import HostOffload
 from lightning_memtools.checkpointing.key_value_caches import caches_off, holds_cache, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, pieces
@@ -75,14 +77,17 @@ class _Proofs:
 
 
 class _PlannedChain:
-    """The forward of a Sequential that recomputes some of its layers."""
+    """The forward of a Sequential that recomputes some of its layers, or keeps what they save in host memory."""
 
-    def __init__(self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module], proofs: _Proofs) -> None:
+    def __init__(
+        self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module], proofs: _Proofs, host: HostOffload
+    ) -> None:
         self._chain = chain
         self._trained = chain.training
         self._layers = tuple(layers)
         self._names = plan.layers
         self._ranges = plan.ranges
+        self._offloaded, self._host = frozenset(plan.offloaded), host
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
         self._streams = DrawnStreams(part for layer in layers for part in layer.modules())
         self._proofs = proofs
@@ -101,13 +106,16 @@ class _PlannedChain:
     def _run(self, value: Any, start: int, stop: int, ranges: Ranges, log: RunLog | None) -> Any:
         # One name for what is passed on, in one frame: a second one would keep alive what the next layer could free.
         for piece in pieces(start, stop, ranges):
-            if isinstance(piece, int):
-                value = self._layers[piece](value)
-            elif log is None and not self._repeats(piece, value):
-                for at in range(piece.start, piece.stop):
-                    value = self._layers[at](value)
-            else:
-                value = self._run_range(value, piece)
+            first, last = (piece, piece + 1) if isinstance(piece, int) else (piece.start, piece.stop)
+            is_offloaded = log is None and first in self._offloaded
+            with self._host.unit(self._layers[first:last]) if is_offloaded else nullcontext():
+                if isinstance(piece, int):
+                    value = self._layers[piece](value)
+                elif log is None and not self._repeats(piece, value):
+                    for at in range(piece.start, piece.stop):
+                        value = self._layers[at](value)
+                else:
+                    value = self._run_range(value, piece)
             if log is not None:
                 log.note_output(value)
         return value
@@ -144,30 +152,32 @@ class _PlannedChain:
 
 
 class _PlannedModule:
-    """The forward of a module that is recomputed as a whole."""
+    """The forward of a module that is recomputed as a whole, or keeps what it saves in host memory, or both."""
 
-    def __init__(self, module: nn.Module, plan: ChainPlan, proofs: _Proofs) -> None:
+    def __init__(self, module: nn.Module, plan: ChainPlan, proofs: _Proofs, host: HostOffload) -> None:
         self._module = module
         self._name = plan.name
-        self._kept = plan.ranges[0].kept
+        self._range = plan.ranges[0] if plan.ranges else None
+        self._host = host if plan.offloaded else None
         self._trained = module.training
         self._streams = DrawnStreams(module.modules())
         self._proofs = proofs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            passes_through(self._module, trained=self._trained)
-            or holds_cache(args, kwargs)
-            or not self._repeats(args, kwargs)
-        ):
+        if passes_through(self._module, trained=self._trained) or holds_cache(args, kwargs):
             return self._plainly(*args, **kwargs)
+        with nullcontext() if self._host is None else self._host.unit([self._module]):
+            if self._range is None or not self._repeats(args, kwargs):
+                return self._plainly(*args, **kwargs)
+            return self._run_range(self._range, args, kwargs)
 
+    def _run_range(self, one: Range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
             out = self._plainly(*args, **kwargs)
             log.note_output(out)
             return out
 
-        return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs), kept=self._kept)
+        return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs), kept=one.kept)
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         return forward_of_class(self._module)(*args, **kwargs)
@@ -252,7 +262,7 @@ class AppliedPlan:
 
     Args:
         model: The model.
-        plans: What to recompute.
+        plans: What to recompute, and what to keep in host memory.
         heads: The linear layers whose loss is computed in chunks.
         prove: Run every range two more times at its first call, and compare all values bit for bit: a range that does
             not repeat itself runs as usual from then on, with a warning that names the layer. Check the first loss in
@@ -268,9 +278,10 @@ class AppliedPlan:
         self.heads: dict[str, DeferredHead] = {}
         self._modules: list[nn.Module] = []
         self._proofs = _Proofs(wanted=prove)
+        self._host = HostOffload()
         try:
             for plan in plans:
-                if plan.ranges:
+                if plan.is_applied:
                     self._apply(model, plan)
             if self._modules:
                 for module in modules_with_caches(model).values():
@@ -308,10 +319,10 @@ class AppliedPlan:
         layers = [_found(model, name, plan.name) for name in plan.layers]
         forward: _PlannedModule | _PlannedChain
         if plan.is_module:
-            forward = _PlannedModule(module, plan, self._proofs)
+            forward = _PlannedModule(module, plan, self._proofs, self._host)
         else:
             assert isinstance(module, nn.Sequential)
-            forward = _PlannedChain(module, plan, layers, self._proofs)
+            forward = _PlannedChain(module, plan, layers, self._proofs, self._host)
         self._replace(module, forward)
 
     def _replace(self, module: nn.Module, forward: Any) -> None:

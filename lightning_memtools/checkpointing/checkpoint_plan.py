@@ -46,6 +46,9 @@ class CheckpointPlan:
         refused: Why nothing is recomputed; None if something is.
         notes: What else changes with the plan, in words.
         heads: The linear layers whose cross-entropy is computed in chunks.
+        host_bytes: The bytes that layers keep in host memory, by the memory model.
+        relative_time: The time of forward and backward as a multiple of the plain step's, by the time model of
+            `offload`; None without it.
     """
 
     chains: tuple[ChainPlan, ...]
@@ -54,6 +57,8 @@ class CheckpointPlan:
     refused: str | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    host_bytes: int = 0
+    relative_time: float | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -106,7 +111,7 @@ class CheckpointPlan:
                 f"{len(chains)} x {key[0]}" if len(chains) > 1 else chains[0].name or key[0],
             )
             for key, chains in self._alike().items()
-            if chains[0].ranges
+            if chains[0].is_applied
         ]
         return first_of([name for _, name in sorted(found, reverse=True)]) or "nothing"
 
@@ -257,6 +262,9 @@ def with_figures(
 
 
 def _recomputed(chain: ChainPlan) -> str:
+    if chain.offloaded:
+        away = f"{first_of(chain.offloaded, _MOST_RANGES)} in host memory"
+        return f"{_recomputed(replace(chain, offloaded=()))}; {away}" if chain.ranges else away
     if not chain.ranges:
         return "nothing"
     times = list(runs_again(chain.ranges))

@@ -44,6 +44,7 @@ class ChainPlan:
         name: The qualified name of the Sequential, or of the module that a pattern named.
         layers: The qualified names of its layers.
         ranges: The layers that are recomputed; the others run as usual.
+        offloaded: The first layers of ranges, and layers between these, whose kept tensors go to host memory.
         outside: Why layers were left out, by index.
         is_module: Whether this is one module with a forward of its own, which is its only layer.
         plain_kept_bytes: The bytes that its layers keep from forward to backward without the plan.
@@ -59,10 +60,16 @@ class ChainPlan:
     plain_kept_bytes: int = 0
     kept_bytes: int = 0
     extra_operations: int = 0
+    offloaded: tuple[int, ...] = ()
 
-    def without_ranges(self) -> ChainPlan:
-        """Return the same chain with nothing recomputed."""
-        return replace(self, ranges=(), kept_bytes=self.plain_kept_bytes, extra_operations=0)
+    @property
+    def is_applied(self) -> bool:
+        """True if the plan changes anything in the chain."""
+        return bool(self.ranges or self.offloaded)
+
+    def unchanged(self) -> ChainPlan:
+        """Return the same chain with nothing recomputed and nothing in host memory."""
+        return replace(self, ranges=(), offloaded=(), kept_bytes=self.plain_kept_bytes, extra_operations=0)
 
 
 @dataclass(frozen=True, slots=True)

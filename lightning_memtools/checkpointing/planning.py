@@ -6,8 +6,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
+import psutil
+import torch
 from torch import nn
 
 from lightning_memtools.argument_types import check_types
@@ -25,6 +28,7 @@ from lightning_memtools.checkpointing.checkpoint_options import (
     CheckpointOptions,
     CheckpointOptionsError,
     LossHead,
+    Offload,
 )
 from lightning_memtools.checkpointing.checkpoint_plan import (
     CheckpointPlan,
@@ -36,7 +40,16 @@ from lightning_memtools.checkpointing.checkpoint_plan import (
 from lightning_memtools.checkpointing.fixed_segments import cut
 from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
 from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, Unit, estimate
+from lightning_memtools.checkpointing.offload_choice import (
+    DeviceRates,
+    OffloadedLayer,
+    choices,
+    offloadable,
+    rows_without,
+    units_with_offload,
+    waiting_seconds,
+)
 from lightning_memtools.checkpointing.optimal_ranges import INFINITE, OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
@@ -79,6 +92,8 @@ def plan_checkpoints(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     loss_head: LossHead = "auto",
+    offload: Offload = False,
+    host_memory: str | None = None,
 ) -> CheckpointPlan:
     """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
@@ -103,12 +118,18 @@ def plan_checkpoints(
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
             that lowers the peak and nothing else takes the output; with "keep", all at once.
+        offload: With True, what layers keep for backward goes to pinned host memory in forward and comes back in
+            backward, as far as there is room; with "auto", where that is estimated to take less time than running
+            layers again. No GPU has confirmed the estimate of time yet; the memory is traced.
+        host_memory: The host memory for it, such as "64GiB"; a quarter of what is free by default.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
     check_types(plan_checkpoints, {"module": module})
-    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
+    options = CheckpointOptions.parse(
+        segments, memory_budget, bn_dropout, include, exclude, loss_head, offload, host_memory
+    )
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
     planner = StepPlanner(step)
@@ -257,7 +278,7 @@ class StepPlanner:
             return self._best_of_depths(options)
         # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
         widest = self._all_chains(replace(options, bn_dropout="recompute"))
-        return _GroupPlan(self._group(widest, options.heads), self._all_chains(options), options).make()
+        return _plan_of_group(self._group(widest, options.heads), self._all_chains(options), options)
 
     def _all_chains(self, options: CheckpointOptions) -> list[Chain]:
         chains = find_chains(self.step.model, options)
@@ -277,7 +298,7 @@ class StepPlanner:
         widest = depths(find_chains(self.step.model, replace(options, bn_dropout="recompute")))
         for profiled, chains in zip(widest, depths(find_chains(self.step.model, options)), strict=True):
             try:
-                plan = _GroupPlan(self._group(profiled, options.heads), chains, options).make()
+                plan = _plan_of_group(self._group(profiled, options.heads), chains, options)
             except BudgetTooSmallError as error:
                 if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
                     too_small = error
@@ -350,7 +371,15 @@ class _PlanningGroup:
         self._step, self._heads = step, heads
         self._progress = progress
         self._solved: list[tuple[tuple[list[Unit], list[Row]], OptimalRanges]] = []
-        self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
+        self._predicted: dict[tuple[Any, ...], StepCost] = {}
+
+    @cached_property
+    def rates(self) -> DeviceRates:
+        """The rates of the device that the step runs on."""
+        precision = str(getattr(self._step.trainer, "precision", ""))
+        parameter = next(self._step.model.parameters())
+        half = torch.bfloat16 if "bf16" in precision else torch.float16
+        return DeviceRates.of(parameter.device, half if "16" in precision else parameter.dtype)
 
     def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
         """Return all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""
@@ -367,7 +396,7 @@ class _PlanningGroup:
 
     def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
         """Return the memory and operations of the step under these plans, traced at most once."""
-        key = tuple((plan.name, plan.ranges) for plan in plans if plan.ranges)
+        key = tuple((plan.name, plan.ranges, plan.offloaded) for plan in plans if plan.is_applied)
         if not key:
             return self.profile.plain
         if key not in self._predicted:
@@ -377,20 +406,40 @@ class _PlanningGroup:
 
 
 class _GroupPlan:
-    """Makes the plan of a group of chains for one set of options."""
+    """Makes the plan of a group of chains for one set of options.
 
-    def __init__(self, group: _PlanningGroup, chains: Sequence[Chain], options: CheckpointOptions) -> None:
+    Args:
+        group: The group.
+        chains: Its chains with what these options leave out.
+        options: The options.
+        offloaded: The layers whose kept tensors go to host memory.
+        again: Whether these are recomputed, so that only their inputs go there, and nothing else is.
+    """
+
+    def __init__(
+        self,
+        group: _PlanningGroup,
+        chains: Sequence[Chain],
+        options: CheckpointOptions,
+        offloaded: tuple[OffloadedLayer, ...] = (),
+        *,
+        again: bool = False,
+    ) -> None:
         self._group = group
         self._chains = chains
         self._options = options
         self._plain = group.profile.plain
-        self._units = units_under(group.profile, chains)
-        self._rows = rows_of(group.profile, chains)
+        self.units = units_under(group.profile, chains)
+        self.rows = rows_of(group.profile, chains)
+        self.offloaded, self.again = offloaded, again
+        if offloaded:
+            self.units = units_with_offload(self.units, offloaded, again=again)
+            self.rows = rows_without(self.rows, offloaded)
 
     def make(self) -> CheckpointPlan:
         options, plain = self._options, self._plain
         if options.segments is not None:
-            return _or_refused(self._traced(cut(self._units, options.segments)), least_saving=0.0)
+            return _or_refused(self._traced(cut(self.units, options.segments)), least_saving=0.0)
         if not options.has_budget:
             return _or_refused(self._best_product(), LEAST_SAVING)
         limit = options.budget_bytes
@@ -400,27 +449,47 @@ class _GroupPlan:
         if plain.peak_bytes <= limit:
             reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
             return CheckpointPlan(self._chain_plans((), forced=False), plain, plain, reason)
-        return self._fitting(limit)
+        return self._recomputing_all(limit) if self.again else self._fitting(limit)
+
+    def _recomputing_all(self, limit: int) -> CheckpointPlan:
+        """Return the plan that runs all offloaded layers again, within a limit."""
+        plan = self._traced(tuple(Range(one.start, one.stop) for one in self.offloaded))
+        if (plan.peak_bytes or 0) > limit:
+            raise self._too_small(limit, plan)
+        return plan
 
     def least_peak(self) -> int | None:
         plain, profile = self._plain.peak_bytes, self._group.profile
-        if profile.calls_layers_again or estimate(self._units, ()).peak_bytes > (1 + _FAR_OFF) * plain:
+        if profile.calls_layers_again or estimate(self.units, ()).peak_bytes > (1 + _FAR_OFF) * plain:
             return None
-        frontier = self._group.optimal(self._units, self._rows).frontier()
+        frontier = self._group.optimal(self.units, self.rows).frontier()
         return min((peak for peak, _ in frontier), default=plain)
 
     def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
         plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)
-        figures = with_figures(plans, self._chains, self._group.profile, self._units, ranges)
+        for one in self.offloaded:
+            index, at = one.place
+            plans[index] = replace(plans[index], offloaded=(*plans[index].offloaded, at))
+        figures = with_figures(plans, self._chains, self._group.profile, self.units, ranges)
         return tuple(_worth_showing(figures, self._group.profile))
 
     def _traced(self, ranges: Ranges) -> CheckpointPlan:
         plans = self._chain_plans(ranges)
-        return CheckpointPlan(plans, self._plain, self._group.predicted(plans))
+        rates = self._group.rates if self._options.offload else None
+        plan = CheckpointPlan(plans, self._plain, self._group.predicted(plans))
+        if rates is None:
+            return plan
+        assert plan.planned is not None
+        waits = waiting_seconds(self._group.profile.units, ranges, self.offloaded, rates, again=self.again)
+        time = (plan.planned.operations + waits * rates.operations) / max(self._plain.operations, 1)
+        left = sum(one.input_bytes if self.again else one.n_bytes for one in self.offloaded)
+        return replace(plan, relative_time=time, host_bytes=left)
 
     def _best_product(self) -> CheckpointPlan:
         """Return the plan with the lowest product of memory and operations, of the few that were traced."""
-        optimal = self._group.optimal(self._units, self._rows)
+        if self.again:
+            return self._recomputing_all(self._plain.peak_bytes)
+        optimal = self._group.optimal(self.units, self.rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
         most = MOST_OPERATIONS * self._plain.operations
 
@@ -446,7 +515,7 @@ class _GroupPlan:
 
     def _fitting(self, limit: int) -> CheckpointPlan:
         """Return the plan with the least recomputation whose traced peak is within the limit."""
-        optimal = self._group.optimal(self._units, self._rows)
+        optimal = self._group.optimal(self.units, self.rows)
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):
@@ -490,6 +559,50 @@ class _GroupPlan:
         return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
 
 
+def _plan_of_group(group: _PlanningGroup, chains: Sequence[Chain], options: CheckpointOptions) -> CheckpointPlan:
+    """Return the best plan of a group, with tensors in host memory where the options allow it and it gains.
+
+    That is the plan which takes least time within a budget. Without a budget it has the lowest product of memory and
+    time, of those that take at most a third more time than the plain step.
+    """
+    first = _GroupPlan(group, chains, options)
+    if not options.offload:
+        return first.make()
+    host = options.host_bytes if options.host_bytes is not None else psutil.virtual_memory().available / 4
+    layers = offloadable(group.profile, chains, first.rows)
+    ways = [_GroupPlan(group, chains, options, taken) for taken in choices(layers, host)]
+    if options.offload == "auto":
+        again = tuple(one for one in layers if one.may_run_again)
+        ways = [first, *ways, *([_GroupPlan(group, chains, options, again, again=True)] if len(again) > 1 else [])]
+    made: list[CheckpointPlan] = []
+    errors: list[BudgetTooSmallError] = []
+    for way in ways:
+        try:
+            made.append(way.make())
+        except BudgetTooSmallError as error:
+            errors.append(error)
+    if not made and errors:
+        raise min(errors, key=lambda error: error.reachable_bytes)
+
+    def worth(plan: CheckpointPlan) -> tuple[Any, ...]:
+        time = plan.relative_time or 1.0
+        if options.has_budget:
+            return plan.refused is not None, time, plan.peak_bytes
+        memory = max((plan.peak_bytes or 0) - group.profile.plain.resident_bytes, 1)
+        return plan.refused is not None, time > MOST_OPERATIONS, memory * time
+
+    best = min(made, key=worth, default=None)
+    if best is None:
+        return first.make()
+    if not best.host_bytes:
+        return best
+    note = (
+        f"{format_size(best.host_bytes)} of what layers keep goes to host memory; a step is estimated to take "
+        f"{best.relative_time:.2f} of the plain step's time ({group.rates})"
+    )
+    return replace(best, notes=(*best.notes, note))
+
+
 def _takes_all(options: CheckpointOptions) -> bool:
     """Return whether all modules are candidates, and not only chains or what patterns name."""
     return options.include is None and options.segments is None
@@ -501,7 +614,7 @@ def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator
     chains = {plan.name for plan in plans if not plan.is_module}
     for plan in plans:
         others = left_out if plan.is_module else chains
-        if plan.ranges or (plan.name in others and others.isdisjoint(ancestors(plan.name))):
+        if plan.is_applied or (plan.name in others and others.isdisjoint(ancestors(plan.name))):
             yield plan
 
 
@@ -510,7 +623,7 @@ def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
     assert plan.plain is not None
     assert plan.planned is not None
     was, now = plan.plain.peak_bytes, plan.planned.peak_bytes
-    recomputes = any(chain.ranges for chain in plan.chains)
+    recomputes = any(chain.is_applied for chain in plan.chains)
     if recomputes and now < was * (1 - least_saving):
         return plan
     if not recomputes:
@@ -519,7 +632,7 @@ def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
         reason = f"The plan does not lower the peak: {format_size(was)} without it, {format_size(now)} with it."
     else:
         reason = f"The plan saves too little: {format_size(was)} without it, {format_size(now)} with it."
-    return CheckpointPlan(tuple(chain.without_ranges() for chain in plan.chains), plan.plain, plan.plain, reason)
+    return CheckpointPlan(tuple(chain.unchanged() for chain in plan.chains), plan.plain, plan.plain, reason)
 
 
 def _saves(found: LossInChunks) -> bool:
