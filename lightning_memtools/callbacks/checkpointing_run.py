@@ -28,6 +28,7 @@ from lightning_memtools.reporting.files import report_directory, write_report_or
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table, markdown_table
+from lightning_memtools.simulation.step_runner import without_lbfgs
 from lightning_memtools.simulation.step_trace import NoLossError, TracedStep, device_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
@@ -195,15 +196,16 @@ class CheckpointingRun:
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception:
         """Return this rank's plan, or the error that planning raised."""
+        optimizers, history_bytes = without_lbfgs(self._trainer.optimizers)
         step = TracedStep(
             module,
             batch,
             None,
-            tuple(self._trainer.optimizers),
+            optimizers,
             device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
             trainer=self._trainer,
             batch_idx=batch_idx,
-            held_bytes=self._held_by_callbacks(module),
+            held_bytes=self._held_by_callbacks(module) + history_bytes,
         )
         planner = StepPlanner(step)
         try:

@@ -69,7 +69,8 @@ def _fingerprints_of(
 
     def note_kept(tensor: Tensor) -> None:
         layer = min(at, len(layers) - 1)
-        value = torch.zeros((), dtype=torch.int64) if _is_seed(tensor, layers[layer]) else fingerprint(tensor)
+        is_unset = _is_seed(tensor, layers[layer]) or _is_reserve(tensor, layers[layer])
+        value = torch.zeros((), dtype=torch.int64) if is_unset else fingerprint(tensor)
         found.append((layer, f"a tensor that it keeps for backward, {_shown(tensor)},", value))
 
     with (
@@ -92,6 +93,14 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
     """
     is_number = tensor.ndim == 0 and tensor.dtype == torch.int64 and tensor.device.type == "cpu"
     return is_number and any(parameter.device.type != "cpu" for parameter in layer.parameters())
+
+
+def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
+    """Return whether a tensor is the bytes that oneDNN or cuDNN keep of a recurrent layer: parts of them are never set.
+
+    Whether the layer repeats itself, its output tells.
+    """
+    return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager

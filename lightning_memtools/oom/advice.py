@@ -51,6 +51,7 @@ CHUNK_THE_LOSS = Action(
     title="Compute the loss without holding all logits at once",
     code="GradientCheckpointing(memory_budget=...)",
 )
+OFFLOAD = Action(kind=ActionKind.OFFLOAD, title="Keep activations in host memory until the backward pass needs them")
 BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{BF16}")')
 SMALLER_STATE = Action(kind=ActionKind.OPTIMIZER, title="Use an optimizer with a smaller state")
 LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
@@ -344,6 +345,19 @@ def least_recomputation(trials: StepTrials) -> Iterator[Action]:
         return
     action = _recompute(planned.plan, planned.code)
     yield compared(trials, planned.estimate, action, price=_price(planned.plan))
+
+
+def offload(trials: StepTrials) -> Iterator[Action]:
+    """The plan that takes least time with activations in host memory, by a model of the time."""
+    if not trials.can_tell_what_fits:
+        return
+    planned = trials.plans.with_offload()
+    if planned is None or not planned.plan.host_bytes or planned.plan.peak_bytes is None:
+        return
+    time = planned.plan.relative_time or 1.0
+    price = f"{time - 1:.0%} more time, as estimated"
+    action = replace(OFFLOAD, code=planned.code)
+    yield compared(trials, trials.estimate_with_plan(planned.plan), action, price=price)
 
 
 def precision(trials: StepTrials) -> Iterator[Action]:

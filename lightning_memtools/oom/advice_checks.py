@@ -16,6 +16,8 @@ from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandab
 from lightning_memtools.oom.report_page import Action, ActionKind, ranked
 from lightning_memtools.oom.step_trials import StepTrials, in_a_line
 
+_LONG_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class AdviceCheck:
@@ -26,6 +28,7 @@ class AdviceCheck:
         unchecked: The action to show where the check cannot be carried out.
         applies: Returns whether the change makes sense for the failed step.
         only_if_nothing_fits: True if the check is only useful when no other change is enough.
+        is_long: True if the check is left out, without a word, where less than 30 s are left: `memtools plan` has more.
         improves: True if the check improves on another one. What it finds replaces the actions of the same kind, and
             it is shown as unchecked only where the time was over.
         needs_trace: True if the check cannot be carried out for a step that cannot be traced.
@@ -39,6 +42,7 @@ class AdviceCheck:
     needs_trace: bool = True
     needs_whole_model: bool = False
     only_if_nothing_fits: bool = False
+    is_long: bool = False
     improves: bool = False
 
 
@@ -124,6 +128,13 @@ CHECKS = (
         improves=True,
         needs_whole_model=True,
     ),
+    AdviceCheck(
+        advice.offload,
+        advice.OFFLOAD,
+        lambda it: it.is_cuda_like and _is_training(it) and it.run.plan is None,
+        is_long=True,
+        needs_whole_model=True,
+    ),
     AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True, needs_whole_model=True),
 )
 """In this order: what takes little time comes first, and combinations after all single changes."""
@@ -174,7 +185,7 @@ class AdviceChecks:
                 if not check.applies(self._failed) or (check.needs_whole_model and self._failed.run.is_sharded):
                     continue
                 is_enough = any(action.fits and action.kind not in _OTHER_HARDWARE for action in found)
-                if check.only_if_nothing_fits and is_enough:
+                if (check.only_if_nothing_fits and is_enough) or (check.is_long and self._deadline.left_s < _LONG_S):
                     continue
                 new = _carried_out(check, trials)
                 if check.improves:

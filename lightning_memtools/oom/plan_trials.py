@@ -130,6 +130,14 @@ class PlanTrials:
             return None
         return None if self._trials.fits(self._trials.estimate_with_plan(plan)) else plan.peak_bytes
 
+    def with_offload(self) -> PlanTrial | None:
+        """Return the plan within the memory left that may keep activations on the host; None if there is none."""
+        arguments = {"memory_budget": f"{self._trials.usable // MIB}MiB", "offload": "auto"}
+        try:
+            return self._chosen(**arguments)
+        except BudgetTooSmallError:
+            return None
+
     def _least_budget(self, bn_dropout: BnDropout) -> int:
         """Return the least peak of any plan in MiB, as far as it is known."""
         return (self._planner.least_peak(CheckpointOptions.parse(bn_dropout=bn_dropout)) or 0) // MIB

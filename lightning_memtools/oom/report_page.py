@@ -43,12 +43,13 @@ class ActionKind(IntEnum):
     PREDICTIONS = 7
     LOSS = 8
     CHECKPOINTING = 9
-    ACCUMULATION = 10
-    BATCH_SIZE = 11
-    PRECISION = 12
-    OPTIMIZER = 13
-    COMBINATION = 14
-    LARGER_GPU = 15
+    OFFLOAD = 10
+    ACCUMULATION = 11
+    BATCH_SIZE = 12
+    PRECISION = 13
+    OPTIMIZER = 14
+    COMBINATION = 15
+    LARGER_GPU = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

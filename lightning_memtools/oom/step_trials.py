@@ -118,7 +118,7 @@ class StepTrials:
 
     def estimate_with_plan(self, plan: CheckpointPlan) -> MemoryEstimate:
         """Return the estimate of the step with a checkpoint plan."""
-        key = plan.heads, *((chain.name, chain.ranges) for chain in plan.chains)
+        key = plan.heads, *((chain.name, chain.ranges, chain.offloaded) for chain in plan.chains)
         if key not in self._with_plans:
             self._deadline.check()
             self._with_plans[key] = self.failed.estimate(plan=plan)

@@ -381,14 +381,34 @@ def _has_loss(out: Any) -> bool:
 def _refuse_lbfgs(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
-    (group,) = optimizer.param_groups
-    n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
-    history = 2 * group["history_size"]
+    history = 2 * optimizer.param_groups[0]["history_size"]
     raise ValueError(
         "LBFGS is not estimated: its values decide how often it computes the loss. Its history grows to "
-        f"{history} vectors, each as large as all its parameters (history_size={group['history_size']}): "
-        f"{format_size(history * n_bytes)}. Estimate the step with torch.optim.SGD, and add that and four vectors more."
+        f"{history} vectors, each as large as all its parameters (history_size={history // 2}): "
+        f"{format_size(history * _vector_bytes(optimizer))}. Estimate the step with "
+        "torch.optim.SGD, and add that and four vectors more."
     )
+
+
+def _vector_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of all parameters of an optimizer."""
+    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+
+
+def without_lbfgs(optimizers: Sequence[Optimizer]) -> tuple[tuple[Optimizer, ...], int]:
+    """Return optimizers with SGD in place of LBFGS, and the bytes that LBFGS holds more: its history and four vectors.
+
+    It evaluates the loss as often as its values say. The memory of each evaluation is that of a step with SGD.
+    """
+    held = 0
+    found: list[Optimizer] = []
+    for one in optimizers:
+        if isinstance(one, torch.optim.LBFGS):
+            held += (2 * one.param_groups[0]["history_size"] + 4) * _vector_bytes(one)
+            found.append(torch.optim.SGD(one.param_groups[0]["params"], lr=one.param_groups[0]["lr"]))
+        else:
+            found.append(one)
+    return tuple(found), held
 
 
 def _precision_like(trainer: Any, device: str) -> Any:

@@ -1,0 +1,94 @@
+"""Kinds of models and optimizers that GradientCheckpointing plans, trained by a Trainer bit for bit as without it."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools import GradientCheckpointing
+from lightning_memtools.simulation.step_runner import without_lbfgs
+
+
+class Trained(pl.LightningModule):
+    """Layers, and a step in the way of a test."""
+
+    def __init__(self, layers: nn.Module, optimizer: str = "AdamW") -> None:
+        super().__init__()
+        self.layers, self.optimizer = layers, optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch).square().mean()
+
+    def step(self, x):
+        return self.layers(x)
+
+    def configure_optimizers(self):
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(512, 8, 32), batch_size=256)
+
+
+class InAnotherOrder(Trained):
+    def step(self, x):
+        for at in (3, 1, 5, 0, 2, 4):
+            x = self.layers[at](x)
+        return x
+
+
+class Recurrent(Trained):
+    def step(self, x):
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+class Translating(Trained):
+    def step(self, x):
+        return self.layers(x, x)
+
+
+def feed_forward() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+COVERED = {
+    "LBFGS": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "LBFGS"),
+    "NAdam": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "NAdam"),
+    "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
+    "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.LSTM(32, 32) for _ in range(3))),
+    "an encoder and a decoder": lambda: Translating(nn.Transformer(32, 4, 2, 2, 64, 0.1, batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
+    weights = []
+    for callbacks in ([], [GradientCheckpointing(bn_dropout="recompute")]):
+        torch.manual_seed(0)
+        module = COVERED[name]()
+        pl.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            callbacks=callbacks,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        ).fit(module)
+        weights.append(module.state_dict())
+    plan = callbacks[0].plan
+    assert plan.refused is None
+    assert plan.planned.activation_bytes < 0.75 * plan.plain.activation_bytes
+    assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
+
+
+def test_the_history_of_lbfgs_counts():
+    """Two vectors for each of a hundred updates, and four more."""
+    module = COVERED["LBFGS"]()
+    n_bytes = sum(one.nbytes for one in module.parameters())
+    _, held = without_lbfgs([module.configure_optimizers()])
+    assert held == 204 * n_bytes
