@@ -143,8 +143,8 @@ def _of_offload() -> str:
         times = [f"{each['relative_time']:.2f}" for each in (alone, both)]
         rows.append([name, *sizes, *times, f"{both['host_bytes'] / 2**20:,.0f}"])
     return (
-        "Within the peak of the default plan, in float32 with AdamW; times are multiples of the plain step's, by the "
-        f"model, for an A100 on PCIe 4.0:\n\n{_lines(rows)}\n"
+        "Within twice the activation memory of the default plan, in float32 with AdamW; times are multiples of the "
+        f"plain step's, by the model, for an A100 on PCIe 4.0:\n\n{_lines(rows)}\n"
     )
 
 

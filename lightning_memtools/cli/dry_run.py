@@ -44,6 +44,7 @@ class DryRunSpec:
         directory: Where everything is written that the run would have written elsewhere.
         snapshot: Where to write torch's memory snapshot, if anywhere.
         checks_seconds: The processor's time for the advice of a report; None for its own.
+        strategy: The strategy of Trainers that name none; None for Lightning's choice.
     """
 
     program: str
@@ -55,6 +56,7 @@ class DryRunSpec:
     directory: str
     snapshot: str | None
     checks_seconds: float | None = None
+    strategy: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,7 @@ def dry_run(
     cache: Path | None = None,
     output: IO[Any] | None = None,
     checks_seconds: float | None = None,
+    strategy: str | None = None,
 ) -> DryRunResult:
     """Run a training script on a CUDA device that computes nothing, and return what it needs.
 
@@ -260,6 +263,7 @@ def dry_run(
         cache: The folder where the stubs are kept once they are built.
         output: The file that the script prints to; by default this process's standard output.
         checks_seconds: The processor's seconds that an out-of-memory report may take for its advice; None for its own.
+        strategy: The strategy of Trainers that name none, such as "fsdp", on all devices; None for Lightning's choice.
 
     Raises:
         DryRunError: There is no CUDA build of torch, no compiler, or this is not Linux; or the process died.
@@ -291,6 +295,7 @@ def dry_run(
         directory=str(place),
         snapshot=None if snapshot is None else str(Path(snapshot).resolve()),
         checks_seconds=checks_seconds,
+        strategy=strategy,
     )
     wanted = place / "dry_run_spec.json"
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")

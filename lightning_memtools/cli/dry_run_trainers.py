@@ -357,6 +357,8 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
     observer.reporting = [one for one in callbacks if isinstance(one, OOMReport)]
     for one in observer.reporting:
         one.checks_seconds = spec.checks_seconds
+    if spec.strategy is not None and limited.get("strategy", "auto") == "auto":
+        limited |= {"strategy": spec.strategy, "devices": spec.devices, "accelerator": "gpu"}
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
     limited["logger"] = _loggers(limited.get("logger"), Path(spec.directory), lightning)

@@ -421,8 +421,7 @@ def _recomputes_nothing(plan: CheckpointPlan) -> bool:
 
 
 def _recompute(plan: CheckpointPlan, code: str) -> Action:
-    names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
-    title = f"Recompute the activations of {names} in the backward pass"
+    title = f"Recompute the activations of {plan.recomputed()} in the backward pass"
     if plan.heads:
         title += ", and compute the loss in chunks"
     return replace(RECOMPUTE, title=title, code=code)
