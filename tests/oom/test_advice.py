@@ -328,7 +328,7 @@ def test_repeated_blocks_are_recomputed_where_there_is_no_sequential() -> None:
     checks = checks_of(Listed(), torch.ones(8192, 64), 48 * MIB)
     (action,) = [action for action in checks.actions if action.kind == ActionKind.CHECKPOINTING]
     assert action.code == "GradientCheckpointing()"  # it finds the blocks of a list by itself
-    assert "`blocks.0`" in action.title
+    assert "blocks.*" in action.title
     assert action.saved > 0
 
 
