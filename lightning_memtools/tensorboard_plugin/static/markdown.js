@@ -4,7 +4,7 @@
 import { h } from "./dom.js";
 
 // A long path or name may be broken at its slashes and underscores, so that a table need not be as wide as it.
-const breakable = (text) => text.split(/(?<=[/_])(?=\w)/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+const breakable = (text) => text.split(/(?<=\w[/_])(?=\w)/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
 
 const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*([^*]+)\*\*|\[([^\]]+)\]\(([^)\s]+)\)|\\([\\|*_`#])/g;
 
