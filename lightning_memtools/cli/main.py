@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = chosen.run(chosen) or 0
         sys.stdout.flush()
-        return status
     except UsageError as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
         return 1
@@ -50,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("memtools: interrupted", file=sys.stderr)  # noqa: T201, as above
         return 130  # 128 + SIGINT, as a shell reports it
+    return status
 
 
 def _is_unread() -> bool:
