@@ -24,6 +24,7 @@ from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ENDS_WITH = {"halt-on-nan.md": NonFiniteError, "oom-report.md": torch.OutOfMemoryError}
 """Pages that show what becomes of an error."""
 RUN_ON_THE_NULL_DEVICE = {"dry-run.md"}
@@ -82,6 +83,18 @@ def test_every_command_of_a_page_is_understood(line):
         assert extras <= {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
     else:
         assert (program, words) == ("tensorboard", ["--logdir", "lightning_logs"])
+
+
+def test_the_extra_installs_what_the_examples_import():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
+    # scikit-learn's module is sklearn; lightning imports wandb for its logger.
+    installed = {re.match(r"[\w-]+", one)[0].replace("scikit-learn", "sklearn") for one in wanted}
+    known = installed | sys.stdlib_module_names | {"lightning_memtools"} | {path.stem for path in EXAMPLES}
+    for path in EXAMPLES:
+        text = path.read_text("utf-8")
+        found = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+        assert found | ({"wandb"} if "WandbLogger" in text else set()) <= known, path.name
 
 
 def write_the_capsule():

@@ -41,7 +41,7 @@ def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemor
     if path.is_dir():
         return _of_json(path / _DRY_RUN) if (path / _DRY_RUN).exists() else _of_run(path)
     if not path.exists():
-        raise UsageError(f"There is no {path}.")
+        raise UsageError(f"There is no file or folder {str(path)!r}.")
     if path.suffix == ".pickle":
         return _of_snapshot(path)
     if path.suffix == ".pt":

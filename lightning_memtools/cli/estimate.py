@@ -157,6 +157,8 @@ def _estimate(chosen: argparse.Namespace) -> None:
         raise UsageError("--max-batch needs --capacity, such as --capacity 24GiB.")
     with working("The step is traced"):
         estimate = _made(chosen)
+    if chosen.snapshot:
+        estimate.as_snapshot(chosen.snapshot)
     if chosen.json:
         print(json.dumps(peak_of_estimate(estimate, gpu=chosen.capacity).as_json(), indent=1))  # noqa: T201, a command
         return
@@ -176,11 +178,13 @@ def _estimate(chosen: argparse.Namespace) -> None:
         )
     )
     if chosen.max_batch:
-        with working("The largest batch is looked for"):
-            largest = estimate.max_batch_size(chosen.capacity)
-        console.print(f"Largest batch for {chosen.capacity}: {largest}", markup=False)
+        try:
+            with working("The largest batch is looked for"):
+                largest = estimate.max_batch_size(chosen.capacity)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        console.print(f"Largest batch for {chosen.capacity}: {largest or 'none, not even one sample'}", markup=False)
     if chosen.snapshot:
-        estimate.as_snapshot(chosen.snapshot)
         console.print(f"Snapshot for https://pytorch.org/memory_viz: {chosen.snapshot}", markup=False)
 
 

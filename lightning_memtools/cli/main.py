@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,16 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     chosen = parser.parse_args(given, argparse.Namespace(command_line=given))
     try:
-        return chosen.run(chosen) or 0
+        status = chosen.run(chosen) or 0
+        sys.stdout.flush()
     except UsageError as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
         return 1
     except Exception as error:  # noqa: BLE001, of the user's code, as a rule
-        print_error(error)
+        if not (isinstance(error, BrokenPipeError) and _is_unread()):
+            print_error(error)
         return 1
     except KeyboardInterrupt:
         print("memtools: interrupted", file=sys.stderr)  # noqa: T201, as above
         return 130  # 128 + SIGINT, as a shell reports it
+    return status
+
+
+def _is_unread() -> bool:
+    """Return True if nobody reads the output any more, as in `| head`; what is left of it is dropped then."""
+    from lightning_memtools.reporting.console import drop_what_is_left  # noqa: PLC0415, --help does not need it
+
+    try:
+        os.write(sys.stdout.fileno(), b"\n")  # sys.stdout has thrown away what it could not write, and raises no more
+    except (OSError, ValueError):
+        drop_what_is_left()
+        return True
+    return False
 
 
 if __name__ == "__main__":

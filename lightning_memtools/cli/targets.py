@@ -108,7 +108,9 @@ class Target:
         elif isinstance(returned, tuple) and len(returned) in {2, 3}:
             arguments = dict(zip((*self.required, self.optional), returned, strict=False))
         else:
-            raise UsageError(f"{chosen.target} returned {returned!r:.80}. Return {self.forms}.")
+            raise UsageError(
+                f"{chosen.target} returned a value of type {type(returned).__name__}. Return {self.forms}."
+            )
         given = {name: getattr(chosen, name) for name in options}
         return arguments | {name: value for name, value in given.items() if value is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def diagnose(
     Raises:
         ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
             checkpoint is no file.
+        TypeError: The dataloader is one batch instead of an iterable of batches.
     """
     check_types(diagnose, locals())
     names = selected_checks(checks, ignore)
@@ -87,6 +88,9 @@ def diagnose(
             f"{type(model).__name__} is no LightningModule, so diagnose does not know its loss. Pass "
             "step=lambda model, batch: loss."
         )
+    # The function that `memtools estimate` takes returns (model, batch).
+    if isinstance(dataloader, Tensor | tuple | Mapping):
+        raise TypeError(f"dataloader is one batch, a {type(dataloader).__name__}. Give batches, such as [batch].")
     if checkpoint is not None and not Path(checkpoint).is_file():
         is_there = "is a directory; give one file" if Path(checkpoint).is_dir() else "does not exist"
         raise ValueError(f"checkpoint={os.fspath(checkpoint)!r} {is_there}.")

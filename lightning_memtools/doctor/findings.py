@@ -41,8 +41,13 @@ class Finding:
         """True for warnings and errors."""
         return self.severity != "info"
 
+    @property
+    def evidence_and_effect(self) -> str:
+        """The evidence and the effect as two sentences. Evidence that quotes an error may end without a full stop."""
+        return f"{self.evidence}{'' if self.evidence.endswith('.') else '.'} {self.effect}"
+
     def __str__(self) -> str:
-        return f"{self.check} ({self.severity}), {self.place}: {self.evidence} {self.effect} Fix: {self.fix}"
+        return f"{self.check} ({self.severity}), {self.place}: {self.evidence_and_effect} Fix: {self.fix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class DoctorReport:
     def table(self, findings: Sequence[Finding] | None = None) -> Table:
         """Return the findings as a table, one row each: all of them, or those given."""
         rows = [
-            (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix)
+            (one.severity, f"{one.check}, {one.place}: {one.evidence_and_effect}", one.fix)
             for one in (self.findings if findings is None else findings)
         ]
         return Table(("severity", "evidence and effect", "fix"), rows, align="lll")

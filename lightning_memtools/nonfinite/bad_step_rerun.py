@@ -200,7 +200,7 @@ class BadStepRerun:
         if self._explanation is not None and self._explanation.cause is NonFiniteCause.NOT_REPRODUCIBLE:
             return ""
         if self._says_nothing and not self._doubts:
-            return "losses and gradients are NaN or Inf as in the step, which has no finite one to compare with."
+            return "all losses and gradients are NaN or Inf again, so there is no number to compare."
         compared = "losses and gradients" if self._digests_of == "step" else "losses"
         return " ".join(self._doubts) or f"{compared} are the same bit for bit."
 

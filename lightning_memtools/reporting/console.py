@@ -32,7 +32,7 @@ def print_on_console(
         stream.write(captured.get().encode(encoding, errors="replace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
-        _drop_what_is_left()
+        drop_what_is_left()
     except (AttributeError, OSError, ValueError):  # no stdout at all, no room for a file, a closed stream
         return
 
@@ -76,7 +76,7 @@ def end_progress_bar(bar: object) -> None:
         progress.stop()
 
 
-def _drop_what_is_left() -> None:
+def drop_what_is_left() -> None:
     """Discard what is left in the buffer of a broken pipe; Python would end with an error code otherwise."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -121,7 +121,7 @@ class Placement:
         else:
             units = repeated_blocks(model)
             self._note_units("FSDP 2", units)
-            for unit in (*units, *_roots(model)):
+            for unit in dict.fromkeys((*units, *_roots(model))):  # the blocks of a ModuleList are both
                 fully_shard(unit, mesh=mesh["data_parallel"])
         if any(one.is_meta for one in (*model.parameters(), *model.buffers())):
             model.to_empty(device="cuda")

@@ -242,10 +242,14 @@ def composition_at_peak(run: LoggedRun) -> dict[str, float]:
 
 
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
-    """Return the figures of the newest runs, numbers in their names in order, and the name of the newest."""
+    """Return the figures of the newest runs, numbers in their names in order, and the run to open at.
+
+    That is the newest that has curves: a run with reports alone, such as one that halted at once, has no chart.
+    """
     newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
     shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
-    return shown | ({"newest": newest[0].name} if newest else {})
+    first = max(newest, key=lambda run: (bool(run.curves), _end(run)), default=None)
+    return shown | ({"newest": first.name} if first else {})
 
 
 def _end(run: LoggedRun) -> float:

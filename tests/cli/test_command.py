@@ -108,6 +108,23 @@ def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
     assert (process.returncode, err) == (130, "memtools: interrupted\n")
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_nobody_reads_to_its_end_is_no_error(options, tmp_path):
+    (tmp_path / "early.py").write_text(
+        "import torch\n\ndef model_and_batch():\n    print('ready', flush=True)\n    input()\n"
+        "    return torch.nn.Linear(2, 2), torch.zeros(2, 2), lambda model, rows: model(rows).sum()\n"
+    )
+    line = [sys.executable, "-m", "lightning_memtools", "estimate", "early:model_and_batch", *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(timeout=60) == 1
+        assert process.stderr.read() == ""
+
+
 @pytest.mark.parametrize("wrong", [(), ("estmate",)])
 def test_a_wrong_command_lists_those_that_exist(wrong):
     done = memtools(*wrong)

@@ -155,7 +155,7 @@ def test_two_capsules_of_a_step(tmp_path, capsys):
     ("arguments", "said"),
     [
         (("a.json",), "compares two results"),
-        (("a.json", "b.json"), "There is no a.json"),
+        (("a.json", "b.json"), "There is no file or folder 'a.json'"),
         (("bad.json", "bad.json"), "bad.json cannot be read as JSON"),
         (("other.json", "other.json"), "other.json holds no result"),
         (("bad.pickle", "bad.pickle"), "no memory snapshot"),

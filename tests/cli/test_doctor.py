@@ -76,7 +76,10 @@ def test_the_table_and_an_unknown_check(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["project:three"], "project:three returned 3. Return (model, dataloader), (model, dataloader, optimizer), or"),
+        (
+            ["project:three"],
+            "project:three returned a value of type int. Return (model, dataloader), (model, dataloader, ",
+        ),
         (["project:needs"], "project:needs cannot be called without arguments: missing a required argument: 'size'"),
         (["project:plain"], "Sequential is no LightningModule, so diagnose does not know its loss"),
         (["project:healthy", "--steps", "0"], "steps=0 watches nothing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -39,6 +40,9 @@ def lightning_module():
 
     return {"model": Module(), "batch": torch.zeros(8, 1024), "precision": "bf16-mixed", "accumulate": 2}
 
+def one_size():
+    return nn.Linear(4, 4), torch.zeros(8, 4), lambda model, rows: model(rows).view(8, 2, 2).sum()
+
 def nothing():
     return 3
 
@@ -73,6 +77,20 @@ def test_it_prints_figures_and_gpus(capfd):
     assert "RTX 4090 24GB" in out
     assert "Largest batch for 1GiB: " in out
     assert pickle.loads(Path("s.pickle").read_bytes())["device_traces"][0]  # noqa: S301, written above
+
+
+def test_with_json_the_snapshot_is_written_too(capfd):
+    assert main(["estimate", "my_target:model_and_batch", "--json", "--snapshot", "s.pickle"]) == 0
+    assert json.loads(capfd.readouterr().out)["allocated"] > 0
+    assert pickle.loads(Path("s.pickle").read_bytes())["device_traces"][0]  # noqa: S301, written above
+
+
+def test_where_no_batch_can_be_found_it_says_why(capfd):
+    line = ["estimate", "my_target:one_size", "--capacity", "2GiB", "--max-batch"]
+    assert main(line) == 1
+    assert capfd.readouterr().err.startswith("memtools: The batch cannot be resized")
+    assert main(["estimate", "my_target:model_and_batch", "--capacity", "3MiB", "--max-batch"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "Largest batch for 3MiB: none, not even one sample"
 
 
 def test_only_the_gpus_around_the_boundary_are_listed():
@@ -115,7 +133,7 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
         (["my_target.py:model_and_batch"], "my_target:model_and_batch"),
         (["./folder/my_target.py:Net"], "folder.my_target:Net"),
         (["my_target:number"], "is 4, which cannot be called"),
-        (["my_target:nothing"], "returned 3. Return (model, batch)"),
+        (["my_target:nothing"], "returned a value of type int. Return (model, batch)"),
         (["my_target:model_and_batch", "--optimizer", "Eve"], "no optimizer 'Eve'"),
         (["my_target:model_and_batch", "--max-batch"], "--max-batch needs --capacity"),
         (["my_target:model_and_batch", "--capacity", "24"], "Not a capacity: '24'"),

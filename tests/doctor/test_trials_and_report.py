@@ -37,6 +37,12 @@ def test_steps_and_a_plain_module_without_a_step_are_refused():
         diagnose(network(), rows())
 
 
+@pytest.mark.parametrize("batch", [torch.ones(8, 4), (torch.ones(8, 4), torch.ones(8)), {"rows": torch.ones(8, 4)}])
+def test_a_batch_in_the_place_of_a_loader_is_refused(batch):
+    with pytest.raises(TypeError, match=rf"one batch, a {type(batch).__name__}.* \[batch\]"):
+        diagnose(network(), batch, step=squared)
+
+
 def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_other_checks_run():
     def step(model: nn.Module, batch: Any) -> Any:
         raise KeyError("the user's own mistake")
@@ -50,6 +56,7 @@ def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_othe
         ("trial", "info"),
     ]
     assert 'The step raised KeyError: "the user\'s own mistake"' in findings[0].evidence
+    assert 'mistake". Training ends there' in str(findings[0])
     assert findings[0].place.startswith("tests/doctor/test_trials_and_report.py:")
 
 

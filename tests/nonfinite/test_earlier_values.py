@@ -53,7 +53,7 @@ def changed(error: NonFiniteError, path: Path, change: Any) -> Path:
 
 
 def test_the_values_up_to_the_first_nan_are_compared(error: NonFiniteError) -> None:
-    assert "Run again: losses and gradients are NaN or Inf as in the step" in str(error)
+    assert "Run again: all losses and gradients are NaN or Inf again" in str(error)
     again = replay(error.capsule_path or "", model=AllNaN())
     assert again.says_nothing
     assert again.exact, again.summary()

@@ -17,7 +17,7 @@ import nan_cause  # noqa: E402, the benchmarks are no package
 
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "nan_cause.json").read_text())
 ROWS = {(row["model"], row["masked"]): row for row in MEASURED["failing"]}
-DOCS = (ROOT / "docs" / "replay.md").read_text()
+DOCS = (ROOT / "docs" / "nan-cause.md").read_text()
 
 
 def test_the_whole_gallery_was_measured():

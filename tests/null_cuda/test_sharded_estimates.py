@@ -170,6 +170,34 @@ class Plain(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Listed(Plain):
+    """Calls the blocks of a ModuleList itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList(Block() for _ in range(8))
+
+    def training_step(self, batch, _):
+        for block in self.net:
+            batch = block(batch)
+        return batch.square().mean()
+
+
+def test_the_blocks_that_a_lightning_module_calls_itself_are_sharded_once():
+    estimate = estimate_memory(Listed(), torch.zeros(16, 1024), strategy="fsdp2", devices=4)
+    assert estimate.parameter_bytes == 8 * 1024 * 1024 * 4 // 4
+    assert estimate.notes[0].startswith("One of 4 ranks under FSDP 2: 8 Block sharded")
+
+
 @pytest.mark.parametrize(("strategy", "share"), [("fsdp2", 4), ("fsdp", 4), ("ddp", 1)])
 def test_the_step_of_a_lightning_module_runs_within_its_wrapper(strategy, share):
     module = Plain()

@@ -13,7 +13,15 @@ from torch.utils.tensorboard import SummaryWriter
 
 from tests.browser import MEMORY_TAB, chromium, enter_memory_tab, get, open_memory_tab, tensorboard, wait_until
 from tests.prepared.starting import prepared_python
-from tests.tensorboard_plugin.logdirs import ATTACK, write_cpu_run, write_failed_run, write_long_run, write_small_run
+from tests.tensorboard_plugin.logdirs import (
+    ATTACK,
+    write_cpu_run,
+    write_failed_run,
+    write_halted_run,
+    write_long_run,
+    write_roomy_run,
+    write_small_run,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +37,9 @@ def log_dir(tmp_path_factory):
     )
     write_cpu_run(logs / "cpu")
     write_small_run(logs / "findings", text=f"| severity | evidence |\n|---|---|\n| warning | {'word ' * 80} |")
+    write_roomy_run(logs / "roomy")
     write_failed_run(logs / "failed")
+    write_halted_run(logs / "halted")
     return logs
 
 
@@ -181,9 +191,42 @@ def test_cells_of_figures_hold_nothing_but_numbers(window, board):
     assert wrong == []
 
 
-def test_the_newest_run_is_shown_first(window, board):
+def test_the_newest_run_that_has_curves_is_shown_first(window, board):
     open_memory_tab(window, board)
     assert window.execute_script("return document.querySelector('select').value") == "failed"
+
+
+def test_a_run_without_curves_names_its_reports_and_is_not_compared(window, board):
+    open_memory_tab(window, board, "halted", "run")
+    text = text_of(window, "#view")
+    assert "reports" in text
+    assert "zoom" not in text
+    open_memory_tab(window, board, "halted", "compare")
+    heads = window.execute_script("return [...document.querySelectorAll('.compare thead th')].map((h) => h.innerText)")
+    assert len(heads) == 1 + 6
+    assert "halted" not in heads
+    assert "halted" in text_of(window, ".choices")
+
+
+def test_the_parts_of_what_takes_little_of_a_device_are_shares_of_the_peak(window, board):
+    open_memory_tab(window, board, "roomy", "run")
+    assert text_of(window, ".composition .label") == "Composition at the peak of 3.00 MiB, < 0.1% of the device"
+    assert [
+        part.strip() for part in text_of(window, ".composition .note").replace(")", ")\n").splitlines() if part
+    ] == [
+        "parameters 1.00 MiB (33%)",
+        "activations 2.00 MiB (67%)",
+    ]
+    widths = "return [...document.querySelectorAll('.strip span')].map((one) => one.getBoundingClientRect().width)"
+    parameters, activations = window.execute_script(widths)
+    assert activations == pytest.approx(2 * parameters, rel=0.02)
+
+
+def test_a_long_path_in_a_report_makes_no_table_wider_than_a_telephone(window, board):
+    open_memory_tab(window, board, "halted", "reports")
+    window.execute_script("document.querySelector('.report').style.width = '370px'")
+    wide = "const one = document.querySelector('.report .scroll'); return one.scrollWidth - one.clientWidth"
+    assert window.execute_script(wide) <= 0
 
 
 def test_each_one_step_peak_of_50000_points_is_seen(window, board):

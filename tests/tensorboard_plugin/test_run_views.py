@@ -121,6 +121,9 @@ def test_runs_come_in_the_order_of_their_numbers_and_the_newest_is_named():
     view = runs_view(runs)
     assert [run["run"] for run in view["runs"]] == ["version_2", "version_9", "version_10"]
     assert (view["newest"], view["n_runs"]) == ("version_9", 3)
+    runs["halted"] = LoggedRun("halted", texts=[LoggedText("memtools/nonfinite_report", 0, 99.0, "NaN")])
+    assert runs_view(runs)["newest"] == "version_9", "the newest with curves"
+    assert runs_view({"halted": runs["halted"]})["newest"] == "halted"
 
 
 def test_the_newest_of_very_many_runs_are_listed():

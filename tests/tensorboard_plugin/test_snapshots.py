@@ -144,6 +144,10 @@ def test_names_of_modules_and_functions_never_become_markup(tmp_path):
         for name in ("ours", "torchs"):
             window.get((tmp_path / f"{name}.html").as_uri())
             assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+            heads = window.execute_script(
+                "return [...document.querySelectorAll('thead th')].map((one) => one.innerText)"
+            )
+            assert heads == (["share", "held", "what", "by"] if name == "ours" else ["share", "held", "by"])
             window.execute_script("document.querySelector('#blocks summary').click()")
             shown = window.execute_script("return document.querySelector('#memtools').innerText")
             assert shown.count(ATTACK) >= 2  # who holds the peak, and the block's stack

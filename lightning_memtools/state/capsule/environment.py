@@ -197,7 +197,7 @@ def _imported(module: str, origin: Mapping[str, Any], trusts: Callable[[str, str
     place = script if module == "__main__" else _place_of(module, [*sys.path, folder])
     if not trusts(module, place):
         raise UntrustedCodeError(
-            f"importing {module} (from {place}) runs its code, and the capsule alone says so: if you trust it, use "
+            f"the file names it, and importing {module} (from {place}) runs its code: if you trust that, use "
             "--trust on the command line or trust=True in Python, or import the module yourself first"
         )
     if is_main and not Path(script).is_file():

@@ -214,18 +214,26 @@ export class StepChart {
     ctx.font = `${11 * scale}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     ctx.textBaseline = "top";
-    ctx.setLineDash([2 * scale, 3 * scale]);
-    ctx.strokeStyle = ctx.fillStyle = colours().text;
+    ctx.lineJoin = "round";
+    ctx.fillStyle = colours().text;
     let [end, line] = [-Infinity, 0];
     for (const [at, name] of this.phases) {
       const x = u.valToPos(at, "x", true);
       if (x < left || x > left + width) continue;
+      ctx.setLineDash([2 * scale, 3 * scale]);
+      ctx.lineWidth = scale;
+      ctx.strokeStyle = colours().text;
       ctx.beginPath();
       ctx.moveTo(x, top);
       ctx.lineTo(x, top + height);
       ctx.stroke();
       line = x < end ? line + 1 : 0; // names that would overlap stand below each other
       end = x + 8 * scale + ctx.measureText(name).width;
+      // Curves and lines below the name are painted over, so that it can be read.
+      ctx.setLineDash([]);
+      ctx.lineWidth = 4 * scale;
+      ctx.strokeStyle = colours().card;
+      ctx.strokeText(name, x + 4 * scale, top + (4 + 13 * line) * scale);
       ctx.fillText(name, x + 4 * scale, top + (4 + 13 * line) * scale);
     }
     ctx.restore();

@@ -12,6 +12,7 @@ const CURVES = [
   ["Validation loss of the chosen runs", "validation loss", (tag) => tag === "loss/val", (value) => value, number, false],
 ];
 const MOST_ROWS = 15;
+const AT_FIRST = 6;
 const STAGES = ["train", "val", "test", "predict"];
 
 function figures() {
@@ -73,7 +74,7 @@ export class ComparePage {
   constructor(source, container) {
     this.source = source;
     this.container = container;
-    this.left = new Set();
+    this.left = null;
   }
 
   show(runs) {
@@ -87,7 +88,11 @@ export class ComparePage {
       this.overlay(chosen, curves).catch((error) => clear(curves, h("p", { class: "card problem" }, error.message)));
       this.hold(chosen, holders).catch((error) => clear(holders, h("p", { class: "card problem" }, error.message)));
     };
-    if (runs.length > 6 && !this.left.size) runs.slice(6).forEach((run) => this.left.add(run.run));
+    if (!this.left) {
+      // A run with reports alone has nothing to compare. The last names are mostly the newest.
+      const first = new Set(runs.filter((run) => run.last_step !== null).slice(-AT_FIRST));
+      this.left = new Set(runs.filter((run) => !first.has(run)).map((run) => run.run));
+    }
     const boxes = runs.map((run) => h("label", { class: "choice" }, h("input", { type: "checkbox", checked: !this.left.has(run.run), onchange: (event) => {
       if (event.target.checked) this.left.delete(run.run); else this.left.add(run.run);
       draw();

@@ -3,20 +3,23 @@
 
 import { h } from "./dom.js";
 
+// A long path or name may be broken at its slashes and underscores, so that a table need not be as wide as it.
+const breakable = (text) => text.split(/(?<=\w[/_])(?=\w)/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+
 const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*([^*]+)\*\*|\[([^\]]+)\]\(([^)\s]+)\)|\\([\\|*_`#])/g;
 
 export function inline(text) {
   const parts = [];
   let at = 0;
   for (const match of text.matchAll(INLINE)) {
-    parts.push(text.slice(at, match.index));
+    parts.push(...breakable(text.slice(at, match.index)));
     if (match[2] !== undefined) parts.push(h("code", {}, match[2]));
     else if (match[3] !== undefined) parts.push(h("strong", {}, inline(match[3])));
     else if (match[4] !== undefined) parts.push(`${match[4]} (${match[5]})`);
     else parts.push(match[6]);
     at = match.index + match[0].length;
   }
-  parts.push(text.slice(at));
+  parts.push(...breakable(text.slice(at)));
   return parts.filter((part) => part !== "");
 }
 

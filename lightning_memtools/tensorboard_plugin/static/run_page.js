@@ -10,7 +10,8 @@ const STAGE_NAMES = { train: "training", val: "validation", test: "test", predic
 const EVALUATION = ["val", "test", "predict"];
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
 const PART_NAMES = { optimizer: "optimizer state" };
-// Below this share of the device the line of the capacity would press the curves to the floor.
+// Below this share of the device the line of the capacity would press the curves to the floor, and the parts of the
+// composition would be too narrow to see.
 const SHOW_CAPACITY_FROM = 0.2;
 
 const groupWith = (view, tag) => view.groups.find((group) => tag in group.series);
@@ -52,13 +53,13 @@ function compositionBar(summary) {
   const bytes = Object.fromEntries(Object.entries(summary.composition_gib ?? {}).map(([part, gib]) => [part, bytesOf(gib)]));
   const total = Object.values(bytes).reduce((sum, one) => sum + one, 0);
   if (!total) return null;
-  const capacity = bytesOf(summary.capacity_gib);
-  const all = Math.max(capacity ?? 0, total);
+  const capacity = bytesOf(summary.capacity_gib) ?? 0;
+  const all = total < SHOW_CAPACITY_FROM * capacity ? total : Math.max(capacity, total);
   const parts = PARTS.filter((part) => bytes[part]).map((part) => [PART_NAMES[part] ?? part, bytes[part], colours().parts[part]]);
   if (all > total) parts.push(["free", all - total, "transparent"]);
   const open = () => document.getElementById("tab-composition")?.click();
   return h("button", { type: "button", class: "card composition", onclick: open, title: "Show the composition over training" },
-    h("span", { class: "label" }, `Composition at the peak of ${size(total)}`),
+    h("span", { class: "label" }, `Composition at the peak of ${size(total)}${all < capacity ? `, ${percent(total / capacity)} of the device` : ""}`),
     h("span", { class: "strip", "aria-hidden": "true" }, parts.map(([, n, colour]) => h("span", { style: `flex-grow:${n / all};background:${colour}` }))),
     h("span", { class: "note" }, parts.map(([name, n, colour]) => h("span", { class: "part", style: `--c:${colour}` }, `${name} ${size(n)} (${percent(n / all)})`))));
 }
@@ -244,9 +245,9 @@ export class RunPage {
     const all = h("button", { type: "button", class: "plain", onclick: () => this.linked.reset() }, "Show all steps");
     const step = this.kind === "composition" ? this.oneStep(view.run) : null;
     clear(this.container, this.kind === "run" ? cards(view.summary) : null, this.kind === "run" ? compositionBar(view.summary) : null,
-      h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
+      this.parts.length ? h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all) : null,
       this.kind === "composition" && this.parts.length ? h("div", { class: "beside" }, this.parts[0].chart.element, compositionTable(view)) : this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
-      this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice."));
+      this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has no curves. See its reports." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice."));
     requestAnimationFrame(() => { this.linked.charts.forEach((chart) => chart.fit()); this.linked.draw(); });
     if (this.linked.range) this.refine(this.linked.range);
   }

@@ -17,7 +17,7 @@ function blockRow(view, [born, died, bytes, address, part, label, stack, name], 
   const where = own?.replace(/^.*\/([^/]+\/[^/]+:)/, "$1");
   const life = `event ${whole(born)} to ${died === null ? "the end" : whole(died)}`;
   return h("details", { class: "block", open },
-    h("summary", {}, h("span", { class: "right amount" }, size(bytes)), h("span", {}, part), h("span", { class: "remark" }, [name, view.labels[label], name ? null : where, life].filter(Boolean).join(" · "))),
+    h("summary", {}, h("span", { class: "right amount" }, size(bytes)), h("span", {}, part), h("span", { class: "remark" }, [name, view.labels[label], name || where === part ? null : where, life].filter(Boolean).join(" · "))),
     h("pre", {}, [`address ${address}, ${whole(bytes)} bytes, ${life}`, ...(frames.length ? frames : ["(no stack was recorded)"])].join("\n")));
 }
 

@@ -41,10 +41,11 @@ function holders(view) {
   const names = ({ names }) => (names.length === 1 ? names[0] : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`);
   const kind = (part) => (MADE_BY_MODULES.includes(part) ? view.holders : "tensors");
   const each = ({ part, names, bytes }) => (names.length === 1 ? "" : `${whole(names.length)} ${kind(part)} of ${size(bytes)}: `);
-  const row = (bytes, part, words) => h("tr", {}, h("td", { class: "right" }, percent(bytes / view.peak.bytes)), h("td", { class: "right" }, size(bytes)), h("td", {}, PART_NAMES[part] ?? part), h("td", { class: "name" }, words));
+  const hasParts = view.top.some(({ part }) => part);
+  const row = (bytes, part, words) => h("tr", {}, h("td", { class: "right" }, percent(bytes / view.peak.bytes)), h("td", { class: "right" }, size(bytes)), hasParts ? h("td", {}, PART_NAMES[part] ?? part) : null, h("td", { class: "name" }, words));
   const rows = view.top.map((one) => row(one.bytes * one.names.length, one.part, each(one) + names(one)));
   return h("div", { class: "scroll" }, h("table", { class: "holders" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "share"), h("th", { scope: "col", class: "right" }, "held"), h("th", { scope: "col" }, "what"), h("th", { scope: "col" }, "by"))),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "share"), h("th", { scope: "col", class: "right" }, "held"), hasParts ? h("th", { scope: "col" }, "what") : null, h("th", { scope: "col" }, "by"))),
     h("tbody", {}, rows, row(view.peak.bytes, "", "total at the peak"))));
 }
 
