@@ -238,8 +238,8 @@ class CheckpointingRun:
         if plan.refused is not None:
             print_on_console(f"GradientCheckpointing recomputes nothing. {plan.refused}")
         else:
-            print_on_console(console_table(plan.rows()))
             print_on_console("GradientCheckpointing: " + "; ".join(plan.figures()))
+            print_on_console(console_table(plan.rows()))
 
     def _write(self, text: str) -> None:
         write_report_or_warn(self._directory, _REPORT, text)
