@@ -257,10 +257,9 @@ class _CudaRun(StepListener):
                 allocator.free(block)
                 # From torch 2.15 on, a product's workspace is freed before anything else is asked for.
                 is_next = known.born + 1 == len(recorder.allocated)
-                if is_next and known.kind == Category.ACTIVATION and block.requested in of_products:
-                    recorder.on_free(block.id, None, "")
-                else:
-                    recorder.on_free(block.id, Category(known.kind), known.module)
+                is_workspace = is_next and known.kind == Category.ACTIVATION and block.requested in of_products
+                of_block = (None, "") if is_workspace else (Category(known.kind), known.module)
+                recorder.on_free(block.id, *of_block)
             elif entry["action"] == "segment_free":
                 allocator.empty_cache()
         while self._notes:
