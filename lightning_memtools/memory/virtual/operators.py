@@ -55,7 +55,7 @@ _NO_TENSORS = {"prim", "profiler"}
 # The operators for which torch calls cuBLAS on a GPU.
 _MATMULS = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot",
-    "aten::_trilinear", "aten::_euclidean_dist",
+    "aten::_trilinear", "aten::_euclidean_dist", "torch_nn::_linear_cross_entropy_batch_chunked",
 }  # fmt: skip
 
 
