@@ -544,8 +544,8 @@ def cuda_memory_snapshot() -> dict[str, Any]:
 KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 """True if a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
-EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.15"
-"""True if the efficient kernel serves grouped queries, as it does from torch 2.15 on."""
+EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.14"
+"""True if the efficient kernel serves grouped queries, as it does from torch 2.14 on."""
 
 EFFICIENT_ATTENTION_MAKES_SEEDS = torch.__version__ >= "2.14"
 """True if the efficient kernel without dropout keeps a seed and an offset on the device, as from torch 2.14 on."""
