@@ -92,7 +92,7 @@ SEARCHED = (
 
 @pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "RTX 4090"])
 def test_the_batch_size_found_for_a_gpu_fits_it_and_the_next_does_not(script, gpu):
-    """Below 50 samples the size is exact; above, it is five percent below the largest at most: the tuner's precision."""
+    """Below 50 samples the size is exact; above, it is at most five percent below the largest."""
     assert dry_run(script(SEARCHED), ["1", "1024"], gpu=gpu).error is None
     lines = [tuple(map(int, line.split())) for line in Path("found").read_text().splitlines()]
     of_small, of_large = lines[:3], lines[3:]
