@@ -549,8 +549,23 @@ def cuda_memory_snapshot() -> dict[str, Any]:
 KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 """True if a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
-EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.15"
-"""True if the efficient kernel serves grouped queries, as it does from torch 2.15 on."""
+EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.14"
+"""True if the efficient kernel serves grouped queries, as it does from torch 2.14 on."""
+
+EFFICIENT_ATTENTION_MAKES_SEEDS = torch.__version__ >= "2.14"
+"""True if the efficient kernel without dropout keeps a seed and an offset on the device, as from torch 2.14 on."""
+
+ATTENTION_ADDS_HEADS = torch.__version__ >= "2.14"
+"""True if unfused attention of three dimensions computes with a fourth, as it does from torch 2.14 on."""
+
+GROUP_NORM_KEEPS_COPY = torch.__version__ < "2.14"
+"""True if group norm keeps a contiguous copy of its input for the backward pass; from torch 2.14 on, the input."""
+
+GROUP_NORM_IS_CHANNELS_LAST = torch.__version__ >= "2.15"
+"""True if group norm computes channels last, as it does from torch 2.15 on; before, it makes a contiguous copy."""
+
+FOREACH_NORM_TAKES_ADDRESSES = torch.__version__ >= "2.15"
+"""True if the norms of a list of tensors need a table of addresses on the device, as they do from torch 2.15 on."""
 
 
 def clear_cublas_workspaces() -> None:

@@ -34,6 +34,7 @@ from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.user_code import CodeLine, line_of_frames
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
+from lightning_memtools.memory.virtual.operators import LT_WORKSPACE
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
 from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, workspaces_after
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
@@ -234,6 +235,7 @@ class _CudaRun(StepListener):
         allocator = self.device.allocator
         live: dict[int, Block] = {}
         streams = {0: 0}  # those of the device by their numbers here
+        of_products = {parse_size(settings.cublas_workspace), LT_WORKSPACE}
         for at, entry in enumerate(entries):
             address = entry["addr"]
             if entry["action"] == "alloc":
@@ -253,7 +255,11 @@ class _CudaRun(StepListener):
                 block = live.pop(address)
                 known = recorder.allocations[block.id]
                 allocator.free(block)
-                recorder.on_free(block.id, None if known.kind == WORKSPACE else Category(known.kind), known.module)
+                # From torch 2.15 on, a product's workspace is freed before anything else is asked for.
+                is_next = known.born + 1 == len(recorder.allocated)
+                is_workspace = is_next and known.kind == Category.ACTIVATION and block.requested in of_products
+                of_block = (None, "") if is_workspace else (Category(known.kind), known.module)
+                recorder.on_free(block.id, *of_block)
             elif entry["action"] == "segment_free":
                 allocator.empty_cache()
         while self._notes:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import EmptyCache, GradientCheckpointing, OOMReport, VirtualDevice
+from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from lightning_memtools.callbacks.oom_report_run import failed_run_of
 from lightning_memtools.checkpointing import planning
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
@@ -470,7 +471,8 @@ def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path
         documented = torch.cuda.memory._snapshot.__doc__.split(f"class {kind}(TypedDict):")[1]
         documented = re.split(r"class \w+\(|Returns|Args:", documented)[0]
         fields = set(re.findall(r"^\s+(\w+): (?!NotRequired)", documented, re.MULTILINE))
-        assert fields - set(found) <= {"device_free"}, kind
+        # Those that torch itself gives to some entries only.
+        assert fields - set(found) <= {"device_free", "internal_metadata"}, kind
 
 
 # --- the report goes wherever it can
@@ -816,8 +818,9 @@ class Blocks(L.LightningModule):
 @pytest.mark.filterwarnings("ignore:Peak reserved memory is", "ignore:The number of training batches")
 def test_smaller_batches_fit_with_the_checkpointing_budget_that_is_given_with_them(tmp_path):
     device = {"cuda_like": True, "cublas_workspace": "8519680B"}
+    capacity = "49MiB" if KEEPS_CUBLAS_WORKSPACES else "41MiB"  # less the workspace that newer torch frees
     # Planned anew, a batch of this advice recomputes less, and does not fit.
-    outcome = attempt(tmp_path, "49MiB", "fit", GradientCheckpointing(), model=Blocks(2000), device=device)
+    outcome = attempt(tmp_path, capacity, "fit", GradientCheckpointing(), model=Blocks(2000), device=device)
     given = re.findall(
         r"`DataLoader\(batch_size=(\d+)\).*?, GradientCheckpointing\(memory_budget=\"(\d+MiB)\", \.\.\.\)`",
         outcome.report,
@@ -825,7 +828,7 @@ def test_smaller_batches_fit_with_the_checkpointing_budget_that_is_given_with_th
     assert len(given) == 2  # accumulation, and smaller batches by themselves
     for size, budget in given:
         checkpointing = GradientCheckpointing(memory_budget=budget)
-        assert attempt(tmp_path, "49MiB", "fit", checkpointing, model=Blocks(int(size)), device=device).fits
+        assert attempt(tmp_path, capacity, "fit", checkpointing, model=Blocks(int(size)), device=device).fits
 
 
 def test_parts_of_a_batch_with_other_lengths_are_said_to_be_left_as_they_are(tmp_path):

@@ -105,7 +105,8 @@ def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "memtools: interrupted\n")
+    ours = [line for line in err.splitlines() if "torch" not in line]  # which may say that Triton is missing
+    assert (process.returncode, ours) == (130, ["memtools: interrupted"])
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

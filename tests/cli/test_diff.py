@@ -60,8 +60,8 @@ def test_two_dry_runs_as_files_and_as_a_folder(tmp_path, capsys):
 
 TARGETS = """
 import torch
-def small(): return torch.nn.Linear(256, 256), torch.zeros(64, 256), step
-def large(): return torch.nn.Linear(256, 512), torch.zeros(64, 256), step
+def small(): return torch.nn.Linear(256, 256), torch.zeros(2**15, 256), step
+def large(): return torch.nn.Linear(256, 512), torch.zeros(2**15, 256), step
 def step(model, x): return model(x).relu().mean()
 """
 
@@ -127,7 +127,7 @@ class Breaks(L.LightningModule):
         self.net = nn.Linear(16, width)
 
     def training_step(self, batch, batch_idx):
-        return (self.net(batch[0]) / 0).mean() * 0
+        return (self.net(batch[0]).square() / 0).mean() * 0
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -135,7 +135,7 @@ class Breaks(L.LightningModule):
 
 def test_two_capsules_of_a_step(tmp_path, capsys):
     capsules = []
-    data = torch.utils.data.TensorDataset(torch.ones(32, 16))
+    data = torch.utils.data.TensorDataset(torch.ones(1024, 16))
     for width in (1024, 4096):
         folder = tmp_path / str(width)
         trainer = L.Trainer(
@@ -143,7 +143,7 @@ def test_two_capsules_of_a_step(tmp_path, capsys):
             enable_checkpointing=False, default_root_dir=folder, callbacks=[HaltOnNaN(directory=str(folder))],
         )  # fmt: skip
         with pytest.raises(NonFiniteError):
-            trainer.fit(Breaks(width), torch.utils.data.DataLoader(data, 32))
+            trainer.fit(Breaks(width), torch.utils.data.DataLoader(data, 1024))
         capsules.append(next(folder.rglob("*capsule.pt")))
     found = diff(capsys, *capsules, "--trust")
     parameters = next(one for one in found["categories"] if one["name"] == "parameters")

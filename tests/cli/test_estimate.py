@@ -110,7 +110,7 @@ def command(root, *arguments):
 
 def test_as_a_command_of_its_own(tmp_path):
     done = command(tmp_path, "my_target:lightning_module", "--capacity", "RTX 4090")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     rows = {cells[0]: cells[-1] for line in done.stdout.splitlines() if len(cells := line.strip().split("  ")) > 1}
     assert rows["at the peak: optimizer"].strip() == "8.01 MiB"  # two moments of 1024 x 1025 floats
     assert "It fits in RTX 4090." in done.stdout
@@ -120,7 +120,8 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
     done = command(tmp_path, "my_target:lightning_module", "--capacity", "24")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("memtools: Not a capacity: '24'.")
+    # torch may say more: before this that Triton is missing, and after it what Triton left behind.
+    assert any(line.startswith("memtools: Not a capacity: '24'.") for line in done.stderr.splitlines())
     assert "Traceback" not in done.stderr
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import nbclient
@@ -28,6 +29,8 @@ def test_an_example_prints_what_the_page_shows(name, tmp_path):
     line = [prepared_python(), str(ROOT / "examples" / name)]
     done = subprocess.run(line, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    if name == "memory_budget.py" and not version("torch").startswith("2.13."):
+        pytest.skip("The budget that it compares with, and the page, are of torch 2.13")
     assert not_printed(name, done.stdout + done.stderr) == []
     if name == "demo.py":  # on a device so small that memory matters, and with a word in each scene on where to look
         shares = [float(share) for share in re.findall(r"^ train .* ([\d.]+)% *$", done.stdout, re.MULTILINE)]

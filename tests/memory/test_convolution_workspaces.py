@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memtools import VirtualDevice, estimate_memory
+from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from lightning_memtools.memory.convolution_workspaces import ConvolutionShape
 from lightning_memtools.memory.sizes import GpuShape, find_gpu, format_size
 from tests.zoo import timm
@@ -71,7 +72,8 @@ def test_reserved_memory_grows_as_with_cudnns_own_workspaces(name, without, with
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         capacity="A100 80GB",
     )
-    assert made.peak_reserved / MIB == pytest.approx(without, rel=0.005)
+    # With a torch that keeps cuBLAS's workspaces, and the two segments of 20 MiB in which they lie.
+    assert made.peak_reserved / MIB == pytest.approx(without, rel=0.005 if KEEPS_CUBLAS_WORKSPACES else 0.02)
     total = made.peak_reserved + made.convolution_workspaces
     assert total / MIB == pytest.approx(with_workspaces, rel=0.05)
     assert "convolution workspaces, up to" in made.to_markdown()

@@ -62,6 +62,7 @@ SCRIPT = """
             del scaled
             del moved
             optimizer.step()
+            del loss  # Lightning's loop does not keep it until the next batch
         return torch.cuda.max_memory_allocated()
 
     if __name__ == "__main__":

@@ -83,7 +83,7 @@ SEARCHED = (
         for rows in map(int, sys.argv[1:]):
             found = trains(rows, 2, [BatchSizeTuner(stages=("train",), margin=0.0)])
             emptied()
-            for size in (found, found + 1, found * 100 // 98 + 1):
+            for size in (found, found + 1, found * 100 // 95 + 1):
                 print(rows, size, int(fits(rows, size)), file=file)
                 emptied()
 """
@@ -92,14 +92,14 @@ SEARCHED = (
 
 @pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "RTX 4090"])
 def test_the_batch_size_found_for_a_gpu_fits_it_and_the_next_does_not(script, gpu):
-    """Below 50 samples the size is exact; above, it is two percent below the largest at most, as the tuner promises."""
+    """Below 50 samples the size is exact; above, it is at most five percent below the largest."""
     assert dry_run(script(SEARCHED), ["1", "1024"], gpu=gpu).error is None
     lines = [tuple(map(int, line.split())) for line in Path("found").read_text().splitlines()]
     of_small, of_large = lines[:3], lines[3:]
     small, large = of_small[0][1], of_large[0][1]
     assert small > 1000
     assert 10 < large < 50
-    assert (of_small[0], of_small[2]) == ((1, small, 1), (1, small * 100 // 98 + 1, 0))
+    assert (of_small[0], of_small[2]) == ((1, small, 1), (1, small * 100 // 95 + 1, 0))
     assert of_large[:2] == [(1024, large, 1), (1024, large + 1, 0)]
 
 

@@ -12,6 +12,9 @@ from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 
 aten = torch.ops.aten
 
+# Where fakes keep a number that they know. From torch 2.15 on, `torch.tensor(3)` keeps it in the memo of `item` too.
+KNOWN_NUMBER = ("constant", "_item_memo", "_item_memo_vc", "_item_memo_epoch")
+
 
 def described(out, given):
     """Shapes, strides, types, devices, memory, attributes, and which storage is that of an argument."""
@@ -20,7 +23,7 @@ def described(out, given):
         (
             type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one.requires_grad,
             one.untyped_storage().nbytes(), one.is_inference(), places.get(one.untyped_storage()._cdata),
-            vars(one) | {"constant": None}, torch._C._dispatch_keys(one),
+            vars(one) | dict.fromkeys(KNOWN_NUMBER), torch._C._dispatch_keys(one),
         )
         for one in tensors_in(out)
     ]  # fmt: skip

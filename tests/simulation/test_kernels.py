@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from lightning_memtools._torch import GROUP_NORM_IS_CHANNELS_LAST, KEEPS_CUBLAS_WORKSPACES
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend
 from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
@@ -143,14 +144,15 @@ def test_group_norm_needs_values_per_channel_and_per_group():
     assert forward_alone(nn.GroupNorm(4, 64), rows[:, :, :1].clone()) == 0
 
 
-def test_group_norm_makes_a_contiguous_copy_of_a_channels_last_image():
+def test_group_norm_copies_a_channels_last_image_before_torch_2_15():
     images = torch.zeros(4, 16, 64, 64).to(memory_format=torch.channels_last)  # 1 MiB
     made = [
         estimate_memory(nn.GroupNorm(4, 16), images, step=lambda m, b: m(b), stage="val", device=device)
         for device in ("cuda", "cpu")
     ]
+    copy = 0 if GROUP_NORM_IS_CHANNELS_LAST else MIB
     # And a and b of 4 x 16 channels, 512 bytes each.
-    assert made[0].peak_allocated - made[1].peak_allocated == MIB + 2 * 512
+    assert made[0].peak_allocated - made[1].peak_allocated == copy + 2 * 512
 
 
 def test_many_indices_of_an_embedding_are_sorted():
@@ -167,23 +169,24 @@ def test_many_indices_of_an_embedding_are_sorted():
 
 @pytest.mark.parametrize(("precision", "is_copied"), [("16-mixed", False), ("bf16-mixed", True)])
 def test_the_log_softmax_of_float16_alone_needs_no_float_copy(precision, is_copied):
-    logits = 256 * 8192  # elements
+    logits = 512 * 8192  # elements: their float result is larger than a product's workspace
 
     def step(model, rows):
         return F.log_softmax(model(rows), -1)
 
-    made = estimate_memory(nn.Linear(8, 8192, bias=False), torch.zeros(256, 8), step=step, stage="val",
+    made = estimate_memory(nn.Linear(8, 8192, bias=False), torch.zeros(512, 8), step=step, stage="val",
                            precision=precision)  # fmt: skip
     # Half logits and their float result; and for bfloat16 the logits as floats.
-    assert made.composition["activations"] // (8 * MIB) == (2 if is_copied else 1)
-    assert 6 * logits <= made.composition["activations"] <= (6 + 4 * is_copied) * logits + 2 * MIB
+    assert made.composition["activations"] // (16 * MIB) == (2 if is_copied else 1)
+    assert 6 * logits <= made.composition["activations"] <= (6 + 4 * is_copied) * logits + 4 * MIB
 
 
 def test_cublas_takes_a_workspace_in_forward_and_in_backward():
     model, rows = mlp(64, 64), torch.zeros(4, 64)
-    assert estimate_memory(model, rows, step=total).composition["workspace"] == 2 * 8_519_680
+    at_once = 2 if KEEPS_CUBLAS_WORKSPACES else 1
+    assert estimate_memory(model, rows, step=total).composition["workspace"] == at_once * 8_519_680
     on_hopper = estimate_memory(model, rows, step=total, capacity="H100 80GB")
-    assert on_hopper.composition["workspace"] == 2 * 32 * MIB
+    assert on_hopper.composition["workspace"] == at_once * 32 * MIB
     assert estimate_memory(model, rows, step=total, device="cpu").composition["workspace"] == 0
 
 
@@ -514,13 +517,14 @@ def test_packed_sequences_keep_as_much_as_the_same_rows_unpacked(kind):
 
 
 def test_fused_optimizers_take_no_temporaries_and_keep_counts_on_the_device():
-    model, rows = nn.Linear(512, 512, bias=False), torch.zeros(1, 512)
+    model, rows = nn.Linear(2048, 2048, bias=False), torch.zeros(1, 2048)  # more than a product's workspace
+    matrix = 2048 * 2048 * 4
     made = estimate_memory(model, rows, step=total, optimizer=lambda p: torch.optim.Adam(p, fused=True))
-    assert max(made.timeline.parts["optimizer"]) == 2 * 512 * 512 * 4 + 512
+    assert max(made.timeline.parts["optimizer"]) == 2 * matrix + 512
     assert made.peak_at.phase != "optimizer"
     foreach = estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam)
-    assert max(foreach.timeline.parts["optimizer"]) == 2 * 512 * 512 * 4
-    assert foreach.composition["temporaries"] == 512 * 512 * 4
+    assert max(foreach.timeline.parts["optimizer"]) == 2 * matrix
+    assert foreach.composition["temporaries"] == matrix
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RMSprop", "Rprop", "Adadelta", "RAdam", "Adamax"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lightning_memtools._torch import without_autocast_on_cpu
+from lightning_memtools._torch import ATTENTION_ADDS_HEADS, without_autocast_on_cpu
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
 from lightning_memtools.memory.cuda_ops.autocast import cast
 from lightning_memtools.memory.cuda_ops.kernels import HALF
@@ -64,6 +64,9 @@ def unfused(  # noqa: PLR0917, as torch's
     mask = _of_numbers(mask, dtype)
     # Autocast takes attention as one operator, and leaves its parts alone.
     with without_autocast_on_cpu():
+        adds_heads = ATTENTION_ADDS_HEADS and {query.dim(), key.dim(), value.dim()} == {3}
+        if adds_heads:
+            query, key, value = (one.unsqueeze(0) for one in (query, key, value))
         inputs = query, key, value  # until the end, as in torch
         if dtype in HALF and not allowed:
             query, key, value = inputs = query.float(), key.float(), value.float()
@@ -82,7 +85,7 @@ def unfused(  # noqa: PLR0917, as torch's
         returned = scores.to(dtype)  # torch returns the scores too, and casts them first
         out: torch.Tensor = (scores @ value).to(dtype)
         del inputs, returned
-        return out
+        return out.squeeze(0) if adds_heads else out
 
 
 def _of_numbers(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools._torch import EFFICIENT_ATTENTION_GROUPS
+from lightning_memtools._torch import EFFICIENT_ATTENTION_GROUPS, EFFICIENT_ATTENTION_MAKES_SEEDS
 from lightning_memtools.memory.cuda_ops.kernels import (
     HALF,
     Run,
@@ -167,19 +167,21 @@ def efficient(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwa
 
     Seed and offset of dropout stay on the host.
     """
-    del func
-    query, key, value, _, wants_sums = args[:5]
+    del func, kwargs
+    query, key, value, _, wants_sums, dropout = (*args, 0.0)[:6]
     del key
     batch, heads, length, _ = query.shape
     options = {"device": torch.device("cpu")}
+    if EFFICIENT_ATTENTION_MAKES_SEEDS and not dropout:
+        seed, offset = (run(aten.empty.memory_format, [], dtype=torch.int64, **options) for _ in range(2))
+    else:
+        seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))
     shape = [batch, length, heads, value.shape[-1]]
     out = run(aten.empty.memory_format, shape, dtype=query.dtype, **options).transpose(1, 2)
     rows = -(-length // 32) * 32 if wants_sums else 0
     sums = run(aten.empty.memory_format, [batch, heads, rows], dtype=torch.float32, **options)
     if query.dtype in HALF and value.shape[-1] > _WIDE:
         ledger.work_with(4 * out.numel())
-    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))
-    del kwargs
     return out, sums, seed, offset
 
 
@@ -248,7 +250,7 @@ def attention_of_cpu(
         )
         return out, logarithms, rest[4], rest[5]
     if backend == "efficient":
-        return efficient(ledger, run, None, (query, key, value, mask, torch.is_grad_enabled()), {})[:2]
+        return efficient(ledger, run, None, (query, key, value, mask, torch.is_grad_enabled(), dropout), {})
     return run(func, *args, **kwargs)
 
 

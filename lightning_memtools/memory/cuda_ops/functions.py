@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_memtools._torch import ENGINE_RUN, kept_in_backward, without_autocast_on_cpu
+from lightning_memtools._torch import ENGINE_RUN, GROUP_NORM_KEEPS_COPY, kept_in_backward, without_autocast_on_cpu
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.cuda_ops.attention import attention
 from lightning_memtools.memory.cuda_ops.autocast import cast
@@ -116,12 +116,12 @@ def _rms_norm(
 
 
 def _group_norm(original: Any) -> Callable[..., Any]:
-    """Return a group_norm whose input is contiguous before autograd keeps it, channels last too (group_norm.cpp)."""
+    """Return a group_norm that casts as CUDA's, and whose input autograd keeps as there (group_norm.cpp)."""
 
     def group_norm(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
             source = source.float()
-        return original(source.contiguous(), *args, **kwargs)
+        return original(source.contiguous() if GROUP_NORM_KEEPS_COPY else source, *args, **kwargs)
 
     return group_norm
 

@@ -131,7 +131,7 @@ class VirtualLedger:
         with self._lock:
             self._settle()
             block = self.allocator.malloc(n_bytes, label="workspace")
-            self._count(block, Category.OTHER)
+            self._count(block, Category.OTHER, "workspace")
             self.held += block.size
 
     def note_library_workspace(self, n_bytes: int) -> None:
@@ -175,14 +175,13 @@ class VirtualLedger:
                 for n_bytes in wanted:
                     block = self.allocator.malloc(n_bytes, label="workspace")
                     taken.append(block)
-                    self._serial += 1
-                    if self.listener is not None:
-                        self.listener.on_allocation(block, None, "")
+                    self._count(block, Category.OTHER, "")
             yield
         finally:
             with self._lock:
                 for block in taken:
                     number = block.id
+                    self._bytes[Category.OTHER] -= block.size
                     self.allocator.free(block)
                     if self.listener is not None:
                         self.listener.on_free(number, None, "")
@@ -200,7 +199,7 @@ class VirtualLedger:
         with self._lock:
             self._settle()
             block = self.allocator.malloc(n_bytes, label=entry.module)
-            self._count(block, entry.category)
+            self._count(block, entry.category, entry.module)
             self._give_back(entry)
             entry.block = block
             entry.n_bytes = n_bytes
@@ -308,7 +307,7 @@ class VirtualLedger:
             if known is not None:
                 return known
             block = self.allocator.malloc(n_bytes, label=module)
-            self._count(block, category)
+            self._count(block, category, module)
             entry = LedgerEntry(owner, self._note_death)
             entry.key = key
             entry.block = block
@@ -320,13 +319,13 @@ class VirtualLedger:
         self._settle_late()
         return entry
 
-    def _count(self, block: Block, category: Category) -> None:
+    def _count(self, block: Block, category: Category, module: str) -> None:
         self._serial += 1
         self._bytes[category] += block.size
         if self.allocator.allocated > self._peak:
             self._mark_peak()
         if self.listener is not None:
-            self.listener.on_allocation(block, None if block.label == "workspace" else category, block.label or "")
+            self.listener.on_allocation(block, None if block.label == "workspace" else category, module)
 
     def _mark_peak(self) -> None:
         self._peak = self.allocator.allocated

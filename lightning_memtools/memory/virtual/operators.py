@@ -55,7 +55,7 @@ _NO_TENSORS = {"prim", "profiler"}
 # The operators for which torch calls cuBLAS on a GPU.
 _MATMULS = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot",
-    "aten::_trilinear", "aten::_euclidean_dist",
+    "aten::_trilinear", "aten::_euclidean_dist", "torch_nn::_linear_cross_entropy_batch_chunked",
 }  # fmt: skip
 
 
@@ -81,7 +81,8 @@ def is_matmul(func: Any) -> bool:
     return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
 
 
-_LT_WORKSPACE = 2**20
+LT_WORKSPACE = 2**20
+"""The bytes of cuBLASLt's workspace, with which torch 2.15 adds a bias to a product."""
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -98,7 +99,7 @@ def product_workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return n_bytes
     is_vector = bias.dim() == 1 and bias.shape[0] == right.shape[1]
     is_served = is_vector or (bias.dim() > 1 and (bias.dtype in _HALF or left.shape[0] == 1))
-    return _LT_WORKSPACE if is_served and bias.is_contiguous() else n_bytes
+    return LT_WORKSPACE if is_served and bias.is_contiguous() else n_bytes
 
 
 @cache

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools import GradientCheckpointing, VirtualDevice
-from lightning_memtools._torch import FakeTensorMode
+from lightning_memtools._torch import EFFICIENT_ATTENTION_MAKES_SEEDS, FakeTensorMode
 from tests.lightning_models import trainer
 
 LENGTH = 128
@@ -54,7 +54,8 @@ def test_dropout_keeps_no_scores():
     with VirtualDevice() as as_on_a_cpu:
         attended(0.2, "no mask")
     assert as_on_a_cpu.stats().peak_allocated >= peak(0.2) + scores
-    assert peak(0.2) == peak(0.0)
+    # From torch 2.14 on, the kernel keeps a seed and an offset where there is no dropout.
+    assert peak(0.0) - peak(0.2) == (2 * 512 if EFFICIENT_ATTENTION_MAKES_SEEDS else 0)
 
 
 def test_a_mask_with_a_gradient_is_left_to_the_cpu():
