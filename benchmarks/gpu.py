@@ -6,7 +6,8 @@ Needs a CUDA device; takes a minute or two, and at most 8 GiB of it.
 
 It also times what EmptyCache costs the next step: to ask for memory again. (benchmarks/empty_cache.py does so in a
 whole training.) It then compares `estimate_memory` with the GPU, for another 8 minutes at most (see gpu_estimates.py),
-and follows the advice of out-of-memory reports, for 2 minutes (see gpu_oom.py).
+times steps with activations in host memory for 2 minutes (see gpu_offload.py), and follows the advice of out-of-memory
+reports, for 2 minutes (see gpu_oom.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gpu_estimates
+import gpu_offload
 import gpu_oom
 import torch
 from machine import save, spread
@@ -281,6 +283,7 @@ def driver() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-estimates", action="store_true", help="leave gpu_estimates.py out")
+    parser.add_argument("--without-offload", action="store_true", help="leave gpu_offload.py out")
     parser.add_argument("--without-reports", action="store_true", help="leave gpu_oom.py out")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     chosen = parser.parse_args()
@@ -308,6 +311,8 @@ def main() -> int:
     save(f"gpu-{slug}", {"gpu": versions, "models": measured, "asking_again": asking_again()})
     if not chosen.without_estimates:
         save(f"gpu_estimates-{slug}", gpu_estimates.measure())
+    if not chosen.without_offload:
+        save(f"gpu_offload-{slug}", gpu_offload.measure())
     if not chosen.without_reports:
         save(f"gpu_oom-{slug}", gpu_oom.measure())
     return 0

@@ -22,6 +22,7 @@ from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_
 from lightning_memtools.ending_signals import ended_by_signals
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
@@ -187,10 +188,11 @@ class CheckpointingRun:
         if isinstance(made, NoLossError):
             return NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
         if isinstance(made, Exception):
+            where = "".join(f", at {line}" for line in getattr(made, "__notes__", ())[-1:])
             return (
                 f"a step could not be traced on fake tensors ({type(made).__name__}: "
-                f"{str(made).partition(chr(10))[0]}). plan_checkpoints(module, sample) can plan a part of the model "
-                "that does not read values"
+                f"{str(made).partition(chr(10))[0]}{where}). Change that line, or plan the part of the model that does "
+                "not run it: plan_checkpoints(module, sample)"
             )
         return made
 
@@ -218,6 +220,8 @@ class CheckpointingRun:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
         except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
+            line = user_line_of(error)
+            error.__notes__ = [] if line is None else [str(line)]
             return error.with_traceback(None)
 
     def _held_by_callbacks(self, model: LightningModule) -> int:
