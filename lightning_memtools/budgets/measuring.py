@@ -308,7 +308,7 @@ class _OnCuda:
 
 
 def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a history without the blocks that are older, whose end is all that it has of them."""
+    """Return a history without the blocks that were allocated before it began: it only has their ends."""
     made: set[int] = set()
     kept = []
     for entry in entries:

@@ -39,7 +39,7 @@ class ReachableVariable:
 
     @property
     def is_global(self) -> bool:
-        """True unless it is a variable of a closure."""
+        """True if it is a variable of a module; False if it is one of a closure."""
         return not isinstance(self.holder, CellType)
 
     @property

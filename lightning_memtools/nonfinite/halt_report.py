@@ -413,7 +413,7 @@ def state_error(
     """Return the error of a buffer or optimizer state that is bad although losses and gradients are finite.
 
     Args:
-        everyone: The bad tensors of each rank, that one first.
+        everyone: The bad tensors of each rank; those of the rank that reports come first.
         step: The training step.
         finite_at: The step at which they were last known to be finite.
         writers: What usually writes each of them, in words, by name.

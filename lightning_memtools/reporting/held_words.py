@@ -59,9 +59,9 @@ def owners_in_words(holding: Holding) -> str:
 
 
 def is_cause(holding: Holding, allocated: int) -> bool:
-    """Return True for what is likely why memory ran out: much of it, which piles up or is left over from another run.
+    """Return True if this probably made memory run out: it is large, and it grows or is left over from another run.
 
-    A copy of the weights that the run itself keeps, such as an average of them, is none.
+    A copy of the weights that the run itself keeps, such as an average of them, does not count.
 
     Args:
         holding: What is held.

@@ -87,7 +87,7 @@ class TensorExchange:
         return made
 
     def forget_memory(self) -> None:
-        """Stop holding memory for tensors that may still come and share it."""
+        """Forget which memory belongs to which stand-in: tensors that come later share none of it."""
         self._bases.clear()
 
     def forget(self) -> None:
@@ -297,7 +297,7 @@ def _container(thing: Any) -> Any:
 
 @cache
 def _is_around_the_model(kind: type) -> bool:
-    """Return whether a LightningModule refers to such an object, but the program around it owns it."""
+    """Return whether the program around a LightningModule owns such an object, as it owns the Trainer."""
     names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning."))}
     return not names.isdisjoint({"Trainer", "Fabric"})
 

@@ -260,7 +260,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def _note(value: Any, found: list[Any], sizes: SizeNames | None = None) -> bool:
-    """Append to a key what a result may depend on of an argument; returns False if that cannot be said."""
+    """Append to a key all that a result may depend on in an argument; return False if that is not known."""
     kind = type(value)
     if kind is FakeTensor:
         shape, stride = value.shape, value.stride()

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention on fake tensors, by the operators that CUDA takes."""
+"""Attention on fake tensors: scaled_dot_product_attention calls the operators that it calls on CUDA."""
 
 from __future__ import annotations
 
