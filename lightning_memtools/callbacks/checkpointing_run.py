@@ -209,7 +209,7 @@ class CheckpointingRun:
             batch_idx=batch_idx,
             held_bytes=self._held_by_callbacks(module) + history_bytes,
         )
-        planner = StepPlanner(step)
+        planner = StepPlanner(step, measures_rates=True)
         try:
             told = progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}")
             with ended_by_signals(SIGTERMException), told:

@@ -132,7 +132,7 @@ def plan_checkpoints(
     )
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
-    planner = StepPlanner(step)
+    planner = StepPlanner(step, measures_rates=True)
     return planner.with_advice(planner.plan(options))
 
 
@@ -150,14 +150,20 @@ class StepPlanner:
     certain modules. Where chains lie within layers of other chains, each depth of nesting is profiled once. The step
     must not change between plans.
 
+    Args:
+        step: The step.
+        measures_rates: For a choice of what goes to host memory, measure the device that the model is on. It needs some
+            memory of it.
+
     Attributes:
         progress: What the planner is busy with; a model of a thousand layers takes it several seconds.
         step: The step as it is traced: `first_calls_only` if it fails or gives no loss when it runs again.
     """
 
-    def __init__(self, step: TracedStep) -> None:
+    def __init__(self, step: TracedStep, *, measures_rates: bool = False) -> None:
         self.progress = PlanningProgress()
         self.step = step
+        self._measures_rates = measures_rates
         self._notes: tuple[str, ...] = ()
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
         self._in_chunks: LossInChunks | None = None
@@ -331,7 +337,7 @@ class StepPlanner:
             n_layers = sum(len(chain.layers) for chain in chains)
             self.progress.doing = f"tracing a step layer by layer, {n_layers} of them"
             profile = self._profile(chains, heads)
-            self._groups[key] = _PlanningGroup(self.step, profile, self.progress, heads)
+            self._groups[key] = _PlanningGroup(self.step, profile, self.progress, heads, self._measures_rates)
         return self._groups[key]
 
     def _profile(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> StepProfile:
@@ -365,9 +371,15 @@ class _PlanningGroup:
     """The profile of chains that are planned together, and everything that was computed from it."""
 
     def __init__(
-        self, step: TracedStep, profiled: StepProfile, progress: PlanningProgress, heads: tuple[str, ...]
+        self,
+        step: TracedStep,
+        profiled: StepProfile,
+        progress: PlanningProgress,
+        heads: tuple[str, ...],
+        measures_rates: bool,
     ) -> None:
         self.profile = profiled
+        self._measures_rates = measures_rates
         self._step, self._heads = step, heads
         self._progress = progress
         self._solved: list[tuple[tuple[list[Unit], list[Row]], OptimalRanges]] = []
@@ -379,7 +391,8 @@ class _PlanningGroup:
         precision = str(getattr(self._step.trainer, "precision", ""))
         parameter = next(self._step.model.parameters())
         half = torch.bfloat16 if "bf16" in precision else torch.float16
-        return DeviceRates.of(parameter.device, half if "16" in precision else parameter.dtype)
+        dtype = half if "16" in precision else parameter.dtype
+        return DeviceRates.of(parameter.device, dtype) if self._measures_rates else DeviceRates.assumed(dtype)
 
     def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
         """Return all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""

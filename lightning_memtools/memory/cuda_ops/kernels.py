@@ -277,7 +277,7 @@ def pool_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...],
 
 @instead_of(aten._euclidean_dist.default)
 def euclidean_distance(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Distances as a product of two matrices, to each of which two columns are added (_euclidean_dist of Distance.cpp)."""
+    """A product of two matrices, to each of which two columns are added (_euclidean_dist of Distance.cpp)."""
     del ledger, func, kwargs
     one, other = args
     (squares, ones), (other_squares, other_ones) = (_squares_and_ones(run, each) for each in (one, other))

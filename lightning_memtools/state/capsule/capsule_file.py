@@ -123,7 +123,7 @@ def _sequence(made: type, items: list[Any]) -> Any:
 
 
 def _new(made: type, bases: tuple[type, ...], *items: Any) -> tuple[Any, Any]:
-    """Make an object by the `__new__` of its base container, and return both. A file must not choose the constructor."""
+    """Make an object by its base container's `__new__`, and return both. A file must not choose the constructor."""
     base: Any = next((each for each in bases if issubclass(made, each)), None)
     if base is None:
         raise TypeError(f"{made.__module__}:{made.__qualname__} is no container that a capsule may hold")
