@@ -923,7 +923,7 @@ WorkerLoaderIterator = dataloader._MultiProcessingDataLoaderIter
 
 
 def worker_exit_codes(error: BaseException) -> list[int]:
-    """Return the exit codes of the ended workers of the DataLoader that an error comes from; below 0 for signals.
+    """Return the exit codes of a DataLoader's ended workers, given its error; a negative one is a signal's number.
 
     When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
     A worker that is about to end is waited for, two seconds at most. Its files are closed a moment before its parent

@@ -22,7 +22,7 @@ from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_
 from lightning_memtools.ending_signals import ended_by_signals
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.user_code import user_line_of
+from lightning_memtools.memory.user_code import CodeLine, user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
@@ -58,6 +58,7 @@ class CheckpointingRun:
         self._without_loss = 0
         self._is_planned = False
         self._was_measured = False
+        self._failed_at: CodeLine | None = None
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
         self._compiled: CompiledBudget | None = None
@@ -188,7 +189,7 @@ class CheckpointingRun:
         if isinstance(made, NoLossError):
             return NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
         if isinstance(made, Exception):
-            where = "".join(f", at {line}" for line in getattr(made, "__notes__", ())[-1:])
+            where = "" if self._failed_at is None else f", at {self._failed_at}"
             return (
                 f"a step could not be traced on fake tensors ({type(made).__name__}: "
                 f"{str(made).partition(chr(10))[0]}{where}). Change that line, or plan the part of the model that does "
@@ -220,8 +221,7 @@ class CheckpointingRun:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
         except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
-            line = user_line_of(error)
-            error.__notes__ = [] if line is None else [str(line)]
+            self._failed_at = user_line_of(error)
             return error.with_traceback(None)
 
     def _held_by_callbacks(self, model: LightningModule) -> int:

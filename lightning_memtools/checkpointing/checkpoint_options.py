@@ -63,7 +63,7 @@ class CheckpointOptions:
         offload: Offload = False,
         host_memory: str | None = None,
     ) -> CheckpointOptions:
-        """Check the arguments and convert them.
+        """Check the arguments of `plan_checkpoints`, and return them as options.
 
         Raises:
             ValueError: A value is not among those accepted; the message names both.

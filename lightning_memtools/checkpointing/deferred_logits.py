@@ -19,7 +19,7 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class LogitsListener(Protocol):
-    """Is told what becomes of logits, and says how their loss is computed."""
+    """Hears how logits are used, and computes their loss."""
 
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the loss of logits."""
@@ -167,7 +167,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        """Return the gradients of the layer that was left out."""
+        """Compute the skipped layer now, and return the gradients of its input, weights and bias."""
         needed = ctx.needs_input_grad[1:]
         wanted = [one for one, is_needed in zip(ctx.inputs, needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(ctx.recipe.all_logits(), wanted, upstream, retain_graph=True))
@@ -197,7 +197,7 @@ def _read(values: Any, func: Any) -> Any:
 
 
 def _answer(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what a function makes of logits without computing them; None if it needs them."""
+    """Return a function's result without computing the logits; None if it needs their values."""
     if func is F.cross_entropy:
         return _loss(recipe, *args, **kwargs)
     if func in _VIEWS:

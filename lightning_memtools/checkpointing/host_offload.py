@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import FakeTensor, is_fsdp_module, storage_id, write_count
+from lightning_memtools._torch import FakeTensor, is_fsdp_module, write_count
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.device import host_memory
+from lightning_memtools.memory.virtual.storages import storage_key
 
 # Smaller tensors take longer to start copying than to copy.
 _LEAST_BYTES = 1 << 16
@@ -21,7 +22,7 @@ _LEAST_PART = 0.25
 
 
 class HostOffload:
-    """Copies of tensors in host memory, of one model.
+    """Moves what the layers of one model save for backward to host memory, and back.
 
     On CUDA, copies from and to pinned memory run on two streams of their own, one for each direction. The memory of a
     unit's tensors is given back when the next unit has run, and the stream that computes waits for the copies there:
@@ -52,7 +53,7 @@ class HostOffload:
             self._last = weakref.ref(unit)
 
     def copying(self, device: torch.device, *, back: bool) -> Any:
-        """Return a context for copies in one direction, which come after what the device was asked for so far."""
+        """Return a context in which copies in one direction run, after all work that is queued on the device now."""
         if device.type != "cuda":
             return host_memory() if device.type == "cpu" else nullcontext()
         if (device, back) not in self.streams:
@@ -65,7 +66,7 @@ class _Copy:
     """The memory of tensors that were saved, on the device, in host memory, or in both.
 
     Attributes:
-        on_device: It as a flat tensor; None while it is in host memory alone.
+        on_device: The memory on the device as a flat tensor; None while only the host has it.
         ready: The event after which `on_device` can be read, if nobody has waited for it yet.
     """
 
@@ -101,6 +102,11 @@ class _Copy:
             torch.cuda.current_stream(self._made_like[2]).wait_event(self.ready)
             self.ready = None
 
+    def leave(self) -> None:
+        """Give back the device's memory."""
+        self.wait()  # a copy back may still write to it, where backward began before the next unit had run
+        self.on_device = None
+
     def __del__(self) -> None:
         # Nobody else may be given this memory while a copy still writes to it.
         self.wait()
@@ -128,7 +134,7 @@ class _OffloadedUnit:
         return bool(self.copies)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps in place of a tensor: the tensor, or where its copy is and how it lies there."""
+        """Return what autograd keeps of a tensor: the tensor, or its copy with type, shape, strides and offset."""
         with torch.no_grad():
             found = self._copy_of(tensor) if self._may_leave(tensor) else None
         if found is None:
@@ -164,7 +170,7 @@ class _OffloadedUnit:
         for device, event in self._copied.items():
             torch.cuda.current_stream(device).wait_event(event)
         for copy in filter(None, (one() for one in self.copies.values())):
-            copy.on_device = None
+            copy.leave()
 
     def bring_back(self) -> None:
         """Begin to copy what it saved to the device, once."""
@@ -177,15 +183,15 @@ class _OffloadedUnit:
         is_plain = type(tensor) in {Tensor, FakeTensor} and tensor.layout is torch.strided
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return False
-        storage = tensor.untyped_storage()
-        if tensor.nbytes < max(_LEAST_BYTES, _LEAST_PART * storage.nbytes()) or not _is_on_device(tensor):
+        least = max(_LEAST_BYTES, _LEAST_PART * tensor.untyped_storage().nbytes())
+        if tensor.nbytes < least or not _is_on_device(tensor):
             return False
         own = _storages_of(self._modules) if self._gathers else self._own
-        return storage_id(storage) not in own
+        return storage_key(tensor) not in own
 
     def _copy_of(self, tensor: Tensor) -> _Copy:
         """Return the copy of a tensor's memory: the one that there is, or a new one."""
-        key = storage_id(tensor.untyped_storage()), write_count(tensor)
+        key = storage_key(tensor), write_count(tensor)
         before = None if self._before is None else self._before()
         # What one unit returns, the next one is given: both keep it.
         known = self.copies.get(key) or (None if before is None else before.copies.get(key))
@@ -209,7 +215,7 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 def _storages_of(modules: Iterable[nn.Module]) -> set[int]:
     return {
-        storage_id(one.untyped_storage())
+        storage_key(one)
         for module in modules
         for one in (*module.parameters(), *module.buffers())
         if one.layout is torch.strided

@@ -222,7 +222,7 @@ def held_after(units: Sequence[Unit], one: Range) -> bool:
 
 
 def ranges_with_products(units: Sequence[Unit], start: int, stop: int) -> list[Range]:
-    """Return ranges of these units that keep the products which save most operations for their size."""
+    """Return ranges over these units that keep some of the products: those that cost most operations per byte."""
     end = last_saving(units, start, stop)
     every = [(at, product) for at in range(start, stop) for product in units[at].products]
     useful = [
@@ -294,11 +294,11 @@ def estimate(
     return PlanEstimate(peak, extra, kept)
 
 
-def kept_by_unit(units: Sequence[Unit], ranges: Ranges) -> list[int]:
+def kept_by_unit(units: Sequence[Unit], ranges: Ranges, *, input_held: bool = True) -> list[int]:
     """Return the bytes that each unit adds to what is kept for backward; a range's are its first unit's."""
     between = boundaries(units)
     kept = [0] * len(units)
-    held = True
+    held = input_held
     for piece in pieces(0, len(units), ranges):
         if isinstance(piece, Range):
             kept[piece.start] = (0 if held else between[piece.start]) + bytes_kept(units, piece)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.checkpointing.chains import Chain
-from lightning_memtools.checkpointing.memory_model import Ranges, Unit, runs_again
+from lightning_memtools.checkpointing.memory_model import Ranges, Unit, kept_by_unit, runs_again
 from lightning_memtools.checkpointing.optimal_ranges import Row
 from lightning_memtools.checkpointing.step_profile import StepProfile
 
@@ -92,7 +92,7 @@ class OffloadedLayer:
 
 
 def offloadable(profile: StepProfile, chains: Sequence[Chain], rows: Sequence[Row]) -> list[OffloadedLayer]:
-    """Return the largest layers that take at most a quarter of the forward pass, in its order; none lies in another."""
+    """Return the largest layers of at most a quarter of the forward pass, in its order, none inside another."""
     units = profile.units
     forward = sum(unit.operations for unit in units)
     places: dict[tuple[int, int], tuple[int, int]] = {}
@@ -122,7 +122,7 @@ def offloadable(profile: StepProfile, chains: Sequence[Chain], rows: Sequence[Ro
 def choices(layers: Sequence[OffloadedLayer], host_bytes: float) -> Iterator[tuple[OffloadedLayer, ...]]:
     """Yield sets of layers that the host has room for: all, every second, every third and every fourth.
 
-    The last layer of a set leaves no memory: what is kept of a layer is given back when the next of the set has run.
+    The last layer of a set frees no memory: a layer's memory is freed when the next one of the set has run.
     """
     for every in _EVERY:
         taken = tuple(layers[::every])
@@ -160,7 +160,7 @@ def units_with_offload(units: Sequence[Unit], layers: Sequence[OffloadedLayer], 
 
 
 def rows_without(rows: Sequence[Row], layers: Sequence[OffloadedLayer]) -> list[Row]:
-    """Return the rows of places cut where they pass through one of the layers."""
+    """Return the rows, split wherever they cross one of the layers."""
     found: set[Row] = set()
     for row in rows:
         run = [row[0]]
@@ -211,13 +211,8 @@ def waiting_seconds(
 
 
 def _kept(units: Sequence[Unit]) -> list[int]:
-    """Return the bytes that units keep up to each of them, their input included."""
-    found, total, held = [], 0, False
-    for unit in units:
-        added, held = unit.keep(input_held=held)
-        total += added
-        found.append(total)
-    return found
+    """Return the bytes that are kept once each unit has run, the first one's input included."""
+    return list(itertools.accumulate(kept_by_unit(units, (), input_held=False)))
 
 
 def _power_of_two(n_bytes: int) -> int:

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import psutil
-import torch
 from torch import nn
 
 from lightning_memtools.argument_types import check_types
@@ -53,6 +52,7 @@ from lightning_memtools.checkpointing.offload_choice import (
 from lightning_memtools.checkpointing.optimal_ranges import INFINITE, OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.simulation.step_runner import AUTOCAST_TYPES
 from lightning_memtools.simulation.step_trace import StepCost, StepDiffersError, TracedStep, device_of
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
@@ -265,7 +265,7 @@ class StepPlanner:
         return replace(plan, notes=(*plan.notes, note))
 
     def _skipping_or_recomputing(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan that runs no BatchNorm or Dropout layer twice, or one that does if there is none."""
+        """Return a plan that runs no BatchNorm or Dropout layer twice; if there is none, a plan that does."""
         try:
             plan = self.plan(replace(options, bn_dropout="skip"))
         except BudgetTooSmallError:
@@ -388,10 +388,8 @@ class _PlanningGroup:
     @cached_property
     def rates(self) -> DeviceRates:
         """The rates of the device that the step runs on."""
-        precision = str(getattr(self._step.trainer, "precision", ""))
         parameter = next(self._step.model.parameters())
-        half = torch.bfloat16 if "bf16" in precision else torch.float16
-        dtype = half if "16" in precision else parameter.dtype
+        dtype = AUTOCAST_TYPES.get(getattr(self._step.trainer, "precision", ""), parameter.dtype)
         return DeviceRates.of(parameter.device, dtype) if self._measures_rates else DeviceRates.assumed(dtype)
 
     def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
@@ -442,17 +440,17 @@ class _GroupPlan:
         self._chains = chains
         self._options = options
         self._plain = group.profile.plain
-        self.units = units_under(group.profile, chains)
+        self._units = units_under(group.profile, chains)
         self.rows = rows_of(group.profile, chains)
-        self.offloaded, self.again = offloaded, again
+        self._offloaded, self._again = offloaded, again
         if offloaded:
-            self.units = units_with_offload(self.units, offloaded, again=again)
+            self._units = units_with_offload(self._units, offloaded, again=again)
             self.rows = rows_without(self.rows, offloaded)
 
     def make(self) -> CheckpointPlan:
         options, plain = self._options, self._plain
         if options.segments is not None:
-            return _or_refused(self._traced(cut(self.units, options.segments)), least_saving=0.0)
+            return _or_refused(self._traced(cut(self._units, options.segments)), least_saving=0.0)
         if not options.has_budget:
             return _or_refused(self._best_product(), LEAST_SAVING)
         limit = options.budget_bytes
@@ -462,28 +460,28 @@ class _GroupPlan:
         if plain.peak_bytes <= limit:
             reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
             return CheckpointPlan(self._chain_plans((), forced=False), plain, plain, reason)
-        return self._recomputing_all(limit) if self.again else self._fitting(limit)
+        return self._recomputing_all(limit) if self._again else self._fitting(limit)
 
     def _recomputing_all(self, limit: int) -> CheckpointPlan:
         """Return the plan that runs all offloaded layers again, within a limit."""
-        plan = self._traced(tuple(Range(one.start, one.stop) for one in self.offloaded))
+        plan = self._traced(tuple(Range(one.start, one.stop) for one in self._offloaded))
         if (plan.peak_bytes or 0) > limit:
             raise self._too_small(limit, plan)
         return plan
 
     def least_peak(self) -> int | None:
         plain, profile = self._plain.peak_bytes, self._group.profile
-        if profile.calls_layers_again or estimate(self.units, ()).peak_bytes > (1 + _FAR_OFF) * plain:
+        if profile.calls_layers_again or estimate(self._units, ()).peak_bytes > (1 + _FAR_OFF) * plain:
             return None
-        frontier = self._group.optimal(self.units, self.rows).frontier()
+        frontier = self._group.optimal(self._units, self.rows).frontier()
         return min((peak for peak, _ in frontier), default=plain)
 
     def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
         plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)
-        for one in self.offloaded:
+        for one in self._offloaded:
             index, at = one.place
             plans[index] = replace(plans[index], offloaded=(*plans[index].offloaded, at))
-        figures = with_figures(plans, self._chains, self._group.profile, self.units, ranges)
+        figures = with_figures(plans, self._chains, self._group.profile, self._units, ranges)
         return tuple(_worth_showing(figures, self._group.profile))
 
     def _traced(self, ranges: Ranges) -> CheckpointPlan:
@@ -493,16 +491,16 @@ class _GroupPlan:
         if rates is None:
             return plan
         assert plan.planned is not None
-        waits = waiting_seconds(self._group.profile.units, ranges, self.offloaded, rates, again=self.again)
+        waits = waiting_seconds(self._group.profile.units, ranges, self._offloaded, rates, again=self._again)
         time = (plan.planned.operations + waits * rates.operations) / max(self._plain.operations, 1)
-        left = sum(one.input_bytes if self.again else one.n_bytes for one in self.offloaded)
+        left = sum(one.input_bytes if self._again else one.n_bytes for one in self._offloaded)
         return replace(plan, relative_time=time, host_bytes=left)
 
     def _best_product(self) -> CheckpointPlan:
         """Return the plan with the lowest product of memory and operations, of the few that were traced."""
-        if self.again:
+        if self._again:
             return self._recomputing_all(self._plain.peak_bytes)
-        optimal = self._group.optimal(self.units, self.rows)
+        optimal = self._group.optimal(self._units, self.rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
         most = MOST_OPERATIONS * self._plain.operations
 
@@ -528,7 +526,7 @@ class _GroupPlan:
 
     def _fitting(self, limit: int) -> CheckpointPlan:
         """Return the plan with the least recomputation whose traced peak is within the limit."""
-        optimal = self._group.optimal(self.units, self.rows)
+        optimal = self._group.optimal(self._units, self.rows)
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):

@@ -372,12 +372,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         action="store_true",
         help="print the result as JSON, and the script's output to stderr (default: a table)",
     )
+    add_script_to(parser)
+    parser.set_defaults(run=run)
+
+
+def add_script_to(parser: argparse.ArgumentParser) -> None:
+    """Add the script and its own arguments, which come last."""
     parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module (default: a file)"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the training script, as it is")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
-    parser.set_defaults(run=run)
 
 
 def run_command(program: str, arguments: Sequence[str], **options: Any) -> DryRunResult | int:

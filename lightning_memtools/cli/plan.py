@@ -8,12 +8,18 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from lightning_memtools.cli.dry_run import FITS, OUT_OF_MEMORY, DryRunAdvice, DryRunResult, run_command
+from lightning_memtools.cli.dry_run import (
+    FITS,
+    OUT_OF_MEMORY,
+    DryRunAdvice,
+    DryRunResult,
+    add_script_to,
+    run_command,
+)
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, console_table
 
 _CHECKS_S = 120.0  # of a processor: the advice is what is wanted here
-_NO_CHECKS_S = 0.001
 _RANKS = (2, 4, 8)
 
 
@@ -65,11 +71,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many there are (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the dry run's result as JSON (default: a table)")
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module (default: a file)"
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="the training script, as it is")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    add_script_to(parser)
     parser.set_defaults(run=run)
 
 
@@ -81,7 +83,7 @@ def run(chosen: argparse.Namespace) -> int:
     if isinstance(result, int):
         return result
     for ranks in _RANKS if result.advice and chosen.devices == 1 else ():
-        sharded = run_script(devices=ranks, strategy="fsdp", checks_seconds=_NO_CHECKS_S)
+        sharded = run_script(devices=ranks, strategy="fsdp", checks_seconds=0.0)
         if isinstance(sharded, int) or sharded.status not in {FITS, OUT_OF_MEMORY}:
             break
         result.advice.append(_sharding(ranks, sharded))

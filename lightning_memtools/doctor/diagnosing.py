@@ -230,7 +230,7 @@ class _StepsOf(StepListener, Callback):
 
 
 def _batches(loader: Iterable[Any], n: int) -> Iterator[Any]:
-    """Yield n batches; a loader that ends early is read again."""
+    """Yield n batches, and start the loader again where it ends early. An empty loader yields none."""
     while n > 0:
         before = n
         for batch in islice(loader, n):

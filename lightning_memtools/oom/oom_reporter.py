@@ -180,9 +180,8 @@ class OOMReporter:
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
         page.pinned = () if snapshot is None else pinned_segments(snapshot, capture.device.index or 0)
-        _check(
-            page, capture, snapshot, read_run, Deadline((self.checks_s or CHECKS_S) - (time.thread_time() - begin_cpu))
-        )
+        checks_s = CHECKS_S if self.checks_s is None else self.checks_s
+        _check(page, capture, snapshot, read_run, Deadline(checks_s - (time.thread_time() - begin_cpu)))
         page.seconds = time.monotonic() - begin
         text = page.markdown()
         if isinstance(page.file, Path):

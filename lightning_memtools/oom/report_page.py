@@ -161,7 +161,7 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """The failure, its place and its cause, as far as it is known."""
+        """A sentence that says what failed and where, and one that names the cause or what fills the device."""
         causes = [action.cause for action in self.actions if action.is_cause]
         if causes:
             return f"{self._failure} {causes[0]}."

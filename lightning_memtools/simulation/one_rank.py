@@ -17,11 +17,10 @@ from torch import nn
 
 from lightning_memtools._torch import pretended_ranks, sharding_undone
 from lightning_memtools.simulation.ddp_buckets import BucketSettings
-from lightning_memtools.simulation.step_runner import Recipe, is_lightning_module
+from lightning_memtools.simulation.step_runner import AUTOCAST_TYPES, Recipe, is_lightning_module
 
 StrategyName = Literal["ddp", "fsdp", "fsdp2"]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Lightning's own configure_model does nothing.
 _OF_LIGHTNING = {"lightning.pytorch.core.hooks", "pytorch_lightning.core.hooks"}
 
@@ -90,7 +89,7 @@ class Placement:
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision  # noqa: PLC0415, may not be built in
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: PLC0415
 
-        dtype = self._recipe.dtype or _AUTOCAST.get(self._recipe.precision or "", torch.float32)
+        dtype = self._recipe.dtype or AUTOCAST_TYPES.get(self._recipe.precision or "", torch.float32)
         units = repeated_blocks(model)
         self._note_units("FSDP 1", units)
         wrapped = FullyShardedDataParallel(

@@ -30,6 +30,7 @@ from lightning_memtools.simulation.known_values import note_values
 
 Stage = Literal["train", "val", "test", "predict"]
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+AUTOCAST_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 StepFunction = Callable[[nn.Module, Any], Any]
@@ -338,7 +339,7 @@ def has_step(module: nn.Module, name: str) -> bool:
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:
-    """Return a copy of a batch: floating-point tensors have this type, and the same values if ``values`` is set."""
+    """Return a copy of a batch on the CPU, with floating-point tensors in this type; values are copied if asked for."""
     return map_tensors(batch, lambda tensor: _copy(tensor, dtype, values=values))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_memtools import GradientCheckpointing
 from lightning_memtools.simulation.step_runner import without_lbfgs
+from tests.lightning_models import trainer
 
 
 class Trained(pl.LightningModule):
@@ -69,16 +70,7 @@ def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
     for callbacks in ([], [GradientCheckpointing(bn_dropout="recompute")]):
         torch.manual_seed(0)
         module = COVERED[name]()
-        pl.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            callbacks=callbacks,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(module)
+        trainer(tmp_path, *callbacks, logger=False).fit(module)
         weights.append(module.state_dict())
     plan = callbacks[0].plan
     assert plan.refused is None

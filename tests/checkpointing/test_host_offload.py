@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -23,6 +24,7 @@ from lightning_memtools.checkpointing.offload_choice import DeviceRates, Offload
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import same_seed
+from tests.lightning_models import trainer
 
 MIB = 1 << 20
 FAST = DeviceRates(1e12, 1e10, is_measured=False)
@@ -200,6 +202,28 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing():
             assert device.stats().allocated == before
 
 
+def test_a_backward_pass_before_the_next_unit_has_run_changes_nothing():
+    """The memory of the first unit is brought back, given back when the second has run, and brought back once more."""
+
+    def gradients(offload: HostOffload | None) -> list[torch.Tensor | None]:
+        with VirtualDevice("1GiB"):
+            torch.manual_seed(0)
+            first, second = (torch.randn(256, 256, requires_grad=True) for _ in range(2))
+            with nullcontext() if offload is None else offload.unit([]):
+                one = (first.sin() * second.exp()).square()
+            one.sum().backward(retain_graph=True)
+            with nullcontext() if offload is None else offload.unit([]):
+                two = (second.cos() * one.detach()).square()
+            (one.sum() + two.sum()).backward()
+            return [first.grad, second.grad]
+
+    found, plain = gradients(HostOffload()), gradients(None)
+    assert all(
+        one is not None and other is not None and torch.equal(one, other)
+        for one, other in zip(found, plain, strict=True)
+    )
+
+
 def test_tensors_on_the_host_stay_where_they_are():
     kept: list[int] = []
 
@@ -350,17 +374,7 @@ def test_a_trainer_gets_the_same_weights_with_less_memory(tmp_path):
     for callbacks in ([], [GradientCheckpointing(offload=True, host_memory="64GiB")]):
         with VirtualDevice("1GiB", cuda_like=True) as device:
             module = same_seed(Module)
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                max_epochs=2,
-                callbacks=callbacks,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-            )
-            trainer.fit(module)
+            trainer(tmp_path, *callbacks, logger=False, max_epochs=2).fit(module)
             found.append((module.state_dict(), device.stats().peak_allocated))
     plan = callbacks[0].plan
     (plain, before), (with_it, after) = found

@@ -90,7 +90,7 @@ _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _cast_once(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast as autocast does, which keeps the casts of parameters until it ends (cached_cast, autocast_mode.cpp)."""
+    """Cast a tensor as autocast does: casts of parameters are cached until it ends (cached_cast, autocast_mode.cpp)."""
     if not (tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled()):
         return cast(tensor, dtype)  # type: ignore[no-any-return]
     if id(tensor) not in _casts:

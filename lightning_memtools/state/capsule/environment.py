@@ -77,7 +77,7 @@ def switches_now() -> dict[str, Any]:
 
 @contextmanager
 def switched(switches: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Set the switches, and restore them at the end. Yields the names of those that could not be set."""
+    """Set the switches inside the context, and restore them on exit. Yield the names of those that cannot be set."""
     before = switches_now()
     failed: list[str] = []
     try:
