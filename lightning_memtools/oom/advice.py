@@ -421,7 +421,7 @@ def _recomputes_nothing(plan: CheckpointPlan) -> bool:
 
 
 def _recompute(plan: CheckpointPlan, code: str) -> Action:
-    title = f"Recompute the activations of {plan.recomputed()} in the backward pass"
+    title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
     if plan.heads:
         title += ", and compute the loss in chunks"
     return replace(RECOMPUTE, title=title, code=code)
