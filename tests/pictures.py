@@ -166,7 +166,7 @@ PICTURES = {
     "loss-curves": Picture("blocks", "run", (1000, 1150), TO_LOSS),
     "empty-cache": Picture("leak", "run", (1000, 900)),
     "loss-spikes": Picture("jumps", "run", (1000, 1150), TO_LOSS),
-    "oom-report": Picture("2-out-of-memory/version_0", "reports", (1000, 820)),
+    "oom-report": Picture("2-out-of-memory/version_0", "reports", (1000, 700)),
     "oom-recovery": Picture("recovered", "reports"),
     "halt-on-nan": Picture("4-nan/version_0", "reports"),
     "training-doctor": Picture("mistakes", "reports", (1000, 700)),

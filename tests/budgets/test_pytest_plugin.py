@@ -102,7 +102,9 @@ FILE = "memory-budgets.json"
 
 
 @pytest.fixture
-def project(pytester):
+def project(pytester, monkeypatch):
+    # A test may write net.py twice in a second, in the same size: Python would take the first one's bytecode.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     pytester.makepyfile(net=NET, test_net=TESTS)
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider --strict-markers\nfilterwarnings = error\n")
     pytester.syspathinsert()

@@ -123,7 +123,8 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(options, tmp_path):
         process.stdin.write("\n")
         process.stdin.close()
         assert process.wait(timeout=60) == 1
-        assert process.stderr.read() == ""
+        # torch may say that Triton is missing.
+        assert [line for line in process.stderr.read().splitlines() if "torch" not in line] == []
 
 
 @pytest.mark.parametrize("wrong", [(), ("estmate",)])

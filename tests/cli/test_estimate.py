@@ -88,7 +88,8 @@ def test_with_json_the_snapshot_is_written_too(capfd):
 def test_where_no_batch_can_be_found_it_says_why(capfd):
     line = ["estimate", "my_target:one_size", "--capacity", "2GiB", "--max-batch"]
     assert main(line) == 1
-    assert capfd.readouterr().err.startswith("memtools: The batch cannot be resized")
+    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("memtools: ")]  # torch may say more
+    assert ours[0].startswith("memtools: The batch cannot be resized")
     assert main(["estimate", "my_target:model_and_batch", "--capacity", "3MiB", "--max-batch"]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == "Largest batch for 3MiB: none, not even one sample"
 
