@@ -555,8 +555,8 @@ EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.14"
 EFFICIENT_ATTENTION_MAKES_SEEDS = torch.__version__ >= "2.14"
 """True if the efficient kernel without dropout keeps a seed and an offset on the device, as from torch 2.14 on."""
 
-ATTENTION_ADDS_HEADS = torch.__version__ >= "2.14"
-"""True if unfused attention of three dimensions computes with a fourth, as it does from torch 2.14 on."""
+ATTENTION_ADDS_BATCH = torch.__version__ >= "2.14"
+"""True if attention of three dimensions gets a batch of one before its kernel is chosen, as from torch 2.14 on."""
 
 GROUP_NORM_KEEPS_COPY = torch.__version__ < "2.14"
 """True if group norm keeps a contiguous copy of its input for the backward pass; from torch 2.14 on, the input."""

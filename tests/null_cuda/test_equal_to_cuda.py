@@ -244,6 +244,22 @@ def test_unfused_attention_allocates_what_cudas_does(truth, name, precision):
 
 
 @pytest.mark.cuda_memory
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mask", [None, (72, 72), (6, 72, 72)])
+def test_attention_of_three_dimensions_takes_cudas_kernel(truth, mask, precision):
+    """No fused kernel before torch 2.14, which adds a batch of one."""
+
+    def attend(x):
+        given = None if mask is None else torch.ones(mask, dtype=x.dtype, device=x.device)
+        return F.scaled_dot_product_attention(x, x, x, given)
+
+    case = case_of(truth, lambda: Scaled(attend), {"x": ((6, 72, 40), FLOAT)}, {"precision": precision})
+    real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
+    assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
+    assert max(one.allocated for one in simulated) == max(one.allocated for one in real)
+
+
+@pytest.mark.cuda_memory
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_steps_of_recurrent_layers_allocate_what_cuda_allocates(truth, name):

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lightning_memtools._torch import ATTENTION_ADDS_HEADS, without_autocast_on_cpu
+from lightning_memtools._torch import ATTENTION_ADDS_BATCH, without_autocast_on_cpu
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
 from lightning_memtools.memory.cuda_ops.autocast import cast
 from lightning_memtools.memory.cuda_ops.kernels import HALF
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
+_WITHOUT_BATCH = 3  # dimensions: heads, length, head
 
 
 def attention(  # noqa: PLR0917, the arguments are those of torch
@@ -30,12 +31,19 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
 ) -> torch.Tensor:
     """Compute scaled_dot_product_attention with the kernel that CUDA takes on a GPU."""
     query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
+    adds_batch = ATTENTION_ADDS_BATCH and {query.dim(), key.dim(), value.dim()} == {_WITHOUT_BATCH}
+    if adds_batch:
+        query, key, value = (one.unsqueeze(0) for one in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() == _WITHOUT_BATCH:
+            attn_mask = attn_mask.unsqueeze(0)
     backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, gpu=gpu)
     if backend == "flash":
-        return _flash(query, key, value, dropout_p, is_causal, scale)
-    if backend == "efficient":
-        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    return unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out = _flash(query, key, value, dropout_p, is_causal, scale)
+    elif backend == "efficient":
+        out = _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    else:
+        out = unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return out.squeeze(0) if adds_batch else out
 
 
 def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -64,9 +72,6 @@ def unfused(  # noqa: PLR0917, as torch's
     mask = _of_numbers(mask, dtype)
     # Autocast takes attention as one operator, and leaves its parts alone.
     with without_autocast_on_cpu():
-        adds_heads = ATTENTION_ADDS_HEADS and {query.dim(), key.dim(), value.dim()} == {3}
-        if adds_heads:
-            query, key, value = (one.unsqueeze(0) for one in (query, key, value))
         inputs = query, key, value  # until the end, as in torch
         if dtype in HALF and not allowed:
             query, key, value = inputs = query.float(), key.float(), value.float()
@@ -85,7 +90,7 @@ def unfused(  # noqa: PLR0917, as torch's
         returned = scores.to(dtype)  # torch returns the scores too, and casts them first
         out: torch.Tensor = (scores @ value).to(dtype)
         del inputs, returned
-        return out.squeeze(0) if adds_heads else out
+        return out
 
 
 def _of_numbers(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
