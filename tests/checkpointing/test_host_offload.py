@@ -366,13 +366,13 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(24, 64, 256), batch_size=8)
+        return torch.utils.data.DataLoader(torch.randn(48, 64, 256), batch_size=16)
 
 
 def test_a_trainer_gets_the_same_weights_with_less_memory(tmp_path):
     found = []
     for callbacks in ([], [GradientCheckpointing(offload=True, host_memory="64GiB")]):
-        with VirtualDevice("1GiB", cuda_like=True) as device:
+        with VirtualDevice("1GiB") as device:
             module = same_seed(Module)
             trainer(tmp_path, *callbacks, logger=False, max_epochs=2).fit(module)
             found.append((module.state_dict(), device.stats().peak_allocated))
@@ -384,7 +384,7 @@ def test_a_trainer_gets_the_same_weights_with_less_memory(tmp_path):
 
 
 @pytest.mark.cuda_memory
-@pytest.mark.parametrize("options", [{"offload": True}, {"offload": "auto", "memory_budget": 0.3}])
+@pytest.mark.parametrize("options", [{"offload": True}, {"offload": True, "memory_budget": 0.35}])
 def test_its_peak_is_the_measured_one(options):
     model, given = Deep(8, 1024).cuda(), torch.randn(8, 256, 1024, device="cuda")
 
