@@ -55,7 +55,8 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         offload: With True, what layers keep for backward goes to pinned host memory in forward and comes back in
             backward, as far as there is room; with "auto", where that is estimated to take less time than running
             layers again. Only on CUDA. No GPU has confirmed the estimate of time yet; the memory is traced.
-        host_memory: The host memory for it, such as "64GiB"; a quarter of what is free by default.
+        host_memory: The host memory for it in each process, such as "64GiB"; by default a quarter of what is free,
+            divided by the processes of the machine.
 
     Raises:
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits

@@ -30,7 +30,7 @@ class CheckpointOptions:
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
         offload: Whether what layers keep may go to host memory, or must.
-        host_bytes: The host memory for it; None for a quarter of what is free.
+        host_bytes: The host memory for it in each process; None for a part of what is free.
         differing: Names of layers that were found to compute something else when they run again.
         heads: Names of the layers whose loss is computed in chunks.
     """

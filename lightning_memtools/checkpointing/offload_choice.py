@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 
 from lightning_memtools.checkpointing.chains import Chain
@@ -117,6 +118,11 @@ def offloadable(profile: StepProfile, chains: Sequence[Chain], rows: Sequence[Ro
             again = (start, stop) in pairs and units[start].may_start
             found.append(OffloadedLayer(start, stop, places[start, stop], kept, before, again))
     return found
+
+
+def free_host_bytes(trainer: Any) -> float:
+    """Return a quarter of the host memory that is free, divided by the processes of a Trainer on this machine."""
+    return psutil.virtual_memory().available / 4 / (1 if trainer is None else trainer.num_devices)
 
 
 def choices(layers: Sequence[OffloadedLayer], host_bytes: float) -> Iterator[tuple[OffloadedLayer, ...]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-import psutil
 from torch import nn
 
 from lightning_memtools.argument_types import check_types
@@ -44,6 +43,7 @@ from lightning_memtools.checkpointing.offload_choice import (
     DeviceRates,
     OffloadedLayer,
     choices,
+    free_host_bytes,
     offloadable,
     rows_without,
     units_with_offload,
@@ -121,7 +121,8 @@ def plan_checkpoints(
         offload: With True, what layers keep for backward goes to pinned host memory in forward and comes back in
             backward, as far as there is room; with "auto", where that is estimated to take less time than running
             layers again. No GPU has confirmed the estimate of time yet; the memory is traced.
-        host_memory: The host memory for it, such as "64GiB"; a quarter of what is free by default.
+        host_memory: The host memory for it in each process, such as "64GiB"; by default a quarter of what is free,
+            divided by the processes of the machine.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
@@ -342,7 +343,8 @@ class StepPlanner:
 
     def _profile(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> StepProfile:
         try:
-            return profile_step(self.step, chains, heads)
+            known = self._in_chunks.cost if self._in_chunks is not None and heads == self._in_chunks.names else None
+            return profile_step(self.step, chains, heads, known)
         except StepDiffersError as error:
             if self.step.first_calls_only:
                 raise
@@ -391,6 +393,11 @@ class _PlanningGroup:
         parameter = next(self._step.model.parameters())
         dtype = AUTOCAST_TYPES.get(getattr(self._step.trainer, "precision", ""), parameter.dtype)
         return DeviceRates.of(parameter.device, dtype) if self._measures_rates else DeviceRates.assumed(dtype)
+
+    @property
+    def host_bytes(self) -> float:
+        """The part of the host's memory that is free for tensors of this process."""
+        return free_host_bytes(self._step.trainer)
 
     def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
         """Return all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""
@@ -579,7 +586,7 @@ def _plan_of_group(group: _PlanningGroup, chains: Sequence[Chain], options: Chec
     first = _GroupPlan(group, chains, options)
     if not options.offload:
         return first.make()
-    host = options.host_bytes if options.host_bytes is not None else psutil.virtual_memory().available / 4
+    host = options.host_bytes if options.host_bytes is not None else group.host_bytes
     layers = offloadable(group.profile, chains, first.rows)
     ways = [_GroupPlan(group, chains, options, taken) for taken in choices(layers, host)]
     if options.offload == "auto":

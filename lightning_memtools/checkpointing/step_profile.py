@@ -54,10 +54,13 @@ class StepProfile:
         return any(place is not None and at >= self.spans[place][1] for at, place in enumerate(self.places))
 
 
-def profile_step(step: TracedStep, chains: Sequence[Chain], heads: Sequence[str] = ()) -> StepProfile:
+def profile_step(
+    step: TracedStep, chains: Sequence[Chain], heads: Sequence[str] = (), plain: StepCost | None = None
+) -> StepProfile:
     """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
 
-    The loss of `heads` is computed in chunks; no chain holds one of them.
+    The loss of `heads` is computed in chunks; no chain holds one of them. `plain` is the cost of the step without a
+    plan where it is known.
 
     A layer that contains another chain is a row of units: the layers of that chain, and its own code between them. The
     forward pass then runs a second time: what a layer changes in it (what only the first pass sets is a cache) keeps it
@@ -69,7 +72,8 @@ def profile_step(step: TracedStep, chains: Sequence[Chain], heads: Sequence[str]
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
-        filling = trace.run() if configs_with_caches(trace.model) else None
+        if plain is None and configs_with_caches(trace.model):
+            plain = trace.run()
         with caches_off(trace.model):
             recorder = _Recorder(trace, chains)
             measured = recorder.measure()
@@ -83,7 +87,7 @@ def profile_step(step: TracedStep, chains: Sequence[Chain], heads: Sequence[str]
             if dropping.spans == recorder.spans:
                 for one, other in zip(recorder.records, dropping.records, strict=False):  # without the code at the end
                     one.dropping = other.peak - other.allocated_before
-            return _profile_of(recorder, chains, filling or measured, outside)
+            return _profile_of(recorder, chains, plain or measured, outside)
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:

@@ -275,19 +275,30 @@ class _OfLightning(L.LightningModule):
     def __init__(self, net: LossOf) -> None:
         super().__init__()
         self.net = net
-        self.found: dict[str, Tensor] = {}
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = self.net(batch)
-        self.found[f"loss {self.global_step}"] = loss.detach()
         return loss
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        del optimizer
-        self.found |= _gradients(self.net, self.global_step)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class _Recording(L.Callback):
+    """Keeps losses and gradients. No hook of the module does: its copies of gradients would count as the step's own."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        del optimizer
+        self.found |= _gradients(module.get_submodule("net"), trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        del trainer, module, batch
+        self.found[f"loss {batch_idx}"] = outputs["loss"].detach()
 
 
 def three_steps_of_lightning(
@@ -295,18 +306,18 @@ def three_steps_of_lightning(
 ) -> dict[str, Tensor]:
     """The same with a Lightning Trainer, which plans by itself if GradientCheckpointing is among the callbacks."""
     torch.manual_seed(5)
-    module = _OfLightning(model)
+    recording = _Recording()
     trainer = L.Trainer(
         max_steps=3, accelerator="cpu", devices=1, precision="bf16-mixed" if bf16 else "32-true", gradient_clip_val=1.0,
-        callbacks=list(callbacks), logger=False, barebones=False, enable_checkpointing=False,
+        callbacks=[recording, *callbacks], logger=False, barebones=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches: Any = [batch] * 3
-    trainer.fit(module, DataLoader(batches, batch_size=None))
-    return module.found | _state(model)
+    trainer.fit(_OfLightning(model), DataLoader(batches, batch_size=None))
+    return recording.found | _state(model)
 
 
-def _gradients(model: LossOf, step: int) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
     named = model.named_parameters()
     return {f"gradient {step} of {name}": one.grad.clone() for name, one in named if one.grad is not None}
 

@@ -20,7 +20,12 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.host_offload import HostOffload
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Unit
-from lightning_memtools.checkpointing.offload_choice import DeviceRates, OffloadedLayer, waiting_seconds
+from lightning_memtools.checkpointing.offload_choice import (
+    DeviceRates,
+    OffloadedLayer,
+    free_host_bytes,
+    waiting_seconds,
+)
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import same_seed
@@ -335,6 +340,12 @@ def test_budgets_below_all_recomputation_are_reached_by_it():
 def test_the_host_needs_room_for_it():
     assert planned(offload=True, host_memory="64GiB").host_bytes > 8 * MIB
     assert planned(offload=True, host_memory="1MiB").host_bytes == 0
+
+
+def test_processes_of_one_machine_share_what_is_free():
+    alone, with_others = (free_host_bytes(pl.Trainer(accelerator="cpu", devices=n, barebones=True)) for n in (1, 4))
+    assert alone == pytest.approx(free_host_bytes(None), rel=0.1)
+    assert alone == pytest.approx(4 * with_others, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_memtools import VirtualDevice
 from lightning_memtools._torch import DispatchMode
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.planning import plan_checkpoints
@@ -23,13 +25,15 @@ class Encoder(Regression):
     """An encoder in a Sequential, sharded where the strategy is; with a layer that takes no part when `unused`.
 
     Each layer is a unit of its own under FSDP 2. With `planned`, what to recompute is planned before it is sharded.
+    `tokens` is the length of a sequence.
     """
 
-    def __init__(self, *, unused: bool, planned: bool = False) -> None:
+    def __init__(self, *, unused: bool, planned: bool = False, tokens: int = 2) -> None:
         super().__init__()
         self.planned = planned
+        width = 32 * tokens
         self.net = nn.Sequential(
-            nn.Linear(4, 64), nn.Unflatten(1, (2, 32)), *encoder(4, 0.1), nn.Flatten(), nn.Linear(64, 1)
+            nn.Linear(4, width), nn.Unflatten(1, (tokens, 32)), *encoder(4, 0.1), nn.Flatten(), nn.Linear(width, 1)
         )
         if unused:
             self.idle = nn.Linear(3, 3)
@@ -70,7 +74,10 @@ def main(root: Path, case: str) -> None:
         L.seed_everything(0, verbose=False)
         before = case == "fsdp2-planned-before"
         model = Encoder(unused=case == "on", planned=before and name == "checkpointed")
-        callback = GradientCheckpointing(bn_dropout="recompute")
+        offloads = case.endswith("offloaded")
+        if offloads:
+            model = Encoder(unused=False, tokens=128)  # what layers keep is large enough to be worth a copy
+        callback = GradientCheckpointing(bn_dropout="recompute", offload=offloads)
         run = trainer(
             root,
             *([callback] if name == "checkpointed" and not before else []),
@@ -78,12 +85,14 @@ def main(root: Path, case: str) -> None:
             devices=2,
             logger=False,
         )
-        with Gathers() as gathers:
+        with Gathers() as gathers, VirtualDevice("1GiB") if offloads else nullcontext() as device:
             run.fit(model, loader(96, 16))
+            peak = device.stats().peak_allocated if device is not None else None
         plan = None if callback.plan is None else callback.plan.chains
         weights = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in model.state_dict().items()}
         torch.save(
-            {"weights": weights, "plan": plan, "gathered": gathers.number}, root / f"{case}-{name}-{run.global_rank}.pt"
+            {"weights": weights, "plan": plan, "gathered": gathers.number, "peak": peak},
+            root / f"{case}-{name}-{run.global_rank}.pt",
         )
         run.strategy.barrier()
 

@@ -211,6 +211,23 @@ def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(case, tmp_path):
             assert torch.equal(value, found["checkpointed", rank]["weights"][name]), name
 
 
+@pytest.mark.parametrize("case", ["off-offloaded", "fsdp2-offloaded"])
+def test_two_ranks_offload_the_same_and_end_in_the_same_bits(case, tmp_path):
+    run_script(Path(__file__).with_name("checkpointing_ddp_run.py"), tmp_path, case, timeout_s=240)
+    plans = []
+    for rank in (0, 1):
+        plain, offloaded = (
+            torch.load(tmp_path / f"{case}-{name}-{rank}.pt", weights_only=False) for name in ("plain", "checkpointed")
+        )
+        plans.append(offloaded["plan"])
+        assert offloaded["peak"] < 0.8 * plain["peak"]
+        assert offloaded["gathered"] == plain["gathered"]
+        for name, value in plain["weights"].items():
+            assert torch.equal(value, offloaded["weights"][name]), name
+    assert plans[0] == plans[1]
+    assert any(chain.offloaded for chain in plans[0])
+
+
 def test_a_plan_made_before_sharding_gathers_no_parameter_more_often_and_ends_in_the_same_bits(tmp_path):
     run_script(Path(__file__).with_name("checkpointing_ddp_run.py"), tmp_path, "fsdp2-planned-before", timeout_s=240)
     for rank in (0, 1):
