@@ -262,14 +262,18 @@ def with_figures(
 
 
 def _recomputed(chain: ChainPlan) -> str:
+    parts = [] if chain.ranges or chain.offloaded else ["nothing"]
+    if chain.ranges and chain.is_module:
+        kept = len(chain.ranges[0].kept)
+        parts.append(f"all of it but for {counted(kept, 'product', 'products')}" if kept else "all of it")
+    elif chain.ranges:
+        times = list(runs_again(chain.ranges))
+        counts = f"{counted(len(set(times)), 'layer', 'layers')}, {counted(len(times), 'run', 'runs')}"
+        parts.append(f"{first_of(chain.ranges, _MOST_RANGES)} ({counts})")
     if chain.offloaded:
-        away = f"{first_of(chain.offloaded, _MOST_RANGES)} in host memory"
-        return f"{_recomputed(replace(chain, offloaded=()))}; {away}" if chain.ranges else away
-    if not chain.ranges:
-        return "nothing"
-    times = list(runs_again(chain.ranges))
-    counts = f"{counted(len(set(times)), 'layer', 'layers')}, {counted(len(times), 'run', 'runs')}"
-    return f"{first_of(chain.ranges, _MOST_RANGES)} ({counts})"
+        which = "what it keeps" if chain.is_module else first_of(chain.offloaded, _MOST_RANGES)
+        parts.append(f"{which} in host memory")
+    return "; ".join(parts)
 
 
 def _left_out(chain: ChainPlan) -> str:

@@ -38,11 +38,6 @@ class ReachableVariable:
     holder: CellType | dict[str, Any]
 
     @property
-    def is_global(self) -> bool:
-        """True if it is a variable of a module; False if it is one of a closure."""
-        return not isinstance(self.holder, CellType)
-
-    @property
     def value(self) -> Any:
         """Its value; None where it was deleted."""
         return content_of(self.holder) if isinstance(self.holder, CellType) else self.holder.get(self.name)
