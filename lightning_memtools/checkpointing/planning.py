@@ -181,7 +181,7 @@ class StepPlanner:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
-        found = self._loss_in_chunks() if options.loss_head == "auto" and not options.heads else None
+        found = self.step_in_chunks() if options.loss_head == "auto" and not options.heads else None
         if found is not None and _saves(found):
             return self._with_loss_in_chunks(found, options, nearest=nearest)
         return self._plan(options, nearest=nearest)
@@ -210,7 +210,8 @@ class StepPlanner:
             heads=found.names,
         )
 
-    def _loss_in_chunks(self) -> LossInChunks | None:
+    def step_in_chunks(self) -> LossInChunks | None:
+        """Return the step with its loss in chunks; None for a model that has no cross-entropy of a linear layer."""
         if not self._looked_for_head:
             self._looked_for_head = True
             self.progress.doing = "tracing a step with its loss in chunks"
@@ -248,7 +249,7 @@ class StepPlanner:
         None where only a trace can tell: a plan recomputes a layer in all its calls, but the profile counts the first;
         and where the estimate of the plain step is too high, those of plans may be, too.
         """
-        found = self._loss_in_chunks() if options.loss_head == "auto" else None
+        found = self.step_in_chunks() if options.loss_head == "auto" else None
         if found is not None and _saves(found):
             options = _around(found, options, options.budget_bytes)
         widest = self._all_chains(replace(options, bn_dropout="recompute"))
@@ -256,7 +257,7 @@ class StepPlanner:
 
     def with_advice(self, plan: CheckpointPlan) -> CheckpointPlan:
         """Return the plan, with a note where much of its peak is what it does not lower: a language model's logits."""
-        found = None if plan.planned is None or plan.heads else self._loss_in_chunks()
+        found = None if plan.planned is None or plan.heads else self.step_in_chunks()
         if found is None or plan.planned is None or found.logits[2] < _WORTH_A_NOTE * plan.planned.peak_bytes:
             return plan
         if found.read_by:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
@@ -326,7 +325,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:
     """The loss of a language model in chunks, so that its logits never exist as a whole."""
     plan = trials.failed.run.plan
-    found = loss_in_chunks(trials.failed.step(), () if plan is None else plan.chains)
+    found = trials.plans.in_chunks
     if found is None or not found.names:
         return
     peak = found.cost.peak_bytes

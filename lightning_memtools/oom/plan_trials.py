@@ -11,6 +11,7 @@ from lightning_memtools._torch import AnyBatchNorm, AnyDropout
 from lightning_memtools.checkpointing.chains import NothingToApplyTo, candidates
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.memory.sizes import MIB, format_size
@@ -47,6 +48,14 @@ class PlanTrials:
     @cached_property
     def _planner(self) -> StepPlanner:
         return StepPlanner(self._trials.failed.step())
+
+    @cached_property
+    def in_chunks(self) -> LossInChunks | None:
+        """The step with its loss in chunks, under the plan that is applied; None where nothing can be in chunks."""
+        applied = self._trials.failed.run.plan
+        if applied is None:
+            return self._planner.step_in_chunks()
+        return loss_in_chunks(self._trials.failed.step(), applied.chains)
 
     @cached_property
     def best(self) -> PlanTrial:
