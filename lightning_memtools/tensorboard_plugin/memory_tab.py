@@ -20,7 +20,7 @@ from lightning_memtools.tensorboard_plugin.event_files import (
     LoggedText,
 )
 from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, runs_view
-from lightning_memtools.tensorboard_plugin.step_view import step_view
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
