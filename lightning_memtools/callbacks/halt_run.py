@@ -173,23 +173,10 @@ class HaltRun:
                 [[*states, *rest] for states, rest in everyone],
                 step=step,
                 finite_at=self._finite_at,
-                writers=self._writers(),
                 history=self.guard.history,
             )
         self._release_checkpoints()
         raise self._reported(error)
-
-    def _writers(self) -> dict[str, str]:
-        """Return what usually writes each buffer and each entry of an optimizer's state, by name."""
-        modules = dict(self._module.named_modules())
-        writers = {}
-        for name, _ in self._module.named_buffers():
-            owner = name.rpartition(".")[0]
-            writers[plain_name(name)] = f"{owner} ({type(modules[owner]).__name__})" if owner else "the model"
-        for optimizer in self._trainer.optimizers:
-            states = bad_optimizer_state(self._module, [optimizer])
-            writers |= {bad.name: f"{type(optimizer).__name__}.step()" for bad in states}
-        return writers
 
     def leave_clean_state(self) -> None:
         """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
