@@ -46,7 +46,7 @@ from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, S
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
-from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
+from lightning_memtools.reporting.ranks import RankGather
 
 # One rank runs a step several times and reads every operation's outputs, while the others wait.
 RERUN_TIMEOUT_S = 600
@@ -70,7 +70,7 @@ class HaltRun:
 
     def __init__(self, trainer: Trainer, options: HaltOptions) -> None:
         self._trainer, self._options = trainer, options
-        self._ranks = RankGather(EXCHANGE_LIMIT)
+        self._ranks = RankGather()
         # What takes a rerun of the step to find out.
         self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S)) if options.reruns else self._ranks
         self._directory = report_directory(trainer, options.directory)

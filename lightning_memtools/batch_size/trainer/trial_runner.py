@@ -52,7 +52,7 @@ from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice, host_memory
 from lightning_memtools.reporting.neighbours import Neighbour
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import GROUP_LIMIT, RankGather
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 _EVAL_BATCHES = 2
@@ -110,7 +110,7 @@ class TrialRunner:
         self._accumulate = trainer.accumulate_grad_batches
         effective = settings.effective_batch_size
         self.per_rank = None if effective is None else samples_per_rank(effective, trainer.world_size)
-        self._ranks = RankGather()
+        self._ranks = RankGather(GROUP_LIMIT)
         self.loader_sizes: dict[Stage, dict[int, int]] = {}
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
@@ -201,6 +201,8 @@ class TrialRunner:
         readings: list[RankReading] = self._ranks.objects(mine)
         if error is not None:
             raise error
+        if len(readings) < self._ranks.world_size:
+            raise RuntimeError("BatchSizeTuner stopped: another rank has ended, or did not answer.")
         for rank, reading in enumerate(readings):
             if reading.failure.startswith(ANOTHER_ERROR) and not is_bound:
                 raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error in its step, shown there.")
