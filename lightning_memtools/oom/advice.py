@@ -12,7 +12,7 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
-from lightning_memtools.oom.fragmentation import IN_PIECES, changed, settings_that_serve
+from lightning_memtools.oom.fragmentation import EXPANDABLE, IN_PIECES, changed, settings_that_serve
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.plan_trials import LEAST_PRICE
 from lightning_memtools.oom.recorded_history import (
@@ -78,41 +78,24 @@ def expandable_segments(trials: StepTrials) -> Iterator[Action]:
     history = trials.failed.history
     if history is None:
         raise NotFoundError(NO_HISTORY)
-
-    def whole_step() -> tuple[MemoryEstimate, bool]:
-        plain = trials.plain
-        assert plain.trace is not None
-        config = replace(plain.trace.config, expandable_segments=True)
-        return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
-
-    verdict = with_expandable_segments(history)
-    made = _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
-    yield _as_cause(trials, made)
+    yield _with_setting(trials, EXPANDABLE, with_expandable_segments(history), USE_EXPANDABLE_SEGMENTS)
 
 
 def allocator_settings(trials: StepTrials) -> Iterator[Action]:
     """Other settings of the allocator, where expandable segments do not serve: the first that makes the step fit."""
     history = trials.failed.history
     assert history is not None
+    if with_expandable_segments(history).served:
+        return
     tried: list[str] = []
     for setting, verdict in settings_that_serve(history, trials.check_time):
-        if setting.startswith("expandable"):
-            if verdict.served:
-                return
+        if setting == EXPANDABLE:
             continue
         tried.append(setting)
-        if not verdict.served:
-            continue
-
-        def whole_step(setting: str = setting) -> tuple[MemoryEstimate, bool]:
-            plain = trials.plain
-            assert plain.trace is not None
-            config = changed(plain.trace.config, setting)
-            return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
-
-        action = replace(USE_SETTING, title=f"Set {setting}", code=f'PYTORCH_ALLOC_CONF="{setting}"')
-        yield _as_cause(trials, _of(trials, verdict, action, whole_step))
-        return
+        if verdict.served:
+            action = replace(USE_SETTING, title=f"Set {setting}", code=f'PYTORCH_ALLOC_CONF="{setting}"')
+            yield _with_setting(trials, setting, verdict, action)
+            return
     yield replace(
         USE_SETTING,
         detail=f"In a replay of the recorded allocations, none of {in_series(tried)} serves the request",
@@ -121,8 +104,16 @@ def allocator_settings(trials: StepTrials) -> Iterator[Action]:
     )
 
 
-def _as_cause(trials: StepTrials, action: Action) -> Action:
-    """Return the action as one against the cause, if it makes the step fit and much memory lay in pieces."""
+def _with_setting(trials: StepTrials, setting: str, verdict: ReplayVerdict, action: Action) -> Action:
+    """Return the action that changes a setting of the allocator; one against the cause if much memory lay in pieces."""
+
+    def whole_step() -> tuple[MemoryEstimate, bool]:
+        plain = trials.plain
+        assert plain.trace is not None
+        config = changed(plain.trace.config, setting)
+        return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
+
+    action = _of(trials, verdict, action, whole_step)
     facts = trials.failed.facts
     unusable, reserved = facts.unusable or 0, facts.stats.reserved or 0
     if not action.fits or unusable < IN_PIECES * reserved:

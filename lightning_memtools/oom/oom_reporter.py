@@ -84,18 +84,6 @@ class NoticeBoard:
         with_store(lambda store: store.set(self._key, json.dumps(asdict(notice))))
         return True
 
-    def replace(self, notice: OOMNotice) -> None:
-        """Replace the notice that this rank has left."""
-        text = json.dumps(asdict(notice))
-        for path in self._paths:
-            try:
-                if path.exists():
-                    path.write_text(text, encoding="utf-8")
-                    break
-            except OSError:
-                continue
-        with_store(lambda store: store.set(self._key, text))
-
     def read(self) -> OOMNotice | None:
         """Return the notice; None if no rank has left one."""
         for path in self._paths:
@@ -172,11 +160,12 @@ class OOMReporter:
             processes=processes_of(capture.device, capture.virtual, facts),
             top=self.top,
         )
-        notice = OOMNotice(facts.moment.rank, page.headline)
-        board = None if done else self.board
-        is_first = board is None or board.leave(notice)
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
+        path = str(page.file) if isinstance(page.file, Path) else ""
+        is_first = (
+            bool(done) or self.board is None or self.board.leave(OOMNotice(facts.moment.rank, page.headline, path))
+        )
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
         page.pinned = () if snapshot is None else pinned_segments(snapshot, capture.device.index or 0)
@@ -186,9 +175,6 @@ class OOMReporter:
         text = page.markdown()
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, text)
-        if board is not None and is_first:
-            path = str(page.file) if isinstance(page.file, Path) else ""
-            board.replace(replace(notice, report=path))
         lines = page.console() if is_first else f"{page.headline} {page.file_line()}"
         print_on_console(lines, soft_wrap=True)
         return page
