@@ -14,8 +14,13 @@ from lightning_memtools.callbacks.halt_run import step_conditions
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, MicroBatch, move_to_host
 from lightning_memtools.nonfinite.halt_report import CapsuleNote
-from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction, SpikeDetector
-from lightning_memtools.nonfinite.spike_capsule import write_spike_capsule
+from lightning_memtools.nonfinite.loss_spike import (
+    LossSpike,
+    LossSpikeError,
+    SpikeAction,
+    SpikeDetector,
+    write_spike_capsule,
+)
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text

@@ -23,8 +23,7 @@ from lightning_memtools.memory.sizes import context_bytes, format_size, is_count
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.console import progress_printed
-from lightning_memtools.reporting.notebooks import shown_as
-from lightning_memtools.reporting.tables import Table, console_table, markdown_table
+from lightning_memtools.reporting.tables import Table, console_table, markdown_table, shown_as
 
 _CHILD = "lightning_memtools.cli.dry_run_child"
 FITS, FAILED, OUT_OF_MEMORY, OVER_BUDGET = 0, 1, 3, 4

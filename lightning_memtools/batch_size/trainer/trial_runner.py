@@ -31,7 +31,7 @@ from lightning_memtools._lightning import (
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
 from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
 from lightning_memtools.batch_size.sample_sizes import SampleSizes
-from lightning_memtools.batch_size.size_limits import SizeLimits, samples_per_rank
+from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
 from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, has_data, wrap_sources
 from lightning_memtools.batch_size.trainer.trial_isolation import QuietLogger, no_collectives, takes_part
@@ -43,7 +43,6 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     failure_of,
     may_depend_on_size,
 )
-from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
