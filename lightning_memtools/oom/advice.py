@@ -40,7 +40,6 @@ ACCUMULATE = Action(
     title="Accumulate gradients over smaller batches",
     code="Trainer(accumulate_grad_batches=...)",
 )
-LEAST_RECOMPUTATION = Action(kind=ActionKind.CHECKPOINTING, title="Recompute only as much as is needed to fit")
 RECOMPUTE = Action(
     kind=ActionKind.CHECKPOINTING,
     title="Recompute activations in the backward pass",
@@ -291,27 +290,43 @@ def _with_the_same_plan(trials: StepTrials, action: Action, peak: int) -> Action
 
 
 def checkpointing(trials: StepTrials) -> Iterator[Action]:
-    """The plan that GradientCheckpointing() chooses by itself; where a plan is applied already, one that fits."""
-    if trials.failed.run.plan is not None:
-        better = list(least_recomputation(trials))
-        yield from better
-        if not better:
-            title = "Recompute more activations than now"
-            detail = "No plan was found with which the step fits"
-            yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
-        return
+    """The plan with the least recomputation that fits; without one, what GradientCheckpointing() chooses by itself."""
+    is_applied = trials.failed.run.plan is not None
+    found = None if is_applied else _chosen_plan(trials)
+    try:
+        found = _least_recomputation(trials) or found
+    except Exception:
+        if found is None:
+            raise
+    if found is None and is_applied:
+        title = "Recompute more activations than now"
+        detail = "No plan was found with which the step fits"
+        found = replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
+    if found is not None:
+        yield found
+
+
+def _chosen_plan(trials: StepTrials) -> Action | None:
     plan, code = trials.plans.best.plan, trials.plans.best.code
     if _recomputes_nothing(plan):
-        return
+        return None
     if plan.refused is not None:
-        yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
-        return
+        return replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
     assert plan.peak_bytes is not None
     if trials.can_tell_what_fits and plan.peak_bytes > trials.usable:
         # The plan's own trace shows that it is not enough. Another one would only add what the allocator reserves.
-        yield with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
-        return
-    yield compared(trials, trials.estimate_with_plan(plan), _recompute(plan, code), price=_price(plan))
+        return with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
+    return compared(trials, trials.estimate_with_plan(plan), _recompute(plan, code), price=_price(plan))
+
+
+def _least_recomputation(trials: StepTrials) -> Action | None:
+    planned = trials.plans.that_fits() if trials.can_tell_what_fits else None
+    if planned is None or planned.estimate is None or planned.plan.refused is not None:
+        return None
+    if _recomputes_nothing(planned.plan):
+        return None
+    action = _recompute(planned.plan, planned.code)
+    return compared(trials, planned.estimate, action, price=_price(planned.plan))
 
 
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:
@@ -325,17 +340,6 @@ def chunked_loss(trials: StepTrials) -> Iterator[Action]:
     action = replace(CHUNK_THE_LOSS, code=f"GradientCheckpointing({given})")
     made = with_peak(trials, peak, action, fits=peak <= trials.usable if trials.can_tell_what_fits else None)
     yield replace(made, detail=f"{found.size[0].upper()}{found.size[1:]}. {made.detail}")
-
-
-def least_recomputation(trials: StepTrials) -> Iterator[Action]:
-    """The checkpoint plan with the least recomputation that fits, if there is one."""
-    planned = trials.plans.that_fits() if trials.can_tell_what_fits else None
-    if planned is None or planned.estimate is None or planned.plan.refused is not None:
-        return
-    if _recomputes_nothing(planned.plan):
-        return
-    action = _recompute(planned.plan, planned.code)
-    yield compared(trials, planned.estimate, action, price=_price(planned.plan))
 
 
 def offload(trials: StepTrials) -> Iterator[Action]:

@@ -88,14 +88,12 @@ class LoggedRun:
         curves: Tag to curve.
         texts: The reports, in the order in which they were logged.
         notes: Sentences about what could not be read.
-        sampled: True where TensorBoard gave a random sample of the points.
     """
 
     name: str
     curves: dict[str, Curve] = field(default_factory=dict)
     texts: list[LoggedText] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    sampled: bool = False
     _curve_of: dict[bytes, Curve | None] = field(default_factory=dict, repr=False)
 
     def add_point(self, record: bytes) -> bool:
