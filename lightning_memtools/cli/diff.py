@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.dry_run import FITS, DryRunResult
 from lightning_memtools.cli.replay import add_model_and_trust, model_of, trusted
-from lightning_memtools.cli.targets import UsageError, working
+from lightning_memtools.cli.targets import UsageError, say, working
 from lightning_memtools.memory.sizes import GIB
 
 if TYPE_CHECKING:
@@ -99,17 +99,11 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _show(diff: MemoryDiff, most: int | None) -> None:
-    import rich.console  # noqa: PLC0415, --help needs it not
-
     from lightning_memtools.reporting.tables import console_table  # noqa: PLC0415
 
-    console = rich.console.Console()
-    for text in (diff.headline, *diff.remarks):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for table in diff.tables(most):
-        console.print(console_table(table))
-    for text in diff.moments:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(diff.headline, *diff.remarks)
+    say(*map(console_table, diff.tables(most)))
+    say(*diff.moments)
 
 
 _DRY_RUN = "dry_run.json"
