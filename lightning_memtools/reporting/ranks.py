@@ -1,4 +1,4 @@
-"""Values of all ranks: left in the process group's store and read when they are there, or gathered in lockstep."""
+"""Values of all ranks: left in the process group's store and read when they are there, or exchanged in lockstep."""
 
 from __future__ import annotations
 
