@@ -24,6 +24,7 @@ from lightning_memtools._lightning import (
     wraps_updates,
     write_checkpoint,
 )
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.user_code import short_path
@@ -95,7 +96,7 @@ class HaltRun:
         self._module = module
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = guard.bad_before = frozenset(each.name for each in self._bad_now())
-        self._has_warned, self._n_logged = False, 0
+        self._is_first_warning, self._n_logged = FirstTime(), 0
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
@@ -198,7 +199,7 @@ class HaltRun:
         assert guard is not None
         weights = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        if guard.saw_gradients or self._has_warned or weights.isdisjoint(id(p) for g in groups for p in g["params"]):
+        if guard.saw_gradients or weights.isdisjoint(id(p) for g in groups for p in g["params"]):
             return  # also where no optimizer trains weights, as in PatchCore
         if not module.automatic_optimization:
             advice = "step the optimizers that self.optimizers() returns, and use self.manual_backward(loss)"
@@ -206,8 +207,8 @@ class HaltRun:
             advice = "see whether the strategy or an optimizer keeps gradients elsewhere than in p.grad"
         else:
             return  # training_step returned no loss, or one that depends on no weight: there was nothing to see
-        self._has_warned = True
-        warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
+        if self._is_first_warning():
+            warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
 
     def _halt(self, guard: StepGuard, bad_step: BadStep) -> HaltReport:
         """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""
