@@ -1,4 +1,4 @@
-"""What callbacks of one Trainer share: a base class for those that others talk to, and the VirtualDevice."""
+"""A base class for callbacks that others of the same Trainer talk to, and the VirtualDevice that they share."""
 
 from __future__ import annotations
 
