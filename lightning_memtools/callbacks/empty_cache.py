@@ -25,10 +25,10 @@ from lightning_memtools.memory.owned import bytes_on_device, on_device_of
 from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.held_words import growth_warning
 from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
-from lightning_memtools.reporting.neighbours import put_on_device
 
 Evaluation = Literal["val", "test", "predict"]
 EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
@@ -124,6 +124,7 @@ class EmptyCache(EitherCallback):
         self.always = always
         self.ledger = ledger
         self.warn_after = warn_after
+        self._carried = CarriedDevice()
         self._is_new = FirstTime()
         self._run: _ReleasingRun | None = None
 
@@ -137,7 +138,8 @@ class EmptyCache(EitherCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it keeps no cache."""
-        self._run = None
+        self._forget()
+        self._carried.enter()
         reader = reader_for(device := trainer.strategy.root_device)
         if reader is None:
             self._say(f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
@@ -244,11 +246,11 @@ class EmptyCache(EitherCallback):
         """Release what a run outside of fit held until its end, and forget everything."""
         if self._run is not None and self._run.releases_at_the_end:
             self._release(trainer, _predictions(trainer))
-        self._run = None
+        self._forget()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget everything."""
-        self._run = None
+        self._forget()
 
     def _watch_growth(
         self, run: _ReleasingRun, watch: GrowthWatch, trainer: Trainer, batch: Any, batch_idx: int
@@ -340,6 +342,10 @@ class EmptyCache(EitherCallback):
     def _say(self, message: str) -> None:
         if message and self._is_new(message):
             rank_zero_info(message)
+
+    def _forget(self) -> None:
+        self._carried.leave()
+        self._run = None
 
 
 def _name_of_device(trainer: Trainer, reader: MemoryReader) -> str:

@@ -29,11 +29,12 @@ from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.console import end_progress_bar, print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
-from lightning_memtools.reporting.neighbours import Neighbour, put_on_device
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
 class MemoryMonitor(EitherCallback, Neighbour):
@@ -122,6 +123,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
         self._directory: Path | NotWritten = NO_RUN
         self._device = torch.device("cpu")
         self._sanity_check_began = 0.0
+        self._carried = CarriedDevice()
         self._host = HostWatch()
         # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So these counts
         # go on over all calls of the Trainer.
@@ -140,6 +142,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device, and warn if it keeps no statistics or no peaks."""
         self._stop()
+        self._carried.enter()
         self._device = trainer.strategy.root_device
         reader = reader_for(self._device)
         self._run = MemoryRun(
@@ -328,6 +331,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
         if self._run is not None:
             self._run.close()
         self._run = self._step_snapshot = None
+        self._carried.leave()
 
 
 @cache

@@ -22,9 +22,10 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.oom.report_page import Action
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.neighbours import Neighbour, put_on_device
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
 class OOMReport(EitherCallback, Neighbour):
@@ -75,17 +76,19 @@ class OOMReport(EitherCallback, Neighbour):
         self.top = top
         self.checks_seconds: float | None = None
         self.advice: tuple[Action, ...] = ()
+        self._carried = CarriedDevice()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments; what a run left here cannot be pickled, and is not needed."""
+        """Return the arguments and the VirtualDevice; what a run left here cannot be pickled, and is not needed."""
         fresh = type(self)(directory=self.directory, snapshot=self.snapshot, top=self.top)
-        return vars(fresh) | {"_reports_to": self._reports_to}
+        return vars(fresh) | {"_carried": self._carried, "_reports_to": self._reports_to}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to observe the device."""
         self._stop()
+        self._carried.enter()
         directory = report_directory(trainer, self._reports_to)
         board = None
         if trainer.world_size > 1:
@@ -232,3 +235,4 @@ class OOMReport(EitherCallback, Neighbour):
         if self._capture is not None:
             self._capture.stop()
         self._capture = self._reporter = None
+        self._carried.leave()

@@ -1,10 +1,6 @@
-"""A base class for callbacks that others of the same Trainer talk to, and the VirtualDevice that they share."""
+"""A base class for callbacks that other callbacks of the same Trainer talk to."""
 
 from __future__ import annotations
-
-from lightning.pytorch import LightningModule, Trainer
-
-from lightning_memtools.memory.virtual import VirtualDevice
 
 
 class Neighbour:
@@ -29,13 +25,3 @@ class Neighbour:
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
         """Do not count allocation retries and out-of-memory errors of a trial."""
-
-
-def put_on_device(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Count the module and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be.
-
-    Call it when fit, validation, test or predict begins, and again once optimizer state is restored. Idempotent.
-    """
-    device = VirtualDevice.current()
-    if device is not None:
-        device.track(pl_module, *trainer.optimizers)

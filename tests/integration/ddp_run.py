@@ -54,23 +54,11 @@ class WriteLosses(L.Callback):
         (self.root / f"losses{trainer.global_rank}.json").write_text(json.dumps(losses))
 
 
-class EntersDevice(L.Callback):
-    """Enters the device in a rank that is a fresh process, as a spawned one is."""
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self.device = device
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if VirtualDevice.current() is None:
-            self.device.__enter__()
-
-
 def main(root: Path, strategy: str) -> None:
     L.seed_everything(0, verbose=False)
-    model, device = Uneven(), VirtualDevice("1GiB")
+    model = Uneven()
     run = trainer(
         root,
-        EntersDevice(device),
         MemoryMonitor(per_rank=True, snapshot_at_step=2),
         WriteLosses(root),
         LossCurves(every_n_steps=2, grad_norm=True),
@@ -78,7 +66,7 @@ def main(root: Path, strategy: str) -> None:
         strategy=sharded() if strategy == "fsdp2" else strategy,
         devices=2,
     )
-    with device:
+    with VirtualDevice("1GiB"):
         run.fit(model, loader(48, 8), loader(32, 8))
         if strategy != "ddp_spawn":  # spawned ranks are gone, and with them what they learned
             run.test(model, loader(16, 8), verbose=False)

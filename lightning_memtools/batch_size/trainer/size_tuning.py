@@ -33,10 +33,10 @@ from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.null_cuda.launch import computes_nothing
+from lightning_memtools.reporting.carried_device import put_on_device
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.neighbours import put_on_device
 from lightning_memtools.state.random_state import random_streams_restored
 
 
