@@ -654,6 +654,18 @@ def replace_step(module: LightningModule, name: str, run: Callable[..., Any]) ->
     return _MethodWithAddition(module, name, around=run).undo
 
 
+def replace_update(optimizer: Any, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let `run(step, *arguments)` run an optimizer's `step`; returns what undoes this.
+
+    No hook encloses the update. It can go when the Trainer has one.
+    """
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    update = _MethodWithAddition(optimizer, "step", around=run)
+    if scheduled:  # a scheduler of torch looks for its own mark, and would warn
+        vars(update)["_wrapped_by_lr_sched"] = True
+    return update.undo
+
+
 class _NothingLogged(dict[str, Any]):
     """Stands in for the results of prediction, which logs nothing."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,20 +12,18 @@ from lightning_memtools._lightning import (
     EitherCallback,
     LoggedValues,
     StepClosure,
-    callbacks_of,
     replace_closures,
     replace_step,
-    training_step,
+    replace_update,
 )
-from lightning_memtools.callbacks.oom_report import OOMReport
+from lightning_memtools.callbacks.oom_recovery_run import ToldRecoveries
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.recovery.gradient_exchange import GradientExchange, why_unsent
 from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, Recoveries, StepRecovery
 from lightning_memtools.recovery.step_start import BatchStep
+from lightning_memtools.recovery.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.neighbours import Neighbour
-from lightning_memtools.reporting.ranks import RankPosts
 from lightning_memtools.reporting.strategies import why_unsupported
 
 _EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
@@ -130,6 +127,13 @@ class OOMRecovery(EitherCallback, Neighbour):
         else:
             _say(trainer, MANUAL_OPTIMIZATION)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the optimizers' updates."""
+        assert self._undo is not None
+        assert self._told is not None
+        self._told.updates = updates = UpdateRecovery(trainer.strategy.root_device, n_ranks=trainer.world_size)
+        self._undo += [replace_update(each, partial(updates.run, each)) for each in trainer.optimizers]
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the steps, unless that was done when fit began."""
         if self._recovery is None:
@@ -206,49 +210,3 @@ class OOMRecovery(EitherCallback, Neighbour):
 def _say(trainer: Trainer, reason: str) -> None:
     if trainer.is_global_zero:
         print_on_console(f"OOMRecovery: training batches that do not fit will not be run in parts: {reason}.")
-
-
-class ToldRecoveries:
-    """Reports each event once.
-
-    Args:
-        name: The name under which the ranks post to each other.
-        recoveries: What happened to batches.
-        warns: Whether to warn of the first recovery of each kind.
-    """
-
-    def __init__(self, name: str, recoveries: Recoveries, *, warns: bool) -> None:
-        self._recoveries = recoveries
-        self._warns = warns
-        self._posts = RankPosts(name)
-        # Recovered and skipped batches, and what other ranks recovered.
-        self._told = (0, 0, 0)
-
-    @property
-    def remark(self) -> str:
-        """A line on this rank and on the others as far as known by now; "" if nothing happened."""
-        others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
-        return " ".join(filter(None, [str(self._recoveries), *others]))
-
-    def tell(self, trainer: Trainer, *, of_all: bool = False) -> None:
-        """Report what is new; with `of_all`, also the number of recoveries on other ranks that is known by now."""
-        found = self._recoveries
-        elsewhere = sum(n for *_, n in self._others()) if of_all else self._told[2]
-        now = (found.n_recovered, found.n_skipped, elsewhere)
-        if now == self._told:
-            return
-        is_new = any(n and not before for n, before in zip(now[:2], self._told, strict=False))
-        is_first, self._told = not any(self._told), now
-        self._posts.post({"told": [str(found), found.n_recovered]})
-        if is_new and self._warns:
-            warnings.warn(f"OOMRecovery: {found.latest}", stacklevel=3)
-        for callback in callbacks_of(trainer) if is_first and is_new else ():
-            if isinstance(callback, OOMReport):
-                callback.report_recovered(trainer, found.latest)
-        scalars = {"memory/oom_recoveries": found.n_recovered + elsewhere, "memory/micro_batches": found.n_parts}
-        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": found.n_skipped}, training_step(trainer))
-
-    def _others(self) -> list[tuple[int, str, int]]:
-        """Return what other ranks have posted so far: the rank, its remark and its number of recoveries."""
-        posted, own = self._posts.read(), self._posts.rank
-        return [(rank, *one.values["told"]) for rank, one in enumerate(posted) if one.values and rank != own]
