@@ -18,6 +18,7 @@ from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.dry_run import FITS, DryRunResult
 from lightning_memtools.cli.replay import add_model_and_trust, model_of, trusted
 from lightning_memtools.cli.targets import UsageError, say, working
+from lightning_memtools.memory.sizes import GIB
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -31,7 +32,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "diff",
         help="what changed between two memory results, or two git revisions of a script",
         description=f"{__doc__} A result is JSON of `memtools dry-run --json` or `memtools estimate --json`, the "
-        "folder of a dry run, a memory snapshot (.pickle), or a capsule of a step (.pt).",
+        "folder of a dry run, a memory snapshot (.pickle), a capsule of a step (.pt), or the directory of a run with "
+        "TensorBoard's event files.",
     )
     parser.add_argument("results", nargs="*", metavar="RESULT", help="the two results; with --git the script")
     parser.add_argument(
@@ -105,6 +107,7 @@ def _show(diff: MemoryDiff, most: int | None) -> None:
 
 
 _DRY_RUN = "dry_run.json"
+_SNAPSHOTS = "memtools/memory_snapshot_step*.pickle"
 
 
 def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemory:
@@ -119,18 +122,15 @@ def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemor
         UsageError: There is no such file, or it holds no result.
     """
     if path.is_dir():
-        if not (path / _DRY_RUN).exists():
-            raise UsageError(
-                f"{path} is not the folder of a dry run: it has no {_DRY_RUN}. Of a training run, compare the memory "
-                "snapshots (memtools/*.pickle), or look at Compare runs in TensorBoard's Memory tab."
-            )
-        return _of_json(path / _DRY_RUN)
+        return _of_json(path / _DRY_RUN) if (path / _DRY_RUN).exists() else _of_run(path)
     if not path.exists():
         raise UsageError(f"There is no file or folder {str(path)!r}.")
     if path.suffix == ".pickle":
         return _of_snapshot(path)
     if path.suffix == ".pt":
         return _of_capsule(path, chosen, status)
+    if "tfevents" in path.name:
+        return _of_run(path.parent)
     return _of_json(path)
 
 
@@ -171,6 +171,41 @@ def _of_snapshot(path: Path) -> PeakMemory:
         categories=holders["parts"],
         modules=holders["modules"],
         lines=holders["lines"],
+    )
+
+
+def _of_run(directory: Path) -> PeakMemory:
+    """Return the highest peak of a run, with modules and lines where MemoryMonitor took a snapshot in it."""
+    from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
+    from lightning_memtools.tensorboard_plugin.run_views import composition_at_peak, summary_of  # noqa: PLC0415
+
+    events = EventDirectory(directory)
+    events.refresh()
+    runs = events.runs()
+    if len(runs) != 1:
+        found = f"of {len(runs)} runs: {', '.join(sorted(runs)[:5])}. Give one of them" if runs else "of no run"
+        raise UsageError(
+            f"{directory} holds event files {found}. A run's directory has points of MemoryMonitor, such as "
+            "lightning_logs/version_0."
+        )
+    ((name, run),) = runs.items()
+    stages = summary_of(run)["stages"]
+    peaks = {stage: one["peak_allocated"] for stage, one in stages.items() if "peak_allocated" in one}
+    if not peaks:
+        raise UsageError(f"The run in {directory} has no peaks of memory: MemoryMonitor logs them.")
+    stage = max(peaks, key=lambda one: peaks[one]["gib"])
+    snapshots = sorted(Path(directory, name).glob(_SNAPSHOTS))
+    shown = _of_snapshot(snapshots[-1]) if snapshots else None
+    return PeakMemory(
+        allocated=round(peaks[stage]["gib"] * GIB),
+        reserved=round(
+            max((one["peak_reserved"]["gib"] for one in stages.values() if "peak_reserved" in one), default=0) * GIB
+        ),
+        engine="run",
+        peak_at=f"{stage}, step {peaks[stage]['step']}",
+        categories={part: round(gib * GIB) for part, gib in composition_at_peak(run).items()},
+        modules={} if shown is None else shown.modules,
+        lines={} if shown is None else shown.lines,
     )
 
 

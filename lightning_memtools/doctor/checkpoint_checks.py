@@ -21,6 +21,7 @@ from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_m
 # What wrappers put before every key: DataParallel and DDP, torch.compile, a module that holds the model.
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "state_dict.")
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+_COUNTER = "num_batches_tracked"
 _SIZE = re.compile(
     r"size mismatch for (\S+): copying a param with shape (.+?) from checkpoint.*current model is (.+?)\.$",
     re.MULTILINE,
@@ -92,6 +93,31 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
     if prefix is not None:
         yield prefix_finding(path, *prefix, n_keys=len(state))
         return
+    counters = [key for key in missing if key.endswith(_COUNTER)]
+    extra = [key for key in unexpected if key.endswith((_COUNTER, "running_mean", "running_var"))]
+    if counters:
+        yield Finding(
+            "checkpoint_keys",
+            "error",
+            f"{path}: {first_of(counters)}",
+            f"A trial load misses {counted(len(counters), 'counter', 'counters')} of batches, which BatchNorm has had "
+            "since PyTorch 0.4.1.",
+            "load_state_dict raises 'Missing key(s)'. The counter matters only to BatchNorm(momentum=None).",
+            f"Add state[key] = torch.tensor(0) for each of them ({counters[0]!r} is one), or load with strict=False.",
+        )
+    if extra:
+        yield Finding(
+            "checkpoint_keys",
+            "error",
+            f"{path}: {first_of(extra)}",
+            f"A trial load finds {counted(len(extra), 'statistic', 'statistics')} of BatchNorm that the model "
+            "has no place for.",
+            "load_state_dict raises 'Unexpected key(s)'. The model was built without these "
+            "layers, or with track_running_stats=False.",
+            "Build the model as it was saved, or remove these keys from the state_dict.",
+        )
+    missing = [key for key in missing if key not in counters]
+    unexpected = [key for key in unexpected if key not in extra]
     if missing or unexpected:
         yield _other_keys(path, missing, unexpected)
     if sizes:

@@ -40,6 +40,7 @@ from lightning_memtools.nonfinite.interventions import (
     cleaned,
     n_samples_of,
     nonfinite_zeroed,
+    try_rates,
     wide,
     widened_batch,
     with_other_samples,
@@ -238,6 +239,10 @@ class _Classifier:
     def _exploding(self, grown: str) -> tuple[NonFiniteCause, str, str]:
         if not self._is_finite_when("float64", torch.float64):
             self._try_smaller_weights()
+        elif self.background.plain_sgd and self.background.learning_rates:
+            tried = try_rates(self.rerun, max(self.background.learning_rates))
+            if tried:
+                self.tried.append(tried)
         advice = ADVICE["exploding sum" if self._sum else "exploding"].format(rates=self._rates)
         return NonFiniteCause.EXPLODING, f"{grown}, until the value was too large for its type", advice
 

@@ -1,7 +1,8 @@
-"""Changes to a step that test a cause: other samples, wider types, an operation without NaN."""
+"""Changes to a step that test a cause: other samples, wider types, an operation without NaN, smaller rates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_memtools._torch import (
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import list_samples
 from lightning_memtools.nonfinite.finite_checks import is_mask, rows_with
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 
 _NARROWER = {
     torch.float32: {torch.float16, torch.bfloat16},
@@ -161,3 +163,42 @@ class _WiderDtype(DispatchMode):
             for name, arg in (kwargs or {}).items()
         }
         return func(*args, **kwargs)
+
+
+_SMALLEST = 8  # powers of ten below the present rate
+
+
+def try_rates(rerun: StepRerun, rate: float) -> str:
+    """Try an SGD update with this rate, a tenth of it, and so on; return the result as a sentence, or "".
+
+    An update that makes the loss of its own batch larger has gone too far. Float64, because the loss of a run that has
+    diverged is beyond float32.
+    """
+    batches = {i: widened_batch(micro.batch, torch.float64) for i, micro in enumerate(rerun.micro)}
+    rerun.reset()
+    found: list[tuple[float, float]] = []
+    try:
+        # `wide` drops its copies of the weights at its end, and with them the updates that are made here.
+        with wide(rerun.module, torch.float64):
+            outcome = rerun.run(batches=batches, restore=False)
+            loss = sum(float(each) for each in outcome.losses)
+            if not math.isfinite(loss):
+                return ""
+            parameters = {rerun.names[id(p)]: p for p in rerun.module.parameters()}
+            moves = [(parameters[name], parameters[name].data, g.clone()) for name, g in outcome.gradients.items()]
+            for power in range(_SMALLEST + 1):
+                tried = rate / 10**power
+                for parameter, start, gradient in moves:
+                    parameter.data = start - tried * gradient
+                after = sum(float(each) for each in rerun.run(batches=batches, restore=False).losses)
+                found.append((tried, after / loss if loss else math.nan))
+                if after < loss:
+                    break
+    except CannotRerunError:
+        return ""
+    (_, factor), (good, lowered) = found[0], found[-1]
+    if len(found) == 1 or not lowered < 1:
+        return ""
+    return (
+        f"an update at the rate {rate:g} multiplies the loss of this batch by {factor:.3g}, one at {good:g} lowers it"
+    )

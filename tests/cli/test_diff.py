@@ -89,7 +89,7 @@ class Wider(Regression):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folders of two runs, and in each the snapshot of a step."""
+    """Two runs with TensorBoard's event files, and in each the snapshot of a step."""
     found = []
     for width in (4096, 8192):
         logs = tmp_path_factory.mktemp("runs")
@@ -105,12 +105,15 @@ def runs(tmp_path_factory):
     return found
 
 
-def test_snapshots_of_two_runs(runs, capsys):
-    found = diff(capsys, *(next(logs.rglob("*.pickle")) for logs in runs))
+def test_two_runs_and_their_snapshots(runs, capsys):
+    found = diff(capsys, *runs)
     grown = 4096 * 4 * (4 + 1 + 1)  # weights and biases of the first layer, weights of the second
     parameters = next(one for one in found["categories"] if one["name"] == "parameters")
     assert parameters["difference"] == pytest.approx(grown, abs=2048)
+    assert found["totals"][0]["difference"] > grown
     assert any(one["name"].endswith("wide.1") for one in found["modules"])
+    snapshots = [next(logs.rglob("*.pickle")) for logs in runs]
+    found = diff(capsys, *snapshots)
     assert found["before"]["peak_at"].startswith("step 2")
     assert found["totals"][0]["difference"] > grown
     assert sum(found["before"]["categories"].values()) == found["before"]["allocated"]
@@ -156,7 +159,7 @@ def test_two_capsules_of_a_step(tmp_path, capsys):
         (("bad.json", "bad.json"), "bad.json cannot be read as JSON"),
         (("other.json", "other.json"), "other.json holds no result"),
         (("bad.pickle", "bad.pickle"), "no memory snapshot"),
-        (("empty", "empty"), "no dry_run.json"),
+        (("empty", "empty"), "of no run"),
         (("--git", "main..HEAD"), "--git needs a script"),
         (("--git", "main..HEAD", "--", "train.py"), "git cannot tell"),
     ],

@@ -118,10 +118,28 @@ def test_a_checkpoint_that_is_not_there_is_refused(name, message, tmp_path):
         found(network(), rows(), checkpoint=str(tmp_path / name))
 
 
+def test_missing_counters_of_batch_norm_are_explained(tmp_path):
+    state = network(norm=True).state_dict()
+    del state["1.num_batches_tracked"]
+    finding = only(found(network(norm=True), rows(), checkpoint=saved(tmp_path, state), steps=1), "checkpoint_keys")
+    assert finding.place.endswith("weights.pt: 1.num_batches_tracked")
+    assert "PyTorch 0.4.1" in finding.evidence
+    with pytest.raises(RuntimeError, match="Missing key"):
+        network(norm=True).load_state_dict(torch.load(tmp_path / "weights.pt"))
+
+
 def test_a_state_dict_of_a_pytorch_that_knew_no_counters_loads_and_is_left_alone(tmp_path):
     state = {k: v for k, v in network(norm=True).state_dict().items() if "num_batches" not in k}
     network(norm=True).load_state_dict(state)
     assert not serious(found(network(norm=True), rows(), checkpoint=saved(tmp_path, state), steps=1))
+
+
+def test_unexpected_statistics_are_explained(tmp_path):
+    model = network(norm=True)
+    model[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    path = saved(tmp_path, network(norm=True).state_dict())
+    finding = only(found(model, rows(), checkpoint=path, steps=1), "checkpoint_keys")
+    assert "3 statistics of BatchNorm that the model has no place for" in finding.evidence
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])

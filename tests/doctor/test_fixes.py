@@ -153,6 +153,14 @@ fix(
 
 STATE = network(norm=True).state_dict()
 OTHER_SIZE = network(6, norm=True).state_dict()
+NO_COUNTERS = {key: value for key, value in STATE.items() if "num_batches" not in key}
+
+
+def versioned(state: Any) -> Any:
+    """As a state_dict that says that its BatchNorm counts; without it torch adds the counters itself."""
+    state = type(STATE)(state)
+    state._metadata = STATE._metadata  # type: ignore[attr-defined]
+    return state
 
 
 class Wrapping(nn.Module):
@@ -164,8 +172,23 @@ class Wrapping(nn.Module):
         return self.net(x)
 
 
+def no_statistics() -> nn.Module:
+    model = network(norm=True)
+    model[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    return model
+
+
 fix("checkpoint_keys", "Check that it is a checkpoint", loaded(b"half of a download"), loaded(STATE))
 fix("checkpoint_keys", "Save the state_dict alone", loaded({"state_dict": STATE, "step": Fix}), loaded(STATE))
+fix(
+    "checkpoint_keys", "Add state[key] = torch.tensor(0)",
+    loaded(versioned(NO_COUNTERS)), loaded(versioned({**NO_COUNTERS, "1.num_batches_tracked": torch.tensor(0)})),
+)  # fmt: skip
+fix(
+    "checkpoint_keys", "remove these keys",
+    loaded(STATE, no_statistics()), loaded(STATE),
+    loaded({key: STATE[key] for key in no_statistics().state_dict()}, no_statistics()),
+)  # fmt: skip
 fix(
     "checkpoint_keys", "Build the model with the sizes",
     loaded(OTHER_SIZE), loaded(OTHER_SIZE, network(6, norm=True)),

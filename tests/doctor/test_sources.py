@@ -117,7 +117,7 @@ def test_num_batches_tracked_missing_or_unexpected_when_loading_a_state_dict(kin
     torch.save(state, tmp_path / "weights.pt")
     finding = only(found(model, rows(), checkpoint=tmp_path / "weights.pt", steps=1), "checkpoint_keys")
     assert "1.num_batches_tracked" in finding.place
-    assert f" {kind.lower()} (" in finding.evidence
+    assert f"load_state_dict raises '{kind} key(s)'" in finding.effect
     with pytest.raises(RuntimeError, match=rf"{kind} key\(s\)"):
         model.load_state_dict(state)
 
