@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.phrases import counted
-from lightning_memtools.reporting.tables import Table, markdown_table
+from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
 
 OUT_OF_MEMORY = "out of memory"
 """The beginning of the failure of a trial that ran out of memory."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_memtools.budgets.recorded_peaks import RecordedPeaks
+    from lightning_memtools.budgets.peak_memory import RecordedPeaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CurrentTest:
     @cached_property
     def recorded(self) -> RecordedPeaks:
         """The recorded peaks; read when the first test asks."""
-        from lightning_memtools.budgets.recorded_peaks import read_recorded  # noqa: PLC0415, only tests with a budget
+        from lightning_memtools.budgets.peak_memory import read_recorded  # noqa: PLC0415, only tests with a budget
 
         return read_recorded(self.settings.file)
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_memtools.budgets.current_test import CurrentTest, current_test
 from lightning_memtools.budgets.memory_diff import Change, MemoryDiff
-from lightning_memtools.budgets.peak_memory import PeakMemory
-from lightning_memtools.budgets.recorded_peaks import RecordedPeaksError
+from lightning_memtools.budgets.peak_memory import PeakMemory, RecordedPeaksError
 from lightning_memtools.memory.sizes import format_size, parse_size
 
 _MOST = 8

@@ -146,7 +146,7 @@ class _Results:
         """Write the file, if peaks are to be recorded."""
         if not self._settings.records or hasattr(self._config, "workerinput") or not self._peaks:
             return
-        from lightning_memtools.budgets.recorded_peaks import write_recorded  # noqa: PLC0415, only when recording
+        from lightning_memtools.budgets.peak_memory import write_recorded  # noqa: PLC0415, only when recording
 
         write_recorded(self._settings.file, self._peaks)
         self._written = f"{len(self._peaks)} recorded in {self._settings.file.name}"

@@ -13,8 +13,8 @@ from lightning_memtools._lightning import EitherCallback, end_the_call, running_
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
+from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
-from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour

@@ -20,7 +20,7 @@ from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.phrases import counted
-from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
+from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.step_runner import forward_of
@@ -61,7 +61,7 @@ class DoctorRun:
         )
         self.examination: Examination | None = Examination(case, names)
         self._raises = raises
-        self._ranks = RankGather(EXCHANGE_LIMIT)  # through the store: a rank that failed is not waited for
+        self._ranks = RankGather()  # through the store: a rank that failed is not waited for
         self._directory = report_directory(trainer)
         self._told: set[Finding] = set()
         self._n_published = 0

@@ -24,6 +24,7 @@ from lightning_memtools._lightning import (
     wraps_updates,
     write_checkpoint,
 )
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.user_code import short_path
@@ -46,7 +47,7 @@ from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, S
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
-from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
+from lightning_memtools.reporting.ranks import RankGather
 
 # One rank runs a step several times and reads every operation's outputs, while the others wait.
 RERUN_TIMEOUT_S = 600
@@ -70,7 +71,7 @@ class HaltRun:
 
     def __init__(self, trainer: Trainer, options: HaltOptions) -> None:
         self._trainer, self._options = trainer, options
-        self._ranks = RankGather(EXCHANGE_LIMIT)
+        self._ranks = RankGather()
         # What takes a rerun of the step to find out.
         self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S)) if options.reruns else self._ranks
         self._directory = report_directory(trainer, options.directory)
@@ -95,7 +96,7 @@ class HaltRun:
         self._module = module
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = guard.bad_before = frozenset(each.name for each in self._bad_now())
-        self._has_warned, self._n_logged = False, 0
+        self._is_first_warning, self._n_logged = FirstTime(), 0
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
@@ -173,23 +174,10 @@ class HaltRun:
                 [[*states, *rest] for states, rest in everyone],
                 step=step,
                 finite_at=self._finite_at,
-                writers=self._writers(),
                 history=self.guard.history,
             )
         self._release_checkpoints()
         raise self._reported(error)
-
-    def _writers(self) -> dict[str, str]:
-        """Return what usually writes each buffer and each entry of an optimizer's state, by name."""
-        modules = dict(self._module.named_modules())
-        writers = {}
-        for name, _ in self._module.named_buffers():
-            owner = name.rpartition(".")[0]
-            writers[plain_name(name)] = f"{owner} ({type(modules[owner]).__name__})" if owner else "the model"
-        for optimizer in self._trainer.optimizers:
-            states = bad_optimizer_state(self._module, [optimizer])
-            writers |= {bad.name: f"{type(optimizer).__name__}.step()" for bad in states}
-        return writers
 
     def leave_clean_state(self) -> None:
         """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
@@ -211,7 +199,7 @@ class HaltRun:
         assert guard is not None
         weights = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        if guard.saw_gradients or self._has_warned or weights.isdisjoint(id(p) for g in groups for p in g["params"]):
+        if guard.saw_gradients or weights.isdisjoint(id(p) for g in groups for p in g["params"]):
             return  # also where no optimizer trains weights, as in PatchCore
         if not module.automatic_optimization:
             advice = "step the optimizers that self.optimizers() returns, and use self.manual_backward(loss)"
@@ -219,8 +207,8 @@ class HaltRun:
             advice = "see whether the strategy or an optimizer keeps gradients elsewhere than in p.grad"
         else:
             return  # training_step returned no loss, or one that depends on no weight: there was nothing to see
-        self._has_warned = True
-        warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
+        if self._is_first_warning():
+            warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
 
     def _halt(self, guard: StepGuard, bad_step: BadStep) -> HaltReport:
         """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""

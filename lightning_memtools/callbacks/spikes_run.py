@@ -14,12 +14,17 @@ from lightning_memtools.callbacks.halt_run import step_conditions
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, MicroBatch, move_to_host
 from lightning_memtools.nonfinite.halt_report import CapsuleNote
-from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction, SpikeDetector
-from lightning_memtools.nonfinite.spike_capsule import write_spike_capsule
+from lightning_memtools.nonfinite.loss_spike import (
+    LossSpike,
+    LossSpikeError,
+    SpikeAction,
+    SpikeDetector,
+    write_spike_capsule,
+)
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text
-from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
+from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.state.training_point import TrainingPoint
 
 # Files hold the weights twice: a run that spikes all the time must not fill the disk.
@@ -84,7 +89,7 @@ class SpikesRun:
         self.decides = options.action != "report"
         self.spikes: list[LossSpike] = []
         self._detector = options.detector()
-        self._ranks = RankGather(EXCHANGE_LIMIT)
+        self._ranks = RankGather()
         self._directory = report_directory(trainer, options.directory)
         self._loop: LoopMarker | None = None
         # The last two, each with the steps and updates that came before it: the latest may be a step old, and its

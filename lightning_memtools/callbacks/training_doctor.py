@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, EvaluationBatchEnd
 from lightning_memtools.callbacks.doctor_run import DoctorRun
-from lightning_memtools.doctor.check_registry import selected_checks
-from lightning_memtools.doctor.examination import Examination
+from lightning_memtools.doctor.examination import Examination, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.reporting.neighbours import Neighbour

@@ -23,9 +23,8 @@ from lightning_memtools.checkpointing.memory_model import (
 )
 from lightning_memtools.checkpointing.step_profile import StepProfile
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.phrases import counted, first_of
-from lightning_memtools.reporting.tables import Table, markdown_table
+from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
 from lightning_memtools.simulation.step_trace import StepCost
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a module in a list

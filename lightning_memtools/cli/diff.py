@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_memtools.cli.replay import add_model_and_trust
-from lightning_memtools.cli.targets import UsageError, working
+from lightning_memtools.budgets.peak_memory import PeakMemory
+from lightning_memtools.cli.dry_run import FITS, DryRunResult
+from lightning_memtools.cli.replay import add_model_and_trust, model_of, trusted
+from lightning_memtools.cli.targets import UsageError, say, working
+from lightning_memtools.memory.sizes import GIB
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from lightning_memtools.budgets.memory_diff import MemoryDiff
 
 
@@ -60,7 +72,6 @@ def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
         UsageError: There are not two results, or no script.
     """
     from lightning_memtools.budgets.memory_diff import MemoryDiff  # noqa: PLC0415, --help needs none
-    from lightning_memtools.cli.diff_sources import peak_at_revision, peak_in  # noqa: PLC0415
 
     if chosen.git is not None:
         if not chosen.results:
@@ -88,14 +99,183 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _show(diff: MemoryDiff, most: int | None) -> None:
-    import rich.console  # noqa: PLC0415, --help needs it not
-
     from lightning_memtools.reporting.tables import console_table  # noqa: PLC0415
 
-    console = rich.console.Console()
-    for text in (diff.headline, *diff.remarks):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for table in diff.tables(most):
-        console.print(console_table(table))
-    for text in diff.moments:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(diff.headline, *diff.remarks)
+    say(*map(console_table, diff.tables(most)))
+    say(*diff.moments)
+
+
+_DRY_RUN = "dry_run.json"
+_SNAPSHOTS = "memtools/memory_snapshot_step*.pickle"
+
+
+def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemory:
+    """Return the peak of a result.
+
+    Args:
+        path: The file or directory of the result.
+        chosen: The command line, which says how the module of a capsule is made.
+        status: The line that says what is being done.
+
+    Raises:
+        UsageError: There is no such file, or it holds no result.
+    """
+    if path.is_dir():
+        return _of_json(path / _DRY_RUN) if (path / _DRY_RUN).exists() else _of_run(path)
+    if not path.exists():
+        raise UsageError(f"There is no file or folder {str(path)!r}.")
+    if path.suffix == ".pickle":
+        return _of_snapshot(path)
+    if path.suffix == ".pt":
+        return _of_capsule(path, chosen, status)
+    if "tfevents" in path.name:
+        return _of_run(path.parent)
+    return _of_json(path)
+
+
+def _of_json(path: Path) -> PeakMemory:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}.") from error
+    try:
+        return _of_content(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} holds no result of a dry run or an estimate ({type(error).__name__}: {error}). Make one with "
+            "`memtools dry-run --json` or `memtools estimate --json`."
+        ) from error
+
+
+def _of_content(content: Mapping[str, Any]) -> PeakMemory:
+    if "tests" in content:
+        raise ValueError("it is a file of recorded peaks, which pytest compares")
+    return DryRunResult.from_json(content).peak if "stages" in content else PeakMemory.from_json(content)
+
+
+def _of_snapshot(path: Path) -> PeakMemory:
+    from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, --help needs none
+    from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above
+
+    try:
+        timeline = timeline_from(path)
+    except NotASnapshotError as error:
+        raise UsageError(str(error)) from error
+    holders = timeline["holders_at_peak"]
+    return PeakMemory(
+        allocated=timeline["peak"]["bytes"],
+        reserved=max(timeline["reserved"], default=0),
+        engine="snapshot",
+        peak_at=", ".join(filter(None, (timeline["title"], timeline["peak"]["phase"]))),
+        categories=holders["parts"],
+        modules=holders["modules"],
+        lines=holders["lines"],
+    )
+
+
+def _of_run(directory: Path) -> PeakMemory:
+    """Return the highest peak of a run, with modules and lines where MemoryMonitor took a snapshot in it."""
+    from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
+    from lightning_memtools.tensorboard_plugin.run_views import composition_at_peak, summary_of  # noqa: PLC0415
+
+    events = EventDirectory(directory)
+    events.refresh()
+    runs = events.runs()
+    if len(runs) != 1:
+        found = f"of {len(runs)} runs: {', '.join(sorted(runs)[:5])}. Give one of them" if runs else "of no run"
+        raise UsageError(
+            f"{directory} holds event files {found}. A run's directory has points of MemoryMonitor, such as "
+            "lightning_logs/version_0."
+        )
+    ((name, run),) = runs.items()
+    stages = summary_of(run)["stages"]
+    peaks = {stage: one["peak_allocated"] for stage, one in stages.items() if "peak_allocated" in one}
+    if not peaks:
+        raise UsageError(f"The run in {directory} has no peaks of memory: MemoryMonitor logs them.")
+    stage = max(peaks, key=lambda one: peaks[one]["gib"])
+    snapshots = sorted(Path(directory, name).glob(_SNAPSHOTS))
+    shown = _of_snapshot(snapshots[-1]) if snapshots else None
+    return PeakMemory(
+        allocated=round(peaks[stage]["gib"] * GIB),
+        reserved=round(
+            max((one["peak_reserved"]["gib"] for one in stages.values() if "peak_reserved" in one), default=0) * GIB
+        ),
+        engine="run",
+        peak_at=f"{stage}, step {peaks[stage]['step']}",
+        categories={part: round(gib * GIB) for part, gib in composition_at_peak(run).items()},
+        modules={} if shown is None else shown.modules,
+        lines={} if shown is None else shown.lines,
+    )
+
+
+def _of_capsule(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemory:
+    """Return the peak of the step in a capsule, estimated."""
+    from lightning_memtools.budgets.measuring import peak_of_estimate  # noqa: PLC0415, --help does not need torch
+    from lightning_memtools.estimate import estimate_memory  # noqa: PLC0415, as above
+    from lightning_memtools.nonfinite.capsule_replay import replay  # noqa: PLC0415, as above
+    from lightning_memtools.state.capsule.capsule_file import CapsuleError, read_capsule  # noqa: PLC0415, as above
+
+    try:
+        autocast = read_capsule(path)["conditions"]["autocast"]
+        step = replay(path, model=model_of(chosen), trust=trusted(chosen, status))
+    except CapsuleError as error:
+        raise UsageError(str(error)) from error
+    mixed = {"torch.bfloat16": "bf16-mixed", "torch.float16": "16-mixed"}
+    options: Any = {"precision": mixed.get(str(autocast), "32-true"), "accumulate": len(step.batches)}
+    try:
+        return peak_of_estimate(estimate_memory(step.model, step.batches[0], **options), gpu=None)
+    except ValueError as error:
+        raise UsageError(f"The step of {path} cannot be estimated: {error}") from error
+
+
+def peak_at_revision(revision: str | None, script: Sequence[str], options: Sequence[str]) -> PeakMemory:
+    """Return the peak of a dry run of a script as it was at a git revision.
+
+    Args:
+        revision: The revision; None for the files as they are.
+        script: The script and its arguments.
+        options: Those of the dry run.
+
+    Raises:
+        UsageError: There is no such revision, or the script does not run to its end there.
+    """
+    here = Path.cwd()
+    with ExitStack() as stack:
+        if revision is not None:
+            top = Path(_git("rev-parse", "--show-toplevel"))
+            tree = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memtools-diff-")))
+            # A copy, and no work tree of the repository's: nothing is left in it, however this ends.
+            packed = tree / "packed.tar"
+            _git("-C", str(top), "archive", f"--output={packed}", revision)
+            with tarfile.open(packed) as archive:
+                archive.extractall(tree, filter="data")
+            packed.unlink()
+            here = tree / here.resolve().relative_to(top.resolve())
+            if not here.is_dir():
+                raise UsageError(f"At {revision} there is no folder {here.relative_to(tree)}.")
+        # The revision's own modules come before those that are installed, as an editable install is.
+        folders = [str(here), *([str(here / "src")] if (here / "src").is_dir() else [])]
+        paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "lightning_memtools.cli.main", "dry-run", "--json", *options, *script]
+        done = subprocess.run(  # noqa: S603, the user's own script
+            command, cwd=here, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
+        )
+    where = revision or "the files as they are"
+    try:
+        result = DryRunResult.from_json(json.loads(done.stdout))
+    except ValueError as error:
+        raise UsageError(f"The dry run of {where} gave no result; what it printed stands above.") from error
+    if result.status != FITS:
+        raise UsageError(f"The dry run of {where}: {result.verdict}")
+    return result.peak
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)  # noqa: S603, S607
+    except FileNotFoundError as error:
+        raise UsageError("--git needs git, which is not installed here.") from error
+    if done.returncode:
+        raise UsageError(f"git cannot tell: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from lightning_memtools.cli.targets import Target, UsageError, working
+from lightning_memtools.cli.targets import Target, UsageError, say, working
 from lightning_memtools.reporting.tables import console_table
 
 TARGET = Target("diagnose", ("model", "dataloader"), "optimizer")
@@ -39,8 +39,6 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         UsageError: The target or an option is wrong.
     """
-    import rich.console  # noqa: PLC0415, --help needs none of these
-
     from lightning_memtools.doctor.diagnosing import diagnose  # noqa: PLC0415
 
     # What the user's own code prints must not get between the lines of the JSON.
@@ -54,8 +52,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(report.as_json())  # noqa: T201, a command prints
     else:
-        console = rich.console.Console()
         if report.findings:
-            console.print(console_table(report.table()))
-        console.print(report.summary(), markup=False)
+            say(console_table(report.table()))
+        say(report.summary())
     return 1 if report.serious else 0

@@ -18,13 +18,12 @@ from typing import IO, Any
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.budgets.judgement import over_budget, parse_budget
 from lightning_memtools.budgets.peak_memory import PeakMemory
-from lightning_memtools.cli.targets import UsageError, require_folder_of
+from lightning_memtools.cli.targets import UsageError, require_folder_of, say
 from lightning_memtools.memory.sizes import context_bytes, format_size, is_count
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.console import progress_printed
-from lightning_memtools.reporting.notebooks import shown_as
-from lightning_memtools.reporting.tables import Table, console_table, markdown_table
+from lightning_memtools.reporting.tables import Table, console_table, markdown_table, shown_as
 
 _CHILD = "lightning_memtools.cli.dry_run_child"
 FITS, FAILED, OUT_OF_MEMORY, OVER_BUDGET = 0, 1, 3, 4
@@ -453,19 +452,12 @@ def _held_to(result: DryRunResult, budget: int) -> int:
 
 
 def _show(result: DryRunResult) -> None:
-    import rich.console  # noqa: PLC0415, --help needs it not
-
-    console = rich.console.Console()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     ranks = f", rank {result.rank} of {result.devices}" if result.devices > 1 else ""
     where = f"{result.device}, {format_size(result.capacity)}{ranks}"
     say(f"\nDry run on {where}: PyTorch's own CUDA code, no GPU, nothing computed.")
     say(result.verdict)
     if result.stages:
-        console.print(console_table(result.table()))
+        say(console_table(result.table()))
     if result.layers:
         say("Layers that keep most: " + ", ".join(f"{name} {format_size(size)}" for name, size in result.layers[:5]))
     too_small, enough = result.smallest_fitting

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_memtools.cli.targets import Target, UsageError, require_folder_of, working
+from lightning_memtools.cli.targets import Target, UsageError, require_folder_of, say, working
 from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.null_cuda.launch import environment, is_on_null_device, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
@@ -149,8 +149,6 @@ def _made(chosen: argparse.Namespace) -> MemoryEstimate:
 
 
 def _estimate(chosen: argparse.Namespace) -> None:
-    import rich.console  # noqa: PLC0415, --help needs it not
-
     from lightning_memtools.budgets.measuring import peak_of_estimate  # noqa: PLC0415, as above
 
     if chosen.max_batch and chosen.capacity is None:
@@ -162,17 +160,16 @@ def _estimate(chosen: argparse.Namespace) -> None:
     if chosen.json:
         print(json.dumps(peak_of_estimate(estimate, gpu=chosen.capacity).as_json(), indent=1))  # noqa: T201, a command
         return
-    console = rich.console.Console()
     word = estimate.word_on_capacity()
     if word:
-        console.print(word, markup=False)
-    console.print(console_table(estimate.summary_table()))
-    console.print(f"The peak is reached at {estimate.peak_at}.", markup=False)
+        say(word)
+    say(console_table(estimate.summary_table()))
+    say(f"The peak is reached at {estimate.peak_at}.")
     for note in estimate.notes:
-        console.print(f"Note: {note}", markup=False)
-    console.print(console_table(estimate.module_table(chosen.modules)))
+        say(f"Note: {note}")
+    say(console_table(estimate.module_table(chosen.modules)))
     rows = [(name, "yes" if fits else "no") for name, fits in estimate.fitting_gpus()]
-    console.print(
+    say(
         console_table(
             Table(("GPU", "fits"), rows if chosen.all_gpus else around_the_boundary(rows, _gpu_named(chosen.capacity)))
         )
@@ -183,9 +180,9 @@ def _estimate(chosen: argparse.Namespace) -> None:
                 largest = estimate.max_batch_size(chosen.capacity)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        console.print(f"Largest batch for {chosen.capacity}: {largest or 'none, not even one sample'}", markup=False)
+        say(f"Largest batch for {chosen.capacity}: {largest or 'none, not even one sample'}")
     if chosen.snapshot:
-        console.print(f"Snapshot for https://pytorch.org/memory_viz: {chosen.snapshot}", markup=False)
+        say(f"Snapshot for https://pytorch.org/memory_viz: {chosen.snapshot}")
 
 
 def _gpu_named(capacity: str | None) -> str | None:

@@ -16,6 +16,7 @@ from lightning_memtools.cli.dry_run import (
     add_script_to,
     run_command,
 )
+from lightning_memtools.cli.targets import say
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, console_table
 
@@ -97,16 +98,9 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _show(result: DryRunResult) -> None:
-    import rich.console  # noqa: PLC0415, --help needs it not
-
-    console = rich.console.Console()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     say(f"\nPlan for {result.device}, {format_size(result.capacity)}. {result.verdict}")
     if result.status in {FITS, OUT_OF_MEMORY}:
-        console.print(console_table(plan_table(result)))
+        say(console_table(plan_table(result)))
     for number, one in enumerate(result.advice, start=1):
         if one.code and one.fits is not False:
             say(f"{number}. {one.code}")

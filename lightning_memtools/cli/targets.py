@@ -39,6 +39,15 @@ def working(text: str) -> Status:
     return Console(stderr=True, force_terminal=False if os.environ.get("NO_COLOR") else None).status(f"{text} ...")
 
 
+def say(*parts: Any) -> None:
+    """Print texts and tables, each on lines of its own; a failure to print is an error, as in any command."""
+    from rich.console import Console  # noqa: PLC0415, --help does not need it
+
+    console = Console()
+    for part in parts:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+
 def print_error(error: BaseException) -> None:
     """Print an error as Python does, but of one of the user's code only the frames up to the user's last line.
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools.argument_types import check_types
-from lightning_memtools.doctor.check_registry import selected_checks
-from lightning_memtools.doctor.examination import Examination
+from lightning_memtools.doctor.examination import Examination, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.step_trial import place_of_error
 from lightning_memtools.doctor.training_case import TrainingCase

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.phrases import counted
-from lightning_memtools.reporting.tables import Table, markdown_table
+from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
 
 Severity = Literal["info", "warning", "error"]
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}

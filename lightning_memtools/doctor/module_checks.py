@@ -12,7 +12,6 @@ from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.step_trial import trial_of
 from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.reporting.phrases import counted, first_of
 
 
@@ -124,16 +123,13 @@ class Devices:
             )
 
     def batch_start(self, batch: Any, index: int) -> Iterator[Finding]:
-        """Report plain attributes, and what the trial showed of them."""
+        """Report plain attributes, and moved copies that the trial saw thrown away."""
         if index:
             return
-        facts = trial_of(self._case, batch)
         strays = {} if self._is_spread_by_accelerate() else self._case.strays()
-        for met in (True, False):
-            plain = [name for name in strays if (name in facts.meetings) is met]
-            if plain:
-                yield self._plain_attributes(plain, facts.meetings.get(plain[0]))
-        for line in dict.fromkeys(facts.discarded_moves):
+        if strays:
+            yield self._plain_attributes(strays)
+        for line in dict.fromkeys(trial_of(self._case, batch).discarded_moves):
             yield Finding(
                 "devices",
                 "warning",
@@ -143,18 +139,17 @@ class Devices:
                 f"Assign the result: x = {line.source}",
             )
 
-    def _plain_attributes(self, names: list[str], meeting: CodeLine | None) -> Finding:
-        module, key = self._case.strays()[names[0]]
+    def _plain_attributes(self, strays: dict[str, tuple[nn.Module, str]]) -> Finding:
+        names = list(strays)
+        module, key = strays[names[0]]
         place = f"{names[0]} is on {getattr(module, key).device}, the model on {self._case.home()}"
         return Finding(
             "devices",
-            "info" if meeting is None else "warning",
+            "info",
             first_of(names),
-            f"{counted(len(names), 'tensor is a plain attribute', 'tensors are plain attributes')} of modules: {place}."
-            + (f" In a trial on fake tensors it meets a tensor of the model's device at {meeting}." if meeting else ""),
-            "The step raises 'Expected all tensors to be on the same device' there."
-            if meeting
-            else "model.to() does not move them, and state_dict() does not save them.",
+            f"{counted(len(names), 'tensor is a plain attribute', 'tensors are plain attributes')}: {place}.",
+            "model.to() does not move them, and state_dict() does not save them. A step that takes one together with a "
+            "tensor of the model raises 'Expected all tensors to be on the same device'.",
             f"self.register_buffer({key!r}, tensor, persistent=False)",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ class OptimizerParameters:
 
     def __init__(self, case: TrainingCase) -> None:
         self._case = case
-        self._left_out: dict[str, float] = {}
         self._n_steps = 0
 
     def before_training(self) -> Iterator[Finding]:
@@ -99,7 +98,6 @@ class _Seen:
     n_steps: int = 0
     n_missing: int = 0
     n_zero: int = 0
-    is_suspect: bool = field(default=False)
 
 
 class MissingGradients:

@@ -8,7 +8,7 @@ import linecache
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -47,8 +47,6 @@ _ELEMENTWISE_LOSSES: dict[Any, str] = {
 _DIFFERENCES: frozenset[Any] = frozenset({Tensor.sub, Tensor.__sub__, torch.sub, torch.subtract, Tensor.__rsub__})
 _MOVES: frozenset[Any] = frozenset({Tensor.cuda, Tensor.cpu, Tensor.to})
 _MOVE_NAMES = frozenset({"cuda", "cpu", "to"})
-# These take tensors of two devices. (An index may be on the host.)
-_TAKE_TWO_DEVICES = _MOVES | {Tensor.type_as, Tensor.copy_, Tensor.__setitem__, Tensor.__getitem__}
 _NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _MAX_COPIED_BYTES = 2**29
 _CUT = "None of the inputs have requires_grad=True"  # torch.utils.checkpoint warns so
@@ -82,8 +80,6 @@ class TrialFacts:
         error: The exception that ended it; None if it ran through.
         broadcasts: The losses whose inputs broadcast.
         discarded_moves: Lines where a tensor was moved and the moved copy thrown away.
-        meetings: By the name of a plain attribute on another device than the model: the line where an operator takes it
-            together with a tensor of the model's device.
         sum_lines: Lines of losses that add up over the batch.
         sums_last: True where the loss itself is the result of a sum, or of one times a factor.
         has_cutting_checkpoint: True if torch.utils.checkpoint with use_reentrant=True ran on inputs without gradient.
@@ -92,7 +88,6 @@ class TrialFacts:
     error: Exception | None = None
     broadcasts: list[BroadcastInputs] = field(default_factory=list)
     discarded_moves: list[CodeLine] = field(default_factory=list)
-    meetings: dict[str, CodeLine] = field(default_factory=dict)
     sum_lines: list[CodeLine] = field(default_factory=list)
     sums_last: bool = False
     has_cutting_checkpoint: bool = False
@@ -197,15 +192,13 @@ def _try(case: TrainingCase, batch: Any, exchange: TensorExchange) -> TrialFacts
     assert case.forward is not None
     facts = TrialFacts()
     cuda = case.device.type == "cuda"
-    names_of_strays = case.strays()
     try:
         with (
             _variables_restored(_step_of(case)),
             simulated(case.model, VirtualDevice(cuda_like=cuda), exchange, cuda=cuda),
         ):
             copied = copy_of_batch(batch, None, values=isinstance(exchange, RealExchange))
-            strays = {name: vars(module)[key] for name, (module, key) in names_of_strays.items()}
-            with _StepWatch(facts, tensors_in(copied), strays), warnings.catch_warnings(record=True) as caught:
+            with _StepWatch(facts, tensors_in(copied)), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 loss = case.forward(case.model, copied)
             facts.has_cutting_checkpoint = any(_CUT in str(one.message) for one in caught)
@@ -255,21 +248,17 @@ def _is_cheap_to_copy(case: TrainingCase) -> bool:
 
 
 class _StepWatch(TorchFunctionMode):
-    """Notes losses whose inputs broadcast, sums, moved copies that are thrown away, and tensors of two devices.
+    """Notes losses whose inputs broadcast, sums, and moved copies that are thrown away.
 
     Args:
         facts: Takes the notes.
         batch: The tensors of the batch.
-        strays: The stand-ins of attributes on another device, by name. All stand-ins are on one device.
     """
 
-    def __init__(self, facts: TrialFacts, batch: Iterable[Tensor], strays: Mapping[str, Tensor]) -> None:
+    def __init__(self, facts: TrialFacts, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._facts = facts
         self._batch = {id(tensor): tensor for tensor in batch}
-        # By identity, with the tensor so that its identity stays its own. Without a name: moved to the host on purpose.
-        self._strays: dict[int, tuple[Tensor, str]] = {id(one): (one, name) for name, one in strays.items()}
-        self._has_strays = bool(strays)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -278,8 +267,6 @@ class _StepWatch(TorchFunctionMode):
         if func in _MOVES:
             self._note_move()
         result = func(*args, **kwargs)
-        if self._has_strays:
-            self._follow_strays(func, list(tensors_in((args, kwargs))), result)
         tensors = list(tensors_in((args, kwargs)))
         if tensors and all(id(one) in self._batch for one in tensors):
             self._batch |= {id(one): one for one in tensors_in(result)}  # a target of another shape or type
@@ -291,21 +278,6 @@ class _StepWatch(TorchFunctionMode):
         if kwargs.get("reduction") == "sum" and (line := line_on_stack()) is not None:
             self._facts.sum_lines.append(line)
         return result
-
-    def _follow_strays(self, func: Any, inputs: list[Tensor], result: Any) -> None:
-        names = [self._strays[id(one)][1] for one in inputs if id(one) in self._strays]
-        if func is Tensor.cpu:
-            self._strays |= {id(one): (one, "") for one in tensors_in(result)}
-        elif func in _MOVES or func is Tensor.type_as:
-            for one in tensors_in(result):  # the same object, where the stand-in need not move
-                self._strays.pop(id(one), None)
-        elif len(names) == len(inputs):
-            self._strays |= {id(one): (one, names[0]) for one in tensors_in(result) if names}
-        elif func not in _TAKE_TWO_DEVICES and any(one.dim() and id(one) not in self._strays for one in inputs):
-            line = line_on_stack()
-            for name in {self._strays[id(one)][1] for one in inputs if one.dim() and id(one) in self._strays} - {""}:
-                if line is not None:
-                    self._facts.meetings.setdefault(name, line)
 
     def _is_prediction_and_target(self, args: tuple[Any, ...]) -> bool:
         # Two views of one tensor, as in `x[:, None] - x`, are meant to broadcast.

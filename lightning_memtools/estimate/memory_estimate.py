@@ -12,8 +12,7 @@ from lightning_memtools.estimate.memory_timeline import MemoryTimeline
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
 from lightning_memtools.memory.peak_holders import PeakHolder
 from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
-from lightning_memtools.reporting.notebooks import shown_as
-from lightning_memtools.reporting.tables import Table, markdown_table
+from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
 
 # Compute capabilities 9, 10 and 12, for which torch gives cuBLAS 32 MiB (see memory/allocator).
 _LARGE_WORKSPACE = ("H20", "H100", "H200", "H800", "GH200", "B100", "B200", "B300", "GB200", "RTX 50", "RTX PRO")

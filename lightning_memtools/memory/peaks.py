@@ -225,14 +225,14 @@ class StageWatch:
 
 
 class PhaseClock:
-    """Measures the host time of each phase of training, and of the wait for data between two steps."""
+    """Measures the host time of each phase of training, of whole steps, or of the wait for data between two steps."""
 
     def __init__(self) -> None:
         self._elapsed_s: dict[str, float] = {}
         self._running: str | None = None
         self._since = 0.0
 
-    def switch(self, phase: Phase | Literal["data"] | None) -> None:
+    def switch(self, phase: Phase | Literal["data", "step"] | None) -> None:
         """End the running phase, if any, and begin another one unless it is None."""
         now = time.perf_counter()
         if self._running is not None:

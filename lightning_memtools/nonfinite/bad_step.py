@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, is_mask, rows_with
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.state.starts import BatchStart, UpdateStart, changed_in_place, simple_items
 
@@ -93,8 +93,6 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
         if not bad.any():
             continue
         has_samples = floats.dim() > 0 and tensor.layout == torch.strided
-        samples = bad.flatten(1).any(1) if has_samples and floats.dim() > 1 else bad
-        positions = samples.nonzero()[: MAX_SAMPLES + 1, 0].tolist() if has_samples else []
         n_nan = int(floats.isnan().sum())
         found.append(
             BadInput(
@@ -103,8 +101,8 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
                 n_nan=n_nan,
                 n_inf=int(bad.sum()) - n_nan,
                 n_elements=floats.numel(),
-                samples=tuple(positions),
-                is_mask=bool(((floats == 0) | (floats == -torch.inf)).all()),
+                samples=tuple(rows_with(bad, MAX_SAMPLES + 1)) if has_samples else (),
+                is_mask=is_mask(floats),
             )
         )
     return found

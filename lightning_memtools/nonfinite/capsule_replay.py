@@ -17,8 +17,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.nonfinite.bad_step import TRAINER_FACTS, MicroBatch, StepConditions, mismatches
 from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.explain import explain
-from lightning_memtools.nonfinite.loss_spike import SpikeComparison
-from lightning_memtools.nonfinite.spike_capsule import compare_spike
+from lightning_memtools.nonfinite.loss_spike import SpikeComparison, compare_spike
 from lightning_memtools.nonfinite.step_rerun import (
     CannotRerunError,
     EarlierValues,
@@ -27,7 +26,7 @@ from lightning_memtools.nonfinite.step_rerun import (
     says_nothing,
     values_up_to_nan,
 )
-from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.capsule.capsule_file import CapsuleError, LeftOut, dtype_named, from_plain, read_capsule
 from lightning_memtools.state.capsule.environment import (

@@ -16,6 +16,18 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
 
 
+def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
+    """Return the first positions along dimension 0 that have an element that is set. Waits for the device."""
+    rows = marked.flatten(1).any(1) if marked.dim() > 1 else marked
+    positions: list[int] = rows.nonzero()[:most, 0].tolist()
+    return positions
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Return whether a tensor holds 0 and -inf only, as attention masks do. Waits for the device."""
+    return bool(((tensor == 0) | (tensor == -torch.inf)).all())
+
+
 def floats_of(tensor: Tensor) -> Tensor | None:
     """Return the floating point numbers that a tensor stores on this rank; None if there are none that can be read.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -55,16 +55,6 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         vars(self).update({name: tuple(each) if type(each) is list else each for name, each in fields.items()})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Launchers that spawn processes send errors through pickle, which by default would pass the message alone.
-        return _rebuild, (str(self), self.__dict__.copy())
-
-
-def _rebuild(message: str, fields: dict[str, Any]) -> NonFiniteError:
-    error = NonFiniteError(message)
-    vars(error).update(fields)  # among them attributes that others added, such as notes
-    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +397,6 @@ def state_error(
     *,
     step: int,
     finite_at: int,
-    writers: Mapping[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
     """Return the error of a buffer or optimizer state that is bad although losses and gradients are finite.
@@ -416,20 +405,18 @@ def state_error(
         everyone: The bad tensors of each rank; those of the rank that reports come first.
         step: The training step.
         finite_at: The step at which they were last known to be finite.
-        writers: What usually writes each of them, in words, by name.
         history: The steps before.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
-    writer = writers.get(bad[0].name, "your code")
     cause = NonFiniteCause.STATE.value
     because = "losses and gradients were finite, so no update can have made it"
-    unknown = f"It was finite at step {finite_at}. What wrote it since is not known; {writer} usually does."
+    unknown = f"It was finite at step {finite_at}. What wrote it since is not known."
     inputs = "also in branches that do not reach the loss and in validation; then start from an earlier checkpoint."
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights, buffers and optimizer state: {named(bad, 'none')}.",
         f"Cause: {cause}: {because}. {unknown}",
-        f"Next: look at what {writer} writes and from which inputs, {inputs}",
+        f"Next: look at what writes it and from which inputs, {inputs}",
     ]
     return NonFiniteError("\n".join(lines), step=step, rank=rank, cause=cause, parameters=bad, **_of_steps(history))
 

@@ -23,6 +23,7 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import list_samples
+from lightning_memtools.nonfinite.finite_checks import is_mask, rows_with
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 
 _NARROWER = {
@@ -62,23 +63,18 @@ def cleaned(batch: Any) -> tuple[Any, str]:
     """
     bad: set[int] = set()
     for _, tensor in named_tensors(batch, "batch"):
-        if is_in_memory(tensor) and tensor.is_floating_point() and tensor.dim() and not _is_mask(tensor):
-            bad.update((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[:, 0].tolist() if tensor.dim() > 1
-                       else (~torch.isfinite(tensor)).nonzero()[:, 0].tolist())  # fmt: skip
+        if is_in_memory(tensor) and tensor.is_floating_point() and tensor.dim() and not is_mask(tensor):
+            bad.update(rows_with(~torch.isfinite(tensor)))
     changed = with_other_samples(batch, sorted(bad))
     if changed is not None:
         return changed[0], f"with sample {changed[1]} in the place of {list_samples(sorted(bad))}"
 
     def fill(tensor: Tensor) -> Tensor:
-        if not is_in_memory(tensor) or not tensor.is_floating_point() or _is_mask(tensor):
+        if not is_in_memory(tensor) or not tensor.is_floating_point() or is_mask(tensor):
             return tensor
         return torch.nan_to_num(tensor.detach(), 0.0, 0.0, 0.0).requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, fill), "with 0 in the place of NaN and Inf"
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == -torch.inf)).all())
 
 
 def widened_batch(batch: Any, dtype: torch.dtype) -> Any:

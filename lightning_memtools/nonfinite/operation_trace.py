@@ -31,7 +31,7 @@ from lightning_memtools._torch import (
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
 from lightning_memtools.nonfinite import step_rerun
-from lightning_memtools.nonfinite.finite_checks import floats_of
+from lightning_memtools.nonfinite.finite_checks import floats_of, rows_with
 
 _MOST_SAMPLES = 1024
 
@@ -86,7 +86,6 @@ def values_of(tensor: Tensor) -> TensorFacts | None:
     n_bad = int(bad.sum())
     of_interest = bad if n_bad else zeros
     has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
-    samples = of_interest.flatten(1).any(1) if has_samples and floats.dim() > 1 else of_interest
     return TensorFacts(
         shape=tuple(floats.shape if tensor.is_nested else tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -96,7 +95,7 @@ def values_of(tensor: Tensor) -> TensorFacts | None:
         largest=float(finite.abs().max()) if finite.numel() else 0.0,
         smallest=float(finite.min()) if finite.numel() else 0.0,
         n_negative=int((floats < 0).sum()),
-        samples=tuple(samples.nonzero()[:_MOST_SAMPLES, 0].tolist()) if has_samples else (),
+        samples=tuple(rows_with(of_interest, _MOST_SAMPLES)) if has_samples else (),
     )
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.arriving_values import ArrivingValues
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import bytes_in, names_of
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.nonfinite.bad_step import (
@@ -185,7 +186,7 @@ class StepGuard:
         self._latest: GuardedStep | None = None
         self._now: tuple[int, MicroBatch] | None = None
         self._n_steps_in_batch = 0
-        self._has_warned = False
+        self._is_first_warning = FirstTime()
         self._held_back: Optimizer | None = None
         self._checks_again = checks_again
         self._undo_updates = options.undo_updates
@@ -551,12 +552,9 @@ class StepGuard:
             )
         if len(self.skipped) >= self._max_skips:
             return bad_step
-        self._skip(bad_step.step, optimizer, scaler)
-        return None
-
-    def _skip(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> None:
         self._hold_back(optimizer, scaler)
-        self._note_skip(step)
+        self._note_skip(bad_step.step)
+        return None
 
     def _hold_back(self, optimizer: Optimizer, scaler: Any) -> None:
         if scaler is None or not takes_scaled_gradients(optimizer):
@@ -574,13 +572,12 @@ class StepGuard:
         self.history.append(PastStep(step.number, sum(losses) / len(losses) if losses else math.nan, norm))
 
     def _warn_of_private_loss(self) -> None:
-        if not self._has_warned:
+        if self._is_first_warning():
             warnings.warn(
                 f"The loss of rank {self._ranks.rank} is NaN or Inf while the gradients of all ranks are finite, so "
                 "the other ranks cannot know and training goes on. This warning is given once.",
                 stacklevel=2,
             )
-        self._has_warned = True
 
 
 def can_look_first(gradients: list[Tensor]) -> bool:

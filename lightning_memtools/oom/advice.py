@@ -11,7 +11,7 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
-from lightning_memtools.oom.fragmentation import IN_PIECES, changed, settings_that_serve
+from lightning_memtools.oom.fragmentation import EXPANDABLE, IN_PIECES, changed, settings_that_serve
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.plan_trials import LEAST_PRICE
 from lightning_memtools.oom.recorded_history import (
@@ -39,7 +39,6 @@ ACCUMULATE = Action(
     title="Accumulate gradients over smaller batches",
     code="Trainer(accumulate_grad_batches=...)",
 )
-LEAST_RECOMPUTATION = Action(kind=ActionKind.CHECKPOINTING, title="Recompute only as much as is needed to fit")
 RECOMPUTE = Action(
     kind=ActionKind.CHECKPOINTING,
     title="Recompute activations in the backward pass",
@@ -77,41 +76,24 @@ def expandable_segments(trials: StepTrials) -> Iterator[Action]:
     history = trials.failed.history
     if history is None:
         raise NotFoundError(NO_HISTORY)
-
-    def whole_step() -> tuple[MemoryEstimate, bool]:
-        plain = trials.plain
-        assert plain.trace is not None
-        config = replace(plain.trace.config, expandable_segments=True)
-        return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
-
-    verdict = with_expandable_segments(history)
-    made = _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
-    yield _as_cause(trials, made)
+    yield _with_setting(trials, EXPANDABLE, with_expandable_segments(history), USE_EXPANDABLE_SEGMENTS)
 
 
 def allocator_settings(trials: StepTrials) -> Iterator[Action]:
     """Other settings of the allocator, where expandable segments do not serve: the first that makes the step fit."""
     history = trials.failed.history
     assert history is not None
+    if with_expandable_segments(history).served:
+        return
     tried: list[str] = []
     for setting, verdict in settings_that_serve(history, trials.check_time):
-        if setting.startswith("expandable"):
-            if verdict.served:
-                return
+        if setting == EXPANDABLE:
             continue
         tried.append(setting)
-        if not verdict.served:
-            continue
-
-        def whole_step(setting: str = setting) -> tuple[MemoryEstimate, bool]:
-            plain = trials.plain
-            assert plain.trace is not None
-            config = changed(plain.trace.config, setting)
-            return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
-
-        action = replace(USE_SETTING, title=f"Set {setting}", code=f'PYTORCH_ALLOC_CONF="{setting}"')
-        yield _as_cause(trials, _of(trials, verdict, action, whole_step))
-        return
+        if verdict.served:
+            action = replace(USE_SETTING, title=f"Set {setting}", code=f'PYTORCH_ALLOC_CONF="{setting}"')
+            yield _with_setting(trials, setting, verdict, action)
+            return
     yield replace(
         USE_SETTING,
         detail=f"In a replay of the recorded allocations, none of {in_series(tried)} serves the request",
@@ -120,8 +102,16 @@ def allocator_settings(trials: StepTrials) -> Iterator[Action]:
     )
 
 
-def _as_cause(trials: StepTrials, action: Action) -> Action:
-    """Return the action as one against the cause, if it makes the step fit and much memory lay in pieces."""
+def _with_setting(trials: StepTrials, setting: str, verdict: ReplayVerdict, action: Action) -> Action:
+    """Return the action that changes a setting of the allocator; one against the cause if much memory lay in pieces."""
+
+    def whole_step() -> tuple[MemoryEstimate, bool]:
+        plain = trials.plain
+        assert plain.trace is not None
+        config = changed(plain.trace.config, setting)
+        return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
+
+    action = _of(trials, verdict, action, whole_step)
     facts = trials.failed.facts
     unusable, reserved = facts.unusable or 0, facts.stats.reserved or 0
     if not action.fits or unusable < IN_PIECES * reserved:
@@ -299,27 +289,43 @@ def _with_the_same_plan(trials: StepTrials, action: Action, peak: int) -> Action
 
 
 def checkpointing(trials: StepTrials) -> Iterator[Action]:
-    """The plan that GradientCheckpointing() chooses by itself; where a plan is applied already, one that fits."""
-    if trials.failed.run.plan is not None:
-        better = list(least_recomputation(trials))
-        yield from better
-        if not better:
-            title = "Recompute more activations than now"
-            detail = "No plan was found with which the step fits"
-            yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
-        return
+    """The plan with the least recomputation that fits; without one, what GradientCheckpointing() chooses by itself."""
+    is_applied = trials.failed.run.plan is not None
+    found = None if is_applied else _chosen_plan(trials)
+    try:
+        found = _least_recomputation(trials) or found
+    except Exception:
+        if found is None:
+            raise
+    if found is None and is_applied:
+        title = "Recompute more activations than now"
+        detail = "No plan was found with which the step fits"
+        found = replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
+    if found is not None:
+        yield found
+
+
+def _chosen_plan(trials: StepTrials) -> Action | None:
     plan, code = trials.plans.best.plan, trials.plans.best.code
     if _recomputes_nothing(plan):
-        return
+        return None
     if plan.refused is not None:
-        yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
-        return
+        return replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
     assert plan.peak_bytes is not None
     if trials.can_tell_what_fits and plan.peak_bytes > trials.usable:
         # The plan's own trace shows that it is not enough. Another one would only add what the allocator reserves.
-        yield with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
-        return
-    yield compared(trials, trials.estimate_with_plan(plan), _recompute(plan, code), price=_price(plan))
+        return with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
+    return compared(trials, trials.estimate_with_plan(plan), _recompute(plan, code), price=_price(plan))
+
+
+def _least_recomputation(trials: StepTrials) -> Action | None:
+    planned = trials.plans.that_fits() if trials.can_tell_what_fits else None
+    if planned is None or planned.estimate is None or planned.plan.refused is not None:
+        return None
+    if _recomputes_nothing(planned.plan):
+        return None
+    action = _recompute(planned.plan, planned.code)
+    return compared(trials, planned.estimate, action, price=_price(planned.plan))
 
 
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:
@@ -333,17 +339,6 @@ def chunked_loss(trials: StepTrials) -> Iterator[Action]:
     action = replace(CHUNK_THE_LOSS, code=f"GradientCheckpointing({given})")
     made = with_peak(trials, peak, action, fits=peak <= trials.usable if trials.can_tell_what_fits else None)
     yield replace(made, detail=f"{found.size[0].upper()}{found.size[1:]}. {made.detail}")
-
-
-def least_recomputation(trials: StepTrials) -> Iterator[Action]:
-    """The checkpoint plan with the least recomputation that fits, if there is one."""
-    planned = trials.plans.that_fits() if trials.can_tell_what_fits else None
-    if planned is None or planned.estimate is None or planned.plan.refused is not None:
-        return
-    if _recomputes_nothing(planned.plan):
-        return
-    action = _recompute(planned.plan, planned.code)
-    yield compared(trials, planned.estimate, action, price=_price(planned.plan))
 
 
 def offload(trials: StepTrials) -> Iterator[Action]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_memtools.checkpointing.loss_head import possible_heads
 from lightning_memtools.oom import advice, cause_advice
 from lightning_memtools.oom.combined_advice import COMBINE, combined
-from lightning_memtools.oom.deadline import NOT_REACHED, Deadline
+from lightning_memtools.oom.deadline import Deadline
 from lightning_memtools.oom.failed_step import FailedStep
 from lightning_memtools.oom.fragmentation import IN_PIECES
 from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
@@ -29,8 +29,6 @@ class AdviceCheck:
         applies: Returns whether the change makes sense for the failed step.
         only_if_nothing_fits: True if the check is only useful when no other change is enough.
         is_long: True if the check is left out, without a word, where less than 30 s are left: `memtools plan` has more.
-        improves: True if the check improves on another one. What it finds replaces the actions of the same kind, and
-            it is shown as unchecked only where the time was over.
         needs_trace: True if the check cannot be carried out for a step that cannot be traced.
         needs_whole_model: True if the check makes no sense where FSDP 2 shards the model: its figures would be those of
             all ranks together.
@@ -43,7 +41,6 @@ class AdviceCheck:
     needs_whole_model: bool = False
     only_if_nothing_fits: bool = False
     is_long: bool = False
-    improves: bool = False
 
 
 def _is_training(failed: FailedStep) -> bool:
@@ -119,15 +116,8 @@ CHECKS = (
     ),
     AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true", needs_whole_model=True),
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training, needs_whole_model=True),
-    AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
     AdviceCheck(advice.accumulation, advice.ACCUMULATE, lambda it: _is_training(it) and it.run.can_accumulate),
-    AdviceCheck(
-        advice.least_recomputation,
-        advice.LEAST_RECOMPUTATION,
-        lambda it: _is_training(it) and it.run.plan is None,
-        improves=True,
-        needs_whole_model=True,
-    ),
+    AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
     AdviceCheck(
         advice.offload,
         advice.OFFLOAD,
@@ -187,11 +177,7 @@ class AdviceChecks:
                 is_enough = any(action.fits and action.kind not in _OTHER_HARDWARE for action in found)
                 if (check.only_if_nothing_fits and is_enough) or (check.is_long and self._deadline.left_s < _LONG_S):
                     continue
-                new = _carried_out(check, trials)
-                if check.improves:
-                    found = _improved(found, new)
-                    continue
-                found += new
+                found += _carried_out(check, trials)
         self.actions = ranked(found)
 
     def _note(self, trials: StepTrials) -> None:
@@ -223,16 +209,6 @@ def _modules(trials: StepTrials) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(found, key=lambda item: -item[1]))
 
 
-def _improved(found: list[Action], new: list[Action]) -> list[Action]:
-    """Return the actions with new ones in place of those of the same kind; unchecked ones beside a checked one only."""
-    checked = {action.kind for action in found if action.checked}
-    better = {action.kind for action in new if action.checked}
-    return [
-        *(action for action in found if action.kind not in better),
-        *(action for action in new if action.checked or action.kind in checked),
-    ]
-
-
 def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
     """Return the actions that a check found; if it was not carried out to its end, also why not."""
     why_not = trials.why_not if check.needs_trace else ""
@@ -242,5 +218,4 @@ def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
             found.extend(check.run(trials))  # keeps what came before an error
         except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
             why_not = in_a_line(error)
-    is_named = why_not == NOT_REACHED if check.improves else bool(why_not)
-    return [*found, replace(check.unchecked, detail=why_not)] if is_named else found
+    return [*found, replace(check.unchecked, detail=why_not)] if why_not else found

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import module_call_code
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors, tensors_in
 from lightning_memtools.memory.owned import OnDevice, Owned, composition_of, owned_by
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.stats import MemoryStats
@@ -266,7 +266,7 @@ class FailureFacts:
     @property
     def samples(self) -> int | None:
         """The size of the batch's first dimension; None without a tensor that has one."""
-        return next((tensor.shape[0] for tensor in tensors_in(self.batch) if tensor.dim()), None)
+        return batch_size_in(self.batch)
 
 
 def sizes_only(batch: Any) -> Any:

@@ -13,8 +13,9 @@ from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.user_code import CodeLine, owner_of
 from lightning_memtools.oom.recorded_history import RecordedHistory, ReplayVerdict, replayed
 
+EXPANDABLE = "expandable_segments:True"
 SETTINGS = (
-    "expandable_segments:True",
+    EXPANDABLE,
     "max_split_size_mb:64",
     "max_split_size_mb:256",
     "max_split_size_mb:1024",

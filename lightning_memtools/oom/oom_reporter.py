@@ -13,16 +13,17 @@ from typing import Any
 
 from lightning_memtools._torch import free_gathered_parameters
 from lightning_memtools.memory.allocator import write_snapshot
+from lightning_memtools.memory.host_memory import read_host_memory
+from lightning_memtools.memory.shared_memory import kills_in_container, shared_memory_use
+from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.advice_checks import AdviceChecks
 from lightning_memtools.oom.deadline import Deadline
-from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
+from lightning_memtools.oom.failed_step import FailedRun, failed_step, held_memory, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
 from lightning_memtools.oom.fragmentation import pinned_segments
-from lightning_memtools.oom.held_memory import held_memory
-from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
@@ -83,18 +84,6 @@ class NoticeBoard:
             break
         with_store(lambda store: store.set(self._key, json.dumps(asdict(notice))))
         return True
-
-    def replace(self, notice: OOMNotice) -> None:
-        """Replace the notice that this rank has left."""
-        text = json.dumps(asdict(notice))
-        for path in self._paths:
-            try:
-                if path.exists():
-                    path.write_text(text, encoding="utf-8")
-                    break
-            except OSError:
-                continue
-        with_store(lambda store: store.set(self._key, text))
 
     def read(self) -> OOMNotice | None:
         """Return the notice; None if no rank has left one."""
@@ -172,11 +161,12 @@ class OOMReporter:
             processes=processes_of(capture.device, capture.virtual, facts),
             top=self.top,
         )
-        notice = OOMNotice(facts.moment.rank, page.headline)
-        board = None if done else self.board
-        is_first = board is None or board.leave(notice)
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
+        path = str(page.file) if isinstance(page.file, Path) else ""
+        is_first = (
+            bool(done) or self.board is None or self.board.leave(OOMNotice(facts.moment.rank, page.headline, path))
+        )
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
         page.pinned = () if snapshot is None else pinned_segments(snapshot, capture.device.index or 0)
@@ -186,9 +176,6 @@ class OOMReporter:
         text = page.markdown()
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, text)
-        if board is not None and is_first:
-            path = str(page.file) if isinstance(page.file, Path) else ""
-            board.replace(replace(notice, report=path))
         lines = page.console() if is_first else f"{page.headline} {page.file_line()}"
         print_on_console(lines, soft_wrap=True)
         return page
@@ -278,3 +265,61 @@ def _file_name(moment: FailureMoment) -> str:
     stage = moment.stage.replace(" ", "-")
     rank = f"-rank{moment.rank}" if moment.world_size > 1 else ""
     return f"oom-{stage}-step{moment.step}{rank}.md"
+
+
+def killed_worker_page(text: str, moment: FailureMoment) -> str:
+    """Return the report as markdown, its first line a headline.
+
+    Args:
+        text: The words with which DataLoader tells of the worker's end.
+        moment: The place in the run.
+    """
+    in_shared_memory = "Bus error" in text
+    where = "the shared memory of loader workers (/dev/shm)" if in_shared_memory else "host memory"
+    signal = "Bus error (SIGBUS)" if in_shared_memory else "Killed (SIGKILL)"
+    return "\n".join((
+        f"# A loader worker died: {where} ran out",
+        "",
+        f"A worker of a DataLoader ended with {signal} ({moment}). The memory of the GPU is not the cause.",
+        "",
+        "## What was found",
+        *(f"- {line}" for line in _evidence(in_shared_memory=in_shared_memory)),
+        "",
+        "## What to do",
+        *(f"{n}. {line}" for n, line in enumerate(_actions(in_shared_memory=in_shared_memory), 1)),
+        "",
+        "## The error",
+        *(f"> {line}" for line in text.splitlines()),  # which wraps, as a block of code does not
+        "",
+    ))  # fmt: skip
+
+
+def _evidence(*, in_shared_memory: bool) -> list[str]:
+    # The worker's memory is free again by now, so this is what was left beside it.
+    lines = [f"Host memory now, after the worker's end: {read_host_memory().describe()}."]
+    shared = shared_memory_use()
+    if in_shared_memory and shared is not None:
+        lines.append(
+            f"Shared memory (/dev/shm) has {format_size(shared[1])}, of which {format_size(shared[0])} are used now."
+        )
+    kills = kills_in_container()
+    if not in_shared_memory and kills is not None:
+        found = f"{kills} processes" if kills else "no process"
+        otherwise = "" if kills else ", so that something else sent the signal"
+        lines.append(f"Since this container began, the kernel has killed {found} in it for lack of memory{otherwise}.")
+    return lines
+
+
+def _actions(*, in_shared_memory: bool) -> list[str]:
+    fewer = "Use fewer workers (`num_workers`) or a smaller `prefetch_factor`, so that fewer batches wait at a time."
+    if in_shared_memory:
+        return [
+            "Make /dev/shm larger: `docker run --shm-size=8g`, `--ipc=host`, or in Kubernetes an emptyDir.",
+            fewer,
+            'Pass batches through files: `torch.multiprocessing.set_sharing_strategy("file_system")`.',
+        ]
+    return [
+        fewer,
+        "Keep the data in one NumPy array, tensor or Arrow table: workers come to hold copies of Python objects.",
+        "Raise the memory limit of the container.",
+    ]

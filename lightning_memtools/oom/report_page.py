@@ -352,15 +352,7 @@ class ReportPage:
         else:
             whose = "holds at the peak of the traced step"
         table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
-        left_out = sum(n_bytes == shown[-1][1] for _, n_bytes in self.modules) - sum(
-            n_bytes == shown[-1][1] for _, n_bytes in shown
-        )
-        ties = (
-            f"{counted(left_out, 'more module holds', 'more modules hold')} as much as the last one listed."
-            if left_out
-            else ""
-        )
-        text = [f"These are the activations that each module {whose}.", *(_stands_for(name) for name, _ in shown), ties]
+        text = [f"These are the activations that each module {whose}.", *(_stands_for(name) for name, _ in shown)]
         return ["## Modules with the most activations", " ".join(filter(None, text)), markdown_table(table)]
 
     def _fragmentation(self) -> list[str]:

@@ -48,13 +48,11 @@ class CutBatch:
 
     Attributes:
         parts: Each part with its number of samples.
-        is_guessed: True if these numbers are the lengths of tensors that do not all agree, as those of graphs are not.
-        is_uncounted: True if not even that tells the numbers of samples; each counts as 1.
+        is_counted: False if nothing tells the numbers for certain: they are the lengths of most tensors, or 1.
     """
 
     parts: list[tuple[Any, int]]
-    is_guessed: bool = False
-    is_uncounted: bool = False
+    is_counted: bool = True
 
 
 def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, int]]:
@@ -108,13 +106,11 @@ def _own_parts(batch: Any, n_samples: int | None, n_parts: int, own: Any) -> Cut
             raise CannotSplitError(f"split_batch returned parts of {counts} samples for a batch of {n_samples}")
         return CutBatch([(part, n) for part, n in parts if n])  # an empty part adds nothing
     sizes = [n_samples_in(part) for part in parts]
-    filled = [(part, size) for part, size in zip(parts, sizes, strict=True) if size != 0]
-    if None in sizes:
-        return CutBatch([(part, 1) for part, _ in filled], is_guessed=True, is_uncounted=True)
-    counted = [(part, size) for part, size in filled if size]
-    if not counted or (n_samples is not None and sum(size for _, size in counted) != n_samples):
+    filled = [(part, 1 if size is None else size) for part, size in zip(parts, sizes, strict=True) if size != 0]
+    is_other = n_samples is not None and None not in sizes and sum(size for _, size in filled) != n_samples
+    if not filled or is_other:
         raise CannotSplitError(f"split_batch returned parts of {sizes} samples for a batch of {n_samples}")
-    return CutBatch(counted, is_guessed=not all(_is_counted(one) for one in (batch, *(part for part, _ in counted))))
+    return CutBatch(filled, is_counted=all(_is_counted(one) for one in (batch, *(part for part, _ in filled))))
 
 
 def _is_counted(batch: Any) -> bool:
@@ -146,7 +142,7 @@ def samples_that_differ(batch: Any, most: int, own: Any = None) -> list[tuple[An
     n_samples = n_samples_in(batch)
     if own is not None:
         halves = cut_batch(batch, 2, own)
-        n_parts = 8 if halves.is_uncounted else -(-sum(n for _, n in halves.parts) // most)
+        n_parts = -(-sum(n for _, n in halves.parts) // most) if halves.is_counted else 8
         while True:
             both = max(split_batch(batch, n_parts, own), key=lambda part: part[1])
             groups = split_batch(both[0], 2, own)

@@ -48,7 +48,7 @@ class GradientExchange:
         model = getattr(strategy, "model", None)
         self._strategy = strategy
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        self._flags = RankGather(EXCHANGE_LIMIT) if agrees else None
+        self._flags = RankGather() if agrees else None
         self._failed_at: float | None = None
         self._buckets: list[list[nn.Parameter]] = []
         self._sent: list[tuple[nn.Parameter, Tensor | None]] = []

@@ -17,7 +17,7 @@ from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.recovery.batch_parts import CannotSplitError, CutBatch, cut_batch, n_samples_in
+from lightning_memtools.recovery.batch_parts import CannotSplitError, cut_batch, n_samples_in
 from lightning_memtools.recovery.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
 from lightning_memtools.recovery.joined_parts import join_parts, logged_by_whole, weighted_mean
 from lightning_memtools.recovery.loss_proof import LossKind, LossProof
@@ -146,8 +146,6 @@ class StepRecovery:
         self._skip_batch = skip_batch
         self._declared: LossKind | None = None if loss == "auto" else loss
         self._kind = self._declared
-        # True where the sizes of parts are guessed: then even a loss that the user calls a mean is tried.
-        self._is_guessed = False
         # The reason why the norms prevented a split when the last step's forward pass had run; None before the first.
         self._norm_reason: str | None = None
         self._allow_batch_norm = allow_batch_norm
@@ -337,9 +335,7 @@ class StepRecovery:
 
     def _must_try(self, step: BatchStep) -> bool:
         """Return True if the loss of a step has to be tried before its batch is split."""
-        return step.backward is not None and (
-            self._declared is None or (self._is_guessed and self._declared == "mean" and not self._proof.is_weighted)
-        )
+        return step.backward is not None and self._declared is None
 
     def _why_not(self, step: BatchStep, before: StepStart) -> str:
         """Return the reason why a step must not be run in parts, whatever its batch is; "" where it may."""
@@ -363,21 +359,12 @@ class StepRecovery:
         try:
             cut = cut_batch(step.batch, 2, self._split)
             if step.backward is not None:
-                self._check_counts(cut)
+                if not cut.is_counted and self._declared != "sum" and not self._proof.is_weighted:
+                    return f"the samples of split_batch's parts cannot be counted; {_ASK_FOR_SIZES}"
                 self._proof.weights_of(cut.parts)
         except CannotSplitError as error:
             return str(error)
         return ""
-
-    def _check_counts(self, cut: CutBatch) -> None:
-        """Note whether the sizes of parts are guessed.
-
-        Raises:
-            CannotSplitError: They are needed, and cannot even be guessed.
-        """
-        self._is_guessed = cut.is_guessed
-        if cut.is_uncounted and self._declared != "sum" and not self._proof.is_weighted:
-            raise CannotSplitError(f"the samples of split_batch's parts cannot be counted; {_ASK_FOR_SIZES}")
 
     def _copied_buffers(self, step: BatchStep) -> BufferKeeper | None:
         """Copy the buffers; None where the step would not be run again."""
@@ -437,16 +424,9 @@ class StepRecovery:
             before.zero_once()
             before.set_gradients_aside()
             with exchange.alone():
-                kind = self._proof.kind(step, most)
-            _check_declared(self._declared, kind)
-            self._kind = kind
-        except CannotSplitError as error:
-            if not self._is_guessed or self._proof.is_weighted:
-                raise
-            raise CannotSplitError(
-                "the numbers of samples in its parts were guessed from the lengths of their tensors, and do not fit "
-                f"its loss: {error}. For parts of your own, {_ASK_FOR_SIZES}"
-            ) from None
+                self._kind = self._proof.kind(step, most)
+        except CannotSplitError:
+            raise
         except Exception as error:  # whatever the step raises on a part
             if not is_out_of_memory(error):
                 name = type(error).__name__
@@ -477,11 +457,6 @@ def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
                 "allow_batch_norm=True accepts that"
             )
     return ""
-
-
-def _check_declared(declared: LossKind | None, kind: LossKind) -> None:
-    if declared not in {None, kind}:
-        raise CannotSplitError(f"the gradients of a few samples are not those of a {declared} over them")
 
 
 def _n_elements(batch: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -95,7 +94,7 @@ class MemoryRun:
         self._points = RankPoints("MemoryMonitor")
         self._training = False
         self._input_bytes = 0
-        self._step_time = Stopwatch()
+        self._step_time = PhaseClock()
         self._since = MemoryStats()
         self._stage_watch: StageWatch | None = None
         self._load = load
@@ -164,10 +163,10 @@ class MemoryRun:
         """Begin a stage; training, if it was running, is interrupted."""
         if stage == "train":
             self._training = True
-            self._step_time.resume()
+            self._step_time.switch("step")
             self._clock.switch("data")
         else:
-            self._step_time.pause()
+            self._step_time.switch(None)
             self._clock.switch(None)
             if self._batch_window is not None:
                 self._batch_window.resume()
@@ -178,11 +177,11 @@ class MemoryRun:
         """End a stage; training, if it was interrupted, goes on."""
         if stage == "train":
             self._training = False
-            self._step_time.pause()
+            self._step_time.switch(None)
             self._clock.switch(None)
         else:
             if self._training:
-                self._step_time.resume()
+                self._step_time.switch("step")
                 self._clock.switch("data")
             if self._batch_window is not None:
                 self._batch_window.close()
@@ -218,7 +217,7 @@ class MemoryRun:
 
     def add_training_point(self, step: int, write: WriteScalars, owned: Owned | None = None) -> list[str]:
         """Add a training point, as `add_point` does."""
-        elapsed_ms = self._step_time.lap_ms()
+        elapsed_ms = self._step_time.lap_ms().get("step", 0.0)
         n_steps = step - self.last_step
         extra = {"time/step_ms": elapsed_ms / n_steps} if n_steps > 0 else {}
         self.last_step = step
@@ -341,35 +340,6 @@ class MemoryRun:
         if isinstance(self._reader, CudaReader):
             return other_gpu_processes(self._reader.index)
         return None
-
-
-class Stopwatch:
-    """Measures host time and can be paused. Starts paused."""
-
-    def __init__(self) -> None:
-        self._elapsed_s = 0.0
-        self._since: float | None = None
-
-    def resume(self) -> None:
-        """Start or go on; does nothing while running."""
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Stop; does nothing while paused."""
-        if self._since is not None:
-            self._elapsed_s += time.perf_counter() - self._since
-            self._since = None
-
-    def lap_ms(self) -> float:
-        """Return the milliseconds since the last lap without pauses, and begin a new lap."""
-        running = self._since is not None
-        self.pause()
-        elapsed_ms = 1000 * self._elapsed_s
-        self._elapsed_s = 0.0
-        if running:
-            self.resume()
-        return elapsed_ms
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:

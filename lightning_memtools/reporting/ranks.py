@@ -1,4 +1,4 @@
-"""Values of all ranks: left in the process group's store and read when they are there, or gathered in lockstep."""
+"""Values of all ranks: left in the process group's store and read when they are there, or exchanged in lockstep."""
 
 from __future__ import annotations
 
@@ -260,6 +260,8 @@ class _StoreCalls:
 
 EXCHANGE_LIMIT = timedelta(seconds=60)
 """The time that a rank waits for others that reach the same point."""
+GROUP_LIMIT = timedelta(minutes=30)
+"""The time after which torch's collectives give up by default: for work whose length nobody knows."""
 
 
 class RankGather:
@@ -269,58 +271,27 @@ class RankGather:
 
     Args:
         timeout: How long a rank waits for the others. A rank that does not answer in time is given up, and is not
-            waited for again; it loses nothing by that, and finds the values of the others when it comes. With None,
-            ranks gather over gloo, and one that does not answer raises torch's error after the time limit of the
-            training's process group.
+            waited for again; it loses nothing by that, and finds the values of the others when it comes.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
         self.rank, self.world_size = _rank_and_world_size()
         self._timeout = timeout
-        self._is_connected = self.world_size > 1
-        self._own_group: distributed.ProcessGroup | None = None
-        self._calls: _StoreCalls | None = None
-        if not self._is_connected:
-            return
-        if timeout is not None:
-            key = _key_of("gather", self.rank)
-            self._calls = None if key is None else _StoreCalls(key)
-        # NCCL gathers device tensors only, and reading them would wait for the device.
-        elif distributed.get_backend() != "gloo":
-            self._own_group = distributed.new_group(backend="gloo")
-
-    def numbers(self, mine: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, in the order of ranks; all ranks must give equally many."""
-        return self._gathered(list(mine))
+        key = _key_of("gather", self.rank) if self.world_size > 1 else None
+        self._calls = None if key is None else _StoreCalls(key)
 
     def objects(self, mine: Any) -> list[Any]:
         """Return every rank's object, in the order of ranks; a rank that gave None is left out."""
-        return [theirs for theirs in self._gathered(mine) if theirs is not None]
-
-    def union(self, names: list[str]) -> list[str]:
-        """Return every name that any rank has, each once, in the order of ranks."""
-        return list(dict.fromkeys(name for theirs in self.objects(names) for name in theirs))
+        calls = self._calls
+        received = [] if calls is None else _through_the_store(calls, mine, self.rank, self.world_size, self._timeout)
+        return [theirs for theirs in received or [mine] if theirs is not None]
 
     def close(self) -> None:
         """Leave: the others no longer wait, and every method returns this rank's own values. Idempotent."""
         if self._calls is not None:
             key = f"{self._calls.key}/left/{self.rank}"
             with_store(lambda store: store.set(key, "1"))
-        if self._own_group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(self._own_group)
-        self._own_group = self._calls = None
-        self._is_connected = False
-
-    def _gathered(self, mine: Any) -> list[Any]:
-        if not self._is_connected:
-            return [mine]
-        if self._timeout is None:
-            received: list[Any] = [None] * self.world_size
-            distributed.all_gather_object(received, mine, group=self._own_group)
-            return received
-        calls = self._calls
-        received = [] if calls is None else _through_the_store(calls, mine, self.rank, self.world_size, self._timeout)
-        return received or [mine]
+        self._calls = None
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""One table of text, for the console (rich) and for reports (markdown)."""
+"""Tables of text, for the console (rich) and for reports (markdown); and results as a notebook shows them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import rich.box
 import rich.table
@@ -66,3 +67,19 @@ def _without_markup(cell: str) -> str:
 
 def _as_text(found: re.Match[str]) -> str:
     return "&lt;" if found[0] == "<" else f"\\{found[0]}"
+
+
+T = TypeVar("T")
+
+
+def shown_as(text: Callable[[T], str]) -> Callable[[T], str]:
+    """Return a `_repr_html_` for a class whose text, in markdown, the function returns."""
+
+    def html(result: T) -> str:
+        from markdown_it import MarkdownIt  # noqa: PLC0415, only a notebook needs it
+
+        # HTML inside of the text is shown as it is written. Lines stay lines.
+        page = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table").render(text(result))
+        return re.sub(r"(?<=<|/)h1(?=>)", "h3", page)  # the notebook has a title of its own
+
+    return html

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_memtools.tensorboard_plugin.record_checksums import first_damaged, masked_crc
-
 PREFIXES = ("memory/", "loss/", "grad/", "time/", "device/", "nonfinite/", "spikes/", "memtools/")
 """The prefixes of this library's tags."""
 
@@ -28,8 +26,6 @@ _FOOTER_BYTES = 4
 _CHUNK_BYTES = 1 << 24
 _PEEK_BYTES = 1 << 20
 _PEEK_FILES = 20
-# A curve that grows beyond this many points is thinned to half of it; of each pair the higher point stays.
-MAX_POINTS = 400_000
 # TensorBoard puts this behind the tag of a text.
 _TEXT_SUFFIX = "/text_summary"
 # An event with a wall time (field 1), a step (2) and a summary (5) of a single value with a tag (1) and a number (2).
@@ -50,13 +46,11 @@ class Curve:
         steps: The step of each point; never falls.
         times: The wall-clock time of each point, in seconds since 1970.
         values: The value of each point.
-        thinned: True once points were left out because there were too many.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
-    thinned: bool = False
 
     def add(self, step: int, time: float, value: float) -> None:
         """Add a point. Points at later steps were written by a run that was restarted from before, and are dropped."""
@@ -66,16 +60,6 @@ class Curve:
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
-        if len(self.steps) > MAX_POINTS:
-            self._thin()
-
-    def _thin(self) -> None:
-        values = self.values
-        kept = [max(at, min(at + 1, len(values) - 1), key=values.__getitem__) for at in range(0, len(values), 2)]
-        for name in ("steps", "times", "values"):
-            column = getattr(self, name)
-            setattr(self, name, array(column.typecode, (column[at] for at in kept)))
-        self.thinned = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +88,12 @@ class LoggedRun:
         curves: Tag to curve.
         texts: The reports, in the order in which they were logged.
         notes: Sentences about what could not be read.
-        sampled: True where TensorBoard gave a random sample of the points.
     """
 
     name: str
     curves: dict[str, Curve] = field(default_factory=dict)
     texts: list[LoggedText] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    sampled: bool = False
     _curve_of: dict[bytes, Curve | None] = field(default_factory=dict, repr=False)
 
     def add_point(self, record: bytes) -> bool:
@@ -219,26 +201,20 @@ class EventFile:
         return any(run.add_point(record) and bool(run.curves) for record, _ in self._records(data))
 
     def _records(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        spans: list[tuple[int, int]] = []
-        at, end, damaged = 0, len(data), -1
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # noqa: PLC0415, as above
+
+        at, end = 0, len(data)
         while at + _HEADER.size <= end:
             length, checksum = _HEADER.unpack_from(data, at)
             start = at + _HEADER.size
             stop = start + length
             if stop + _FOOTER_BYTES > end:
                 # Not written to its end yet, or a damaged length: the checksum tells.
-                if masked_crc(data[at : at + 8]) != checksum:
-                    damaged = at
-                break
-            spans.append((start, stop))
+                if masked_crc32c(data[at : at + 8]) != checksum:
+                    self.broken = f"{self.path.name} is damaged at byte {self._offset + at:,}: the rest is left out."
+                return
             at = stop + _FOOTER_BYTES
-        bad = first_damaged(data, spans)
-        if bad is not None:
-            damaged, spans = spans[bad][0] - _HEADER.size, spans[:bad]
-        for start, stop in spans:
-            yield data[start:stop], stop + _FOOTER_BYTES
-        if damaged >= 0:
-            self.broken = f"{self.path.name} is damaged at byte {self._offset + damaged:,}: the rest is left out."
+            yield data[start:stop], at
 
 
 class EventDirectory:

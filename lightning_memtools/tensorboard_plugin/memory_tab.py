@@ -13,19 +13,14 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from lightning_memtools.tensorboard_plugin.event_files import (
-    PREFIXES,
-    Curve,
     EventDirectory,
     LoggedRun,
-    LoggedText,
 )
 from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, runs_view
-from lightning_memtools.tensorboard_plugin.step_view import step_view
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
-# As many as TensorBoard keeps by default; only asked for where the event files cannot be read.
-_SAMPLE = 1000
 
 Application = Callable[[Any, Any], Iterable[bytes]]
 
@@ -38,13 +33,12 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     """TensorBoard's plugin.
 
     Args:
-        context: TensorBoard's own; `logdir` and `data_provider` are used.
+        context: TensorBoard's own; `logdir` is used.
     """
 
     plugin_name = "lightning_memtools"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        self._provider = context.data_provider
         log_dir = context.logdir or ""
         local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
         self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
@@ -63,38 +57,36 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True where a run has points or texts of this library. Never waits until all is read."""
-        if self._directory is not None:
-            self._read_in_background()
-            if self._directory.has_runs or self._first_look.is_set():
-                return True
-        try:
-            listed = self._provider.list_scalars(experiment_id="", plugin_name="scalars")
-            return any(tag.startswith(PREFIXES) for tags in listed.values() for tag in tags)
-        except Exception:  # noqa: BLE001, providers raise what they like, and the tab must not harm TensorBoard
+        """Return True where a run has points or texts of this library. Never waits until all is read.
+
+        False for a log directory that is not on a disk of this machine, such as ``gs://...``: nothing is read there.
+        """
+        if self._directory is None:
             return False
+        self._read_in_background(self._directory)
+        return self._directory.has_runs or self._first_look.is_set()
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Return the tab's name and its module."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
 
-    def _read_in_background(self) -> None:
+    def _read_in_background(self, directory: EventDirectory) -> None:
         with self._start:
-            if self._first_read is None and self._directory is not None:
-                if self._directory.starts_with_points():
+            if self._first_read is None:
+                if directory.starts_with_points():
                     self._first_look.set()
                 # So that the curves are there when the tab is opened.
-                self._first_read = threading.Thread(target=self._directory.refresh, daemon=True)
+                self._first_read = threading.Thread(target=directory.refresh, daemon=True)
                 self._first_read.start()
 
-    def _all_runs(self, request: wrappers.Request) -> Mapping[str, LoggedRun]:
-        if self._directory is not None:
-            self._directory.refresh()
-            return self._directory.runs()
-        return _sampled_runs(self._provider, request)
+    def _all_runs(self) -> Mapping[str, LoggedRun]:
+        if self._directory is None:
+            return {}
+        self._directory.refresh()
+        return self._directory.runs()
 
-    def _runs(self, request: wrappers.Request) -> Any:
-        return runs_view(self._all_runs(request))
+    def _runs(self, _request: wrappers.Request) -> Any:
+        return runs_view(self._all_runs())
 
     def _run(self, request: wrappers.Request) -> Any:
         return run_view(
@@ -109,17 +101,14 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
 
     def _step(self, request: wrappers.Request) -> Any:
         run = self._named(request)
+        assert self._directory is not None, "it has the run"
         # The run's name comes from the directories that were found, not from the request.
-        return (
-            {"names": []}
-            if self._directory is None
-            else step_view(self._directory.log_dir / run.name, request.args.get("snapshot"))
-        )
+        return step_view(self._directory.log_dir / run.name, request.args.get("snapshot"))
 
     def _named(self, request: wrappers.Request) -> LoggedRun:
         name = request.args.get("run", "")
         # A name is only looked up and never made into a path.
-        run = self._all_runs(request).get(name)
+        run = self._all_runs().get(name)
         if run is None:
             raise RequestError(404, f"No run {name[:200]!r} with points of lightning_memtools in this log directory.")
         return run
@@ -161,34 +150,3 @@ def _number(request: wrappers.Request, name: str) -> float | None:
     if not abs(number) < 1e18:  # noqa: PLR2004, NaN and infinity are refused too
         raise RequestError(400, f"{name}={text[:50]!r} is not a number.")
     return number
-
-
-def _sampled_runs(provider: Any, request: wrappers.Request) -> dict[str, LoggedRun]:
-    """Return the runs as TensorBoard's data provider gives them: a sample of the points. For remote log directories."""
-    from tensorboard import plugin_util  # noqa: PLC0415, for remote log directories only
-
-    where = {
-        "ctx": plugin_util.context(request.environ),
-        "experiment_id": plugin_util.experiment_id(request.environ),
-    }
-    runs: dict[str, LoggedRun] = {}
-    scalars = provider.read_scalars(**where, plugin_name="scalars", downsample=_SAMPLE)
-    for name, tags in scalars.items():
-        for tag, points in tags.items():
-            if tag.startswith(PREFIXES):
-                run = runs.setdefault(name, LoggedRun(name, sampled=True))
-                curve = run.curves.setdefault(tag, Curve())
-                for point in sorted(points, key=lambda point: point.step):
-                    curve.add(point.step, point.wall_time, point.value)
-    texts = provider.read_tensors(**where, plugin_name="text", downsample=_SAMPLE)
-    for name, tags in texts.items():
-        for tag, entries in tags.items():
-            if tag.startswith("memtools/"):
-                run = runs.setdefault(name, LoggedRun(name, sampled=True))
-                for entry in entries:
-                    for text in entry.numpy.reshape(-1).tolist():
-                        words = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
-                        run.texts.append(
-                            LoggedText(tag.removesuffix("/text_summary"), entry.step, entry.wall_time, words)
-                        )
-    return dict(sorted(runs.items()))

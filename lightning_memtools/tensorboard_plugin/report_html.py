@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_memtools.tensorboard_plugin.event_files import LoggedRun
 from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
-from lightning_memtools.tensorboard_plugin.step_view import step_view
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 _STATIC = Path(__file__).parent / "static"
 _STYLES = ("uPlot.min.css", "memory_tab.css")

@@ -53,8 +53,6 @@ def run_view(
         "run": run.name,
         "groups": [group for group in groups if group["steps"]],
         "merged": {"points": n_all, "shown": n_shown} if n_shown < n_all else None,
-        "thinned": any(curve.thinned for curve in run.curves.values()),
-        "sampled": run.sampled,
         "marks": marks_of(run),
         "evaluations": evaluations_of(run),
         "summary": summary_of(run),

@@ -511,21 +511,18 @@ class Corrupted(Net):
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "writer", "finite_at"),
+    ("model", "name", "finite_at"),
     [
-        (SideBranch, "side.running_mean", "side (BatchNorm1d)", 2),
-        (Averaged, "average", "the model", 3),  # the hook comes after the checkpoint of its step
-        (Corrupted, "exp_avg of net.3.weight", "Adam.step()", 3),
+        (SideBranch, "side.running_mean", 2),
+        (Averaged, "average", 3),  # the hook comes after the checkpoint of its step
+        (Corrupted, "exp_avg of net.3.weight", 3),
     ],
 )
-def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(
-    tmp_path, model, name, writer, finite_at
-):
+def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(tmp_path, model, name, finite_at):
     saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model(), loader())
     assert error.cause == NonFiniteCause.STATE
     assert error.parameters[0].name == name
-    assert writer in str(error)
     assert f"It was finite at step {finite_at}." in str(error)
     assert "learning rate" not in str(error)
     for file in (tmp_path / "every").glob("*.ckpt"):

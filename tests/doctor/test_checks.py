@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.doctor import loader_checks
-from lightning_memtools.doctor.check_registry import CHECKS
+from lightning_memtools.doctor.examination import CHECKS
 from lightning_memtools.doctor.settings_checks import RejectedSettings
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.shared_memory import free_in_container

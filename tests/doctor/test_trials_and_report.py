@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_memtools import TrainingDoctor, diagnose
 from lightning_memtools.doctor import step_trial
-from lightning_memtools.doctor.check_registry import CHECKS, selected_checks
+from lightning_memtools.doctor.examination import CHECKS, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.state.random_state import RandomState
 from tests.doctor.specimens import found, network, rows, serious, squared
@@ -124,7 +124,7 @@ def test_a_check_that_fails_itself_is_left_out_and_said(monkeypatch):
         def before_training(self) -> Any:
             raise RuntimeError("of the check")
 
-    monkeypatch.setattr("lightning_memtools.doctor.check_registry.CHECKS", {**CHECKS, "devices": Fails})
+    monkeypatch.setattr("lightning_memtools.doctor.examination.CHECKS", {**CHECKS, "devices": Fails})
     (finding,) = [one for one in found(network(), rows()) if one.check == "devices"]
     assert finding.severity == "info"
     assert "It raised RuntimeError: of the check" in finding.evidence

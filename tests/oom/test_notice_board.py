@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch.distributed as dist
 
@@ -22,8 +20,6 @@ def test_the_first_notice_stands_and_others_read_it(tmp_path):
     assert one.leave(NOTICE)
     assert not other.leave(OOMNotice(0, "later"))
     assert other.read() == NOTICE
-    one.replace(replace(NOTICE, report="page.md"))
-    assert other.read() == replace(NOTICE, report="page.md")
     assert NoticeBoard(tmp_path / "memtools", "another run").read() is None
 
 

@@ -118,29 +118,18 @@ def test_sizes_that_are_returned_or_a_weight_give_the_gradients_of_the_whole_bat
     assert on_graphs(OverGraphs(), loss=loss, **options).step(UNEQUAL) < 1e-4
 
 
-def test_lengths_that_do_not_agree_are_tried_even_where_the_loss_is_called_a_mean():
+@pytest.mark.parametrize("loss", ["auto", "mean"])
+def test_lengths_that_most_tensors_share_are_not_taken_for_numbers_of_samples(loss):
     """Without edges, most tensors are as long as there are nodes."""
 
-    def without_edges(batch: Graphs, n_parts: int) -> list[Any]:
-        return [{"x": one.nodes, "graph": one.graph, "y": one.target} for one in parts_of(batch, n_parts)]
+    def without_edges(batch: Graphs, n_parts: int) -> list[Graphs]:
+        parts = parts_of(Graphs(batch.nodes, batch.graph, UNEQUAL.edges, batch.target), n_parts)
+        return [Graphs(one.nodes, one.graph, torch.zeros(()), one.target) for one in parts]
 
-    class OnDicts(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, batch: Any) -> Any:
-            return self.inner(Graphs(batch["x"], batch["graph"], torch.empty(0), batch["y"]))
-
-    def again(batch: Any, n_parts: int) -> list[Any]:
-        return without_edges(Graphs(batch["x"], batch["graph"], torch.zeros(2, 0), batch["y"]), n_parts)
-
-    whole = {"x": UNEQUAL.nodes, "graph": UNEQUAL.graph, "y": UNEQUAL.target}
-    over_graphs = Run(OnDicts(OverGraphs()), lambda one: len(one["y"]), 4, loss="mean", split=again)
-    with pytest.raises(torch.OutOfMemoryError, match=r"guessed from the lengths .* let split_batch return pairs"):
-        over_graphs.step(whole)
-    over_nodes = Run(OnDicts(OverNodes()), lambda one: len(one["y"]), 4, loss="mean", split=again)
-    assert over_nodes.step(whole) < 1e-4
+    whole = Graphs(UNEQUAL.nodes, UNEQUAL.graph, torch.zeros(()), UNEQUAL.target)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        on_graphs(OverNodes(), loss=loss, split=without_edges).step(whole)
+    assert "cannot be counted; let split_batch return pairs" in caught.value.__notes__[0]
 
 
 def test_parts_without_samples_are_left_out():

@@ -117,8 +117,7 @@ def test_where_the_loss_is_random_that_is_said_and_a_given_one_is_taken():
             return super().forward(batch) * torch.rand(())
 
     run = Run(Noisy())
-    said = "random numbers, and not for dropout alone: the same 2 samples gave gradients that differ by"
-    with pytest.raises(torch.OutOfMemoryError, match=said):
+    with pytest.raises(torch.OutOfMemoryError, match="random numbers, and not for dropout alone"):
         run.step(texts(*EVEN))
     given = Run(Noisy(), loss="mean")
     given.step(texts(*EVEN))

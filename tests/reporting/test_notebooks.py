@@ -16,8 +16,7 @@ import lightning_memtools
 from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, default_callbacks, estimate_memory
 from lightning_memtools.cli.dry_run import DryRunStage
 from lightning_memtools.doctor.findings import DoctorReport
-from lightning_memtools.reporting.notebooks import shown_as
-from lightning_memtools.reporting.tables import Table, console_table, markdown_table
+from lightning_memtools.reporting.tables import Table, console_table, markdown_table, shown_as
 
 RESULTS = ["BatchSizeResult", "CheckpointPlan", "DoctorReport", "DryRunResult", "MemoryEstimate", "Replay"]
 

@@ -15,8 +15,7 @@ from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.cli.main import main
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot
-from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from, timeline_of
-from lightning_memtools.tensorboard_plugin.step_view import step_view
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view, timeline_from, timeline_of
 from tests.browser import chromium, get, tensorboard, wait_until
 from tests.lightning_models import Regression, loader, trainer
 from tests.tensorboard_plugin.logdirs import ATTACK

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import forget_loaders, loop_of, source_of, training_step
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
+from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.applied_sizes import (
     CacheReleaser,
     OptimizerSetup,
@@ -28,7 +29,6 @@ from lightning_memtools.batch_size.trainer.sized_sources import (
 )
 from lightning_memtools.batch_size.trainer.stage_search import StageSearch
 from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts, takes_part, why_no_trials
-from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.virtual import VirtualDevice

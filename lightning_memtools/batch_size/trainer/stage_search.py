@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import loop_of, source_of
 from lightning_memtools.batch_size.batch_size_result import SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.size_limits import SizeLimits, normalizes_batches
+from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, normalizes_batches
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
 from lightning_memtools.batch_size.trainer.sized_sources import (
     BatchSizeAttributes,
@@ -23,7 +23,6 @@ from lightning_memtools.batch_size.trainer.sized_sources import (
 )
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
 from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner
-from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.peaks import Stage
 

@@ -31,7 +31,7 @@ from lightning_memtools._lightning import (
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
 from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
 from lightning_memtools.batch_size.sample_sizes import SampleSizes
-from lightning_memtools.batch_size.size_limits import SizeLimits, samples_per_rank
+from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
 from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, has_data, wrap_sources
 from lightning_memtools.batch_size.trainer.trial_isolation import QuietLogger, no_collectives, takes_part
@@ -43,7 +43,6 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     failure_of,
     may_depend_on_size,
 )
-from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
@@ -52,7 +51,7 @@ from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice, host_memory
 from lightning_memtools.reporting.neighbours import Neighbour
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import GROUP_LIMIT, RankGather
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 _EVAL_BATCHES = 2
@@ -110,7 +109,7 @@ class TrialRunner:
         self._accumulate = trainer.accumulate_grad_batches
         effective = settings.effective_batch_size
         self.per_rank = None if effective is None else samples_per_rank(effective, trainer.world_size)
-        self._ranks = RankGather()
+        self._ranks = RankGather(GROUP_LIMIT)
         self.loader_sizes: dict[Stage, dict[int, int]] = {}
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
@@ -201,6 +200,8 @@ class TrialRunner:
         readings: list[RankReading] = self._ranks.objects(mine)
         if error is not None:
             raise error
+        if len(readings) < self._ranks.world_size:
+            raise RuntimeError("BatchSizeTuner stopped: another rank has ended, or did not answer.")
         for rank, reading in enumerate(readings):
             if reading.failure.startswith(ANOTHER_ERROR) and not is_bound:
                 raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error in its step, shown there.")

@@ -212,9 +212,7 @@ function eventsTable(view) {
 
 function wordsOnPoints(view, grows) {
   const words = [];
-  if (view.sampled) words.push("The event files are not on this machine's disk, so these are 1,000 random points of each curve as TensorBoard keeps them: short peaks may be missing.");
   if (view.merged) words.push(`${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: of neighbouring steps the highest and lowest stay, so no peak is lost.${grows ? " Zoom in to see every point." : ""}`);
-  if (view.thinned) words.push("A curve has more than 400,000 points: of neighbours only the higher one is kept.");
   return [...words, ...view.notes].map((text) => h("p", { class: "remark" }, text));
 }
 
