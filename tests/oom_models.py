@@ -54,9 +54,8 @@ class Layers(L.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        means: Tensor = self.net(batch).mean((1, 2))
-        return means
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch).mean((1, 2))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-3)

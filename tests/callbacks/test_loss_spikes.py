@@ -95,7 +95,6 @@ def test_a_spike_is_named_at_its_step_and_a_replay_says_what_made_it(name, tmp_p
     assert first.capsule is not None, first.note
     again = replay(first.capsule)
     assert again.exact
-    assert again.spike is not None
     assert again.spike.made_by == case.made_by
     assert again.spike.same == pytest.approx(first.norm if name == "gradient alone" else first.loss, rel=1e-6)
     assert again.spike.steps_before == {"accumulation": AT // 2 - 16}.get(name, AT - 64)
@@ -188,7 +187,6 @@ def test_a_spike_is_told_once_and_logged_each_time(tmp_path):
     assert len([each for each in warned if "Spike at step" in str(each.message)]) == 1
     assert scalars(run.log_dir)["spikes/found"] == [(step, float(n)) for n, step in enumerate(case.steps, start=1)]
     report = spikes.spikes[0].report
-    assert report is not None
     assert report.name == f"loss-spike-step{AT}-report.md"
     assert f"{spikes.spikes[0].loss:.4g}" in report.read_text()
     assert [spike.report for spike in spikes.spikes[1:]] == [None] * 3

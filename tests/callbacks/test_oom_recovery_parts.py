@@ -179,7 +179,7 @@ def test_an_update_that_fits_in_no_way_leaves_the_weights_as_they_were(tmp_path)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert not run.optimizers[0].state
         assert run.optimizers[0].param_groups[0]["foreach"] is True
-        assert "Weights and states are as before it" in caught.value.__notes__[0]
+        assert "are as before it" in caught.value.__notes__[0]
         assert "8-bit optimizers" in caught.value.__notes__[0]
 
 
@@ -187,7 +187,7 @@ def test_half_updated_weights_are_named_where_no_copy_was_made(tmp_path):
     model = Wide(OPTIMIZERS["AdamW"])
     with VirtualDevice(), FailsInUpdate(model, 12, always=True), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(tmp_path, OOMRecovery(), logger=False).fit(model, DataLoader(batches((8,)), batch_size=None))
-    assert "may be half-updated, so do not save them" in caught.value.__notes__[0]
+    assert "may be half-updated" in caught.value.__notes__[0]
 
 
 class Deep(Sequences):
@@ -216,7 +216,7 @@ def test_adamw_fits_without_temporaries_on_pytorchs_cuda_allocator(tmp_path):
     run = trainer(tmp_path, recovery, logger=False, accelerator="cuda", devices=1)
     run.fit(model, DataLoader(data, batch_size=None))
     assert run.global_step == 3
-    assert "The step of AdamW ran out of memory and was run again with foreach=False" in recovery.memory_remark
+    assert "run again with foreach=False" in recovery.memory_remark
     del run, model, recovery
     gc.collect()
     assert torch.cuda.memory_allocated() - taken.nbytes == base

@@ -187,7 +187,7 @@ def test_a_skipped_batch_is_reported(tmp_path):
         run.fit(Sequences(), DataLoader(batches((64, 100_000, 64), n_rows=1), batch_size=None))
     assert recovery.recoveries.n_skipped == 1
     (page,) = (tmp_path / "reports").glob("*.md")
-    assert "The run goes on. A batch was skipped: even its smallest parts ran out of memory." in page.read_text()
+    assert "A batch was skipped" in page.read_text()
 
 
 class TakesLogarithm(Sequences):
@@ -220,7 +220,7 @@ def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it
     with FailsOnce(model, 12, batch=1), pytest.raises(NonFiniteError, match="loss is nan at step 1 ") as caught:
         run.fit(model, DataLoader(data, batch_size=None))
     assert model.seen[:4] == [16, 16, 8, 8]
-    assert "made by torch.log in TakesLogarithm.loss" in str(caught.value)
+    assert "torch.log in TakesLogarithm.loss" in str(caught.value)
     assert "it affects sample 13 of batch 1" in str(caught.value)
     (capsule,) = tmp_path.glob("*capsule.pt")
     again = replay(capsule, model=TakesLogarithm)

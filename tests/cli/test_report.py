@@ -35,7 +35,7 @@ def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
         window.execute_script("document.getElementById('tab-compare').click()")
         assert wait_until(lambda: "peak allocated, val" in window.execute_script(reports), 10)
         window.execute_script("document.getElementById('tab-composition').click()")
-        assert wait_until(lambda: "is not known for this run" in window.execute_script(reports), 10)
+        assert wait_until(lambda: "not known for this run" in window.execute_script(reports), 10)
         window.execute_script(
             "const s = document.querySelector('select'); s.value = 'failed'; s.dispatchEvent(new Event('change'))"
         )

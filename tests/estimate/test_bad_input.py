@@ -71,7 +71,7 @@ def test_packed_sequences_have_the_memory_of_their_own_lengths(kind, precision):
 
 def test_lbfgs_is_refused_with_what_it_would_keep():
     model = mlp(512, 512)  # 1 MiB and a bias
-    with pytest.raises(ValueError, match=r"LBFGS is not estimated.*200 vectors.*history_size=100\): 200 MiB"):
+    with pytest.raises(ValueError, match=r"LBFGS .*200 vectors.*history_size=100\): 200 MiB"):
         estimate_memory(model, torch.ones(2, 512), step=total, optimizer=torch.optim.LBFGS)
 
 
@@ -131,7 +131,7 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
     made = estimate_memory(mlp(1024, 1024), torch.ones(1, 1024), step=total, capacity="1MiB")
     assert not made.fits("1MiB")
     report = made.to_markdown()
-    assert "parameters and buffers alone take 4.00 MiB, 3.00 MiB more than its 1.00 MiB" in report
+    assert "take 4.00 MiB, 3.00 MiB more than its 1.00 MiB" in report
     assert made.shortfall("1MiB") == made.peak_allocated - 2**20
     assert made.max_batch_size("1MiB") == 0
 
@@ -175,24 +175,24 @@ def test_an_argument_of_a_wrong_type_raises_an_error_that_names_the_types(change
 
 
 def test_a_step_without_a_loss_raises_an_error_that_says_what_to_return():
-    with pytest.raises(TypeError, match=r"returned a tensor of shape \[2, 4\].*has to return the loss"):
+    with pytest.raises(TypeError, match=r"shape \[2, 4\].*return the loss"):
         estimate_memory(mlp(4, 4), torch.ones(2, 4), step=lambda m, b: m(b))
 
 
 def test_a_stage_that_the_module_lacks_is_named():
     batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
     # It inherits a test_step from Lightning, which does nothing.
-    with pytest.raises(ValueError, match="Classifier has no test_step, which stage='test' runs"):
+    with pytest.raises(ValueError, match=r"Classifier has no test_step.*stage='test'"):
         estimate_memory(Classifier(), batch, stage="test")
     module = Classifier()
     module.validation_step = None
-    with pytest.raises(ValueError, match="Classifier has no validation_step, which stage='val' runs"):
+    with pytest.raises(ValueError, match=r"Classifier has no validation_step.*stage='val'"):
         estimate_memory(module, batch, stage="val")
 
 
 @pytest.mark.parametrize("changes", [{"clip": 1.0}, {"accumulate": 2}])
 def test_manual_optimization_clips_and_accumulates_by_itself(changes):
-    with pytest.raises(ValueError, match=r"Gan optimizes manually.*leave accumulate and clip out"):
+    with pytest.raises(ValueError, match=r"Gan optimizes manually.*accumulate and clip"):
         estimate_memory(Gan(), torch.zeros(4, 64), **changes)
 
 
@@ -206,7 +206,7 @@ def test_a_model_that_makes_parameters_in_configure_model_is_refused_with_the_re
             self.network = mlp(32, 4)
 
     batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"Later has no parameters to train.*configure_model or setup, call that"):
+    with pytest.raises(ValueError, match=r"Later has no parameters.*configure_model"):
         estimate_memory(Later(), batch)
     module = Later()
     with torch.device("meta"):
@@ -215,7 +215,7 @@ def test_a_model_that_makes_parameters_in_configure_model_is_refused_with_the_re
 
 
 def test_a_lazy_module_is_refused_until_it_has_run_once():
-    with pytest.raises(ValueError, match=r"has no shape yet.*Run the model once"):
+    with pytest.raises(ValueError, match=r"no shape yet.*once"):
         estimate_memory(nn.LazyLinear(3), torch.ones(2, 4), step=total)
 
 
@@ -279,5 +279,5 @@ def test_a_graph_that_cannot_be_cut_by_rows_is_estimated_and_its_largest_batch_i
 
     graph = torch.randn(40, 8), torch.randint(0, 40, (2, 90)), torch.arange(40) // 10
     made = estimate_memory(nn.Linear(8, 8), graph, step=step, optimizer=torch.optim.SGD)
-    with pytest.raises(ValueError, match=r"The batch cannot be resized: .* \(IndexError: .*batches of several sizes"):
+    with pytest.raises(ValueError, match=r"cannot be resized: .* \(IndexError: .*several sizes"):
         made.max_batch_size("17MiB")

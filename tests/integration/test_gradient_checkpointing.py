@@ -68,7 +68,6 @@ def assert_same_bits(one: L.LightningModule, other: L.LightningModule) -> None:
 def test_training_ends_in_the_same_bits(options, tmp_path):
     callback = GradientCheckpointing()
     with_it = fit(tmp_path, callback, logger=False, **options)
-    assert callback.plan is not None
     assert callback.plan.refused is None
     assert_same_bits(with_it, fit(tmp_path, logger=False, **options))
     assert all("forward" not in vars(one) for one in with_it.modules())
@@ -115,7 +114,6 @@ def test_the_predicted_peak_is_that_of_the_planned_training_at_any_precision(mod
     options = scaled if precision == "16-mixed" else {"precision": precision}
     with VirtualDevice() as device:
         fit(tmp_path, callback, Peak(), model=model, logger=False, limit_train_batches=4, **options)
-    assert callback.plan is not None
     assert callback.plan.refused is None
     assert callback.plan.peak_bytes == pytest.approx(max(peaks[1:]), rel=0.02)
 
@@ -162,7 +160,7 @@ def test_a_model_that_cannot_be_traced_is_left_unchanged_with_a_warning(tmp_path
             opaque(batch[0])
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match="leaves the model unchanged: a step could not be traced on fake tensors"):
+    with pytest.warns(UserWarning, match="unchanged: a step could not be traced"):
         with_it = fit(tmp_path, GradientCheckpointing(), model=Looks, logger=False)
     assert_same_bits(with_it, fit(tmp_path, model=Looks, logger=False))
 
@@ -183,7 +181,7 @@ def test_a_compiled_model_is_left_unchanged_with_a_warning(tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer(tmp_path, GradientCheckpointing(), logger=False).fit(model, loader(64, 32))
-    assert any("leaves the model unchanged: it is compiled" in str(one.message) for one in said)
+    assert any("unchanged: it is compiled" in str(one.message) for one in said)
 
 
 @pytest.mark.parametrize("case", ["off", "on", "fsdp2"])
@@ -301,7 +299,6 @@ def test_sparse_gradients_are_those_of_the_plain_run(tmp_path):
     for callbacks in ([callback := GradientCheckpointing(bn_dropout="recompute")], []):
         gradients.append(made := [])
         runs.append(fit(tmp_path, *callbacks, Gradients(), model=Sparse, logger=False))
-    assert callback.plan is not None
     assert callback.plan.refused is None
     assert len(gradients[0]) == len(gradients[1]) == 8
     for one, other in zip(*gradients, strict=True):
@@ -327,8 +324,6 @@ def test_the_predicted_peak_is_the_measured_one_whatever_the_step_does(model, ot
     with VirtualDevice(cuda_like=True):
         callback = GradientCheckpointing(memory_budget=0.8, bn_dropout="recompute")
         fit(tmp_path, callback, *(make() for make in others), model=model, **options)
-    assert callback.plan is not None
-    assert callback.plan.planned is not None
     assert callback.plan.planned.peak_bytes < callback.plan.plain.peak_bytes
     assert abs(measured_share(tmp_path)) <= 1
 
@@ -401,8 +396,6 @@ def test_a_step_that_counts_its_calls_is_planned_by_the_first_that_gives_a_loss(
     with VirtualDevice(cuda_like=True):
         callback = GradientCheckpointing(memory_budget=0.8, bn_dropout="recompute")
         planned = fit(tmp_path, callback, model=model)
-    assert callback.plan is not None
-    assert callback.plan.planned is not None
     assert callback.plan.planned.peak_bytes < callback.plan.plain.peak_bytes
     assert [one.partition(",")[0] for one in callback.plan.notes] == ([note] if note else [])
     # After a step without a loss, Lightning has freed the gradients: the forward pass has none of them.
@@ -421,7 +414,7 @@ class NeverALoss(Deep):
 
 @NO_LOSS
 def test_a_step_that_never_gives_a_loss_is_left_alone_with_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match="unchanged: training_step gave no loss for any of the first 11 batches"):
+    with pytest.warns(UserWarning, match="no loss for any of the first 11"):
         fit(tmp_path, GradientCheckpointing(memory_budget=0.8), model=NeverALoss, max_epochs=2)
 
 
@@ -440,7 +433,7 @@ class CountsOutside(Deep):
 
 
 def test_a_step_that_cannot_be_put_back_is_left_unchanged_with_what_it_did(tmp_path):
-    with pytest.warns(UserWarning, match="the step raised RuntimeError when it was traced a second time"):
+    with pytest.warns(UserWarning, match="RuntimeError when it was traced"):
         checkpointed = fit(tmp_path, GradientCheckpointing(), model=CountsOutside)
     assert_same_bits(checkpointed, fit(tmp_path, model=CountsOutside))
 
@@ -482,13 +475,13 @@ def test_a_layer_that_does_not_repeat_itself_is_left_out_from_the_second_step_on
         fit(tmp_path, callback, Watch(), model=DeepAndDrifting, logger=CSVLogger(tmp_path, name="", version="x"))
     (chain,) = callback.plan.chains
     left_out = {chain.layers[at]: why for at, why in chain.outside.items()}
-    assert left_out == {"net.2": "it did not do the same when it ran again"}
+    assert left_out == {"net.2": "not do the same"}
     assert chain.ranges
     assert seen[0] != seen[1]
     assert all(one == seen[1] for one in seen[1:])
     assert "net.2" not in seen[1]
     text = (tmp_path / "x" / "memtools" / "checkpoint_plan.md").read_text()
-    assert "it did not do the same when it ran again" in text
+    assert "not do the same" in text
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

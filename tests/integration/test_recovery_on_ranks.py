@@ -75,7 +75,7 @@ def test_a_batch_is_skipped_on_both_ranks(seen):
 def test_the_other_rank_is_told_in_the_summary(seen):
     zero, one = seen["forward"]
     assert zero["remark"] == f"Rank 1: {one['own_remark']}"
-    assert "1 batch ran out of memory and was run again in up to 2 parts" in one["own_remark"]
+    assert "again in up to 2 parts" in one["own_remark"]
 
 
 def test_rank_0_logs_the_recoveries_of_all(seen, folder):
@@ -93,7 +93,7 @@ def test_a_rank_of_a_dry_run_goes_on_too(tmp_path):
 def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
     ranks = run_ranks(Path(recovery_on_ranks.__file__), tmp_path, name, timeout_s=300)
     assert all(rank.returncode != 0 for rank in ranks)
-    assert "OOMRecovery did not run this step" in ranks[1].stderr
+    assert "not run this step" in ranks[1].stderr
     assert reason in ranks[1].stderr
     assert "Connection closed by peer" in ranks[0].stderr
     (page,) = (tmp_path / "reports").glob("*.md")

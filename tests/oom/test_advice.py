@@ -50,12 +50,12 @@ def test_without_a_capacity_nothing_is_said_to_fit() -> None:
     by_title = {action.title: action for action in checks.actions}
     assert all(action.checked and not action.fits for action in checks.actions)
     grows = by_title["Find what grows by 30.0 MiB a batch"]
-    assert grows.detail.endswith("Without this memory, the step may or may not fit")
+    assert grows.detail.endswith("may or may not fit")
     half = by_title["Use training batches of 2 instead of 4"]
     assert half.detail == "The peak falls by 14.0 MiB to 14.0 MiB. Whether that is enough is not known"
     assert checks.modules[0] == ("net.4.0", 6 * 2**20)
     # No GPU, no history: nothing of those.
-    assert not {"Use a larger GPU", "Use expandable segments", "Stop other processes on the device"} & set(by_title)
+    assert not {"Use a larger GPU", "Use expandable segments", "Stop other processes"} & set(by_title)
 
 
 class Weighty(L.LightningModule):
@@ -143,7 +143,7 @@ def test_accumulation_with_the_fused_optimizer_is_the_cheapest_where_the_foreach
     assert not any(action.fits for action in singles)
     first = of_kind(checks, ActionKind.COMBINATION)[0]
     assert first.fits
-    assert "use the fused form of Adam" in first.title
+    assert "the fused form of Adam" in first.title
     (eight,) = [one for one in of_kind(checks, ActionKind.COMBINATION) if "Adam8bit" in one.code]
     assert eight.detail.endswith("bitsandbytes itself was not run")
     assert "torch.optim.Adam(..., fused=True)" in first.code
@@ -270,7 +270,7 @@ def test_a_plan_that_recomputes_next_to_nothing_comes_before_the_one_that_is_mad
     checks = checks_of(Mlps(8), torch.ones(1024, 128), 60 * MIB)
     first = checks.actions[0]
     assert "GradientCheckpointing(memory_budget=" in first.code
-    assert first.detail.startswith("With less than 1% more computation, the peak falls by ")
+    assert first.detail.startswith("With less than 1% more computation")
     without_budget = StepTrials(failed_on(Mlps(8), torch.ones(1024, 128), 60 * MIB), Deadline(600.0)).plans.best
     assert without_budget.code == "GradientCheckpointing()"
     assert without_budget.plan.extra_operations > 0.2
@@ -284,7 +284,7 @@ def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monk
     checks = checks_of(Weighty(), torch.ones(4096, 1024), 250 * MIB)
     plan, least = sorted(of_kind(checks, ActionKind.CHECKPOINTING), key=lambda one: not one.checked)
     assert plan.fits
-    assert (least.title, least.detail) == ("Recompute only as much as is needed to fit", NOT_REACHED)
+    assert (least.title, least.detail) == ("Recompute only as much", NOT_REACHED)
 
 
 def test_plans_for_layers_that_run_several_times_are_found() -> None:
@@ -355,5 +355,5 @@ def test_a_fused_adagrad_is_advised_only_where_torch_has_its_kernel_for_the_gpu(
 
 def test_two_optimizers_with_smaller_states_have_titles_of_their_own() -> None:
     first, second = smaller_states(torch.optim.AdamW(Weighty(2).parameters()))
-    assert first.title == "Replace AdamW with AdamW8bit, which has a smaller state"
-    assert second.title == "Replace AdamW with SGD, which has a smaller state"
+    assert first.title == "Replace AdamW with AdamW8bit"
+    assert second.title == "Replace AdamW with SGD"

@@ -80,7 +80,6 @@ def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_n
         torch.device("cuda", 0),
         lambda *_: seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"])),
     )
-    assert stop is not None
     try:
         report = attempt(tmp_path, call, **sizes)
     finally:
@@ -101,7 +100,6 @@ def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_n
     wide = sizes.get("wide", 4)
     assert next(iter(sizes_in(report, "Modules with the most activations"))) == f"net.{wide}.0"
     found = re.search(rf"batches of (\d+) instead of {sizes[key]}", report)
-    assert found is not None
     size = int(found[1])
     assert attempt(tmp_path, call, **(sizes | {key: size})) is None
     assert attempt(tmp_path, call, **(sizes | {key: size + 1})) is not None

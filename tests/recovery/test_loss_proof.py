@@ -74,13 +74,11 @@ EVEN, UNEVEN, ONE_SHORTER = (20,) * 8, (20, 20, 20, 20, 3, 3, 3, 3), (*(20,) * 7
 @pytest.mark.parametrize("lengths", [UNEVEN, UNEVEN[::-1], ONE_SHORTER])
 def test_a_mean_over_tokens_is_refused_with_the_numbers_and_the_way_out(lengths):
     run = Run(Tokens())
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"did not run this step in parts: the losses of 2 and 2"
-    ) as caught:
+    with pytest.raises(torch.OutOfMemoryError, match=r"in parts: the losses of 2 and 2") as caught:
         run.step(texts(*lengths))
-    assert "give loss_weight=, a function that counts them in a batch" in str(caught.value)
+    assert "give loss_weight=" in str(caught.value)
     if lengths is ONE_SHORTER:  # losses of an untrained model are all alike, and tell nothing
-        assert re.search(r"its gradient differs from the mean of theirs by \d\.\d%", str(caught.value))
+        assert re.search(r"from the mean of theirs by \d\.\d%", str(caught.value))
     assert run.told == []  # a run that has memory enough is not tried
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
@@ -96,7 +94,7 @@ def test_each_batch_is_tried_though_an_earlier_one_had_equally_many_tokens_in_al
     run = Run(Tokens())
     assert run.step(texts(*EVEN)) < 1e-5
     assert run.told == []
-    with pytest.raises(torch.OutOfMemoryError, match="OOMRecovery did not run this step in parts"):
+    with pytest.raises(torch.OutOfMemoryError, match="did not run this step"):
         run.step(texts(*UNEVEN))  # it is split from the beginning
 
 
@@ -145,7 +143,7 @@ def test_single_samples_are_run_where_an_earlier_batch_has_shown_the_loss(monkey
     monkeypatch.setattr("tests.recovery.test_loss_proof.FITS", 1)
     assert run.step(texts(*EVEN)) < 1e-5
     unknown = Run(Tokens())
-    with pytest.raises(torch.OutOfMemoryError, match="two samples together do not fit, so the loss cannot be tried"):
+    with pytest.raises(torch.OutOfMemoryError, match="two samples together do not fit"):
         unknown.step(texts(*EVEN))
 
 
@@ -173,7 +171,7 @@ def test_a_rare_class_with_a_weight_of_its_own_is_among_the_samples_that_are_tri
 
     labels = torch.zeros(16, dtype=torch.long)
     labels[5] = 1
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient differs from the mean"):
+    with pytest.raises(torch.OutOfMemoryError, match="differs from the mean"):
         Run(Weighted()).step({"ids": torch.randn(16, 4), "labels": labels})
 
 
@@ -186,7 +184,7 @@ def test_losses_without_gradients_on_the_samples_prove_nothing():
         def forward(self, batch):
             return (torch.relu(batch["ids"] - 10) * self.scale).mean()
 
-    with pytest.raises(torch.OutOfMemoryError, match="the gradients of its samples are 0"):
+    with pytest.raises(torch.OutOfMemoryError, match="of its samples are 0"):
         Run(Hinge()).step({"ids": torch.zeros(8, 1)})
 
 

@@ -95,7 +95,7 @@ def test_the_monitor_leaves_nothing_running(tmp_path):
 
 
 def test_without_files_or_history_it_is_said(tmp_path):
-    with VirtualDevice(), pytest.warns(UserWarning, match="not written: this run keeps no files"):
+    with VirtualDevice(), pytest.warns(UserWarning, match="keeps no files"):
         trainer(tmp_path, MemoryMonitor(snapshot_at_step=1), logger=False).fit(Twins(), loader())
     with pytest.warns(UserWarning, match="cpu keeps no history"):
         trainer(tmp_path, MemoryMonitor(snapshot_at_step=1)).fit(Twins(), loader())

@@ -94,7 +94,7 @@ def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
     assert run.global_step == 1
     assert any("number of samples" in note for note in tuner.result.notes)
     (loud,) = (note for note in tuner.result.notes if note.startswith("LIMITED BY THE SIZE OF THE DATASET"))
-    assert "one batch of 20 is a whole epoch" in loud
+    assert "20 is a whole epoch" in loud
     assert "Set max_val" in loud
 
 
@@ -159,7 +159,7 @@ def test_a_loader_that_does_not_follow_the_attribute(tmp_path):
         def train_dataloader(self):
             return DataLoader(Data(), 8)
 
-    with pytest.raises(ValueError, match="train_dataloader gives batches of 8 whatever batch_size is"):
+    with pytest.raises(ValueError, match="train_dataloader gives batches of 8"):
         fit(tmp_path, Tuner(), Stubborn())
 
 
@@ -169,7 +169,7 @@ def test_a_validation_loader_that_keeps_its_size_can_be_left_out(tmp_path):
             return DataLoader(Data(), 8)
 
     way_out = re.escape('Or tune training alone: BatchSizeTuner(stages=("train",)).')
-    with pytest.raises(ValueError, match=f"val_dataloader gives batches of 8 whatever batch_size is.*{way_out}"):
+    with pytest.raises(ValueError, match=f"val_dataloader gives batches of 8.*{way_out}"):
         fit(tmp_path, Tuner(), FixedValidation())
     with pytest.raises(ValueError, match=f"it has batch_size=None.*{way_out}"):
         fit(tmp_path, Tuner(), val_loaders=DataLoader(Data(), batch_size=None))

@@ -108,7 +108,7 @@ def test_a_saved_trace_is_the_same_when_loaded(tmp_path: Path) -> None:
 def test_other_files_are_refused_with_their_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json is not an allocator trace of version 1"):
+    with pytest.raises(ValueError, match=r"other\.json .*version 1"):
         AllocationTrace.load(path)
 
 

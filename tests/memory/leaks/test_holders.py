@@ -120,7 +120,6 @@ def test_attributes_of_a_known_module(keep, path, container):
     model = Model()
     tensor = keep(model)
     holder = find_holder(tensor, names_of_modules(model))
-    assert holder is not None
     assert (holder.path, holder.container_path, holder.place) == (path, container, "")
     assert any(held is tensor for held in holder.holds())
 
@@ -131,7 +130,6 @@ def test_everything_in_the_same_containers_is_held_in_the_same_way():
     model.outputs += [new() for _ in range(5)]
     model.last = new()
     holder = find_holder(model.outputs[3], names_of_modules(model))
-    assert holder is not None
     assert {id(held) for held in holder.holds()} == {id(tensor) for tensor in model.outputs}
     assert holder.container is model.outputs
 
@@ -151,7 +149,6 @@ def test_a_variable_in_a_closure():
     hook(None, None, new())
     (cell,) = hook.__closure__
     holder = find_holder(cell.cell_contents[1], {})
-    assert holder is not None
     assert holder.path == "kept[1]"
     assert holder.place.startswith(" in the closure of test_a_variable_in_a_closure.<locals>.make.<locals>.hook (")
     assert "test_holders.py:" in holder.place
@@ -173,7 +170,6 @@ def test_a_hook_that_a_module_keeps_is_named_as_a_function():
     (hook,) = model.head._forward_hooks.values()
     tensor = hook.__closure__[0].cell_contents["last"]
     holder = find_holder(tensor, names_of_modules(model))
-    assert holder is not None
     assert holder.path == "kept['last']"
     assert ".watch.<locals>.hook (test_holders.py:" in holder.place
 
@@ -181,14 +177,12 @@ def test_a_hook_that_a_module_keeps_is_named_as_a_function():
 def test_a_global_a_class_attribute_and_a_default_argument():
     IN_A_GLOBAL.append(new())
     holder = find_holder(IN_A_GLOBAL[0], {})
-    assert holder is not None
     assert holder.path == f"{__name__}.IN_A_GLOBAL[0]"
     assert next(holder.holds()) is IN_A_GLOBAL[0]
     IN_A_GLOBAL.clear()
 
     Recorder.in_the_class.append(new())
     holder = find_holder(Recorder.in_the_class[0], {})
-    assert holder is not None
     assert holder.path == "Recorder.in_the_class[0]"
     assert next(holder.holds()) is Recorder.in_the_class[0]
     Recorder.in_the_class.clear()
@@ -199,8 +193,7 @@ def test_a_global_a_class_attribute_and_a_default_argument():
     step(new())
     (seen,) = step.__defaults__
     holder = find_holder(seen[0], {})
-    assert holder is not None
-    assert holder.path.startswith("the default value of an argument of ")
+    assert holder.path.startswith("the default value of ")
     assert list(holder.holds()) == seen
 
 
@@ -212,7 +205,6 @@ def test_the_nearest_object_with_a_name_is_reported():
     model.recorder = recorder
     both = {id(recorder): "Recorder"} | names_of_modules(model)
     holder = find_holder(recorder.kept[0], both)
-    assert holder is not None
     assert holder.path == "Recorder.kept[0]"
 
 
@@ -225,7 +217,6 @@ def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
 
     tensor, keeps_it_alive = hidden()
     holder = find_holder(tensor, {})
-    assert holder is not None
     assert holder.path == "Recorder.kept[0]"
     del keeps_it_alive
 
@@ -243,7 +234,6 @@ def test_the_callers_own_containers_are_ignored():
     found = [model.last]
     assert find_holder(new(), {}, ignore=(found,)) is None
     holder = find_holder(found[0], names_of_modules(model), ignore=(found,))
-    assert holder is not None
     assert holder.path == "Model.last"
 
 
@@ -254,7 +244,6 @@ def cached(size):
 
 def test_a_cache_of_functools_is_named_by_its_function():
     holder = find_holder(cached(7), {})
-    assert holder is not None
     assert holder.path == f"{__name__}.cached"
     assert any(held is cached(7) for held in holder.holds())
     cached.cache_clear()

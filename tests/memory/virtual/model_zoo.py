@@ -73,9 +73,8 @@ class Words(nn.Module):
         self.norm = nn.LayerNorm(24)
         self.head = nn.Linear(24, 100)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.norm(self.embedding(x))).mean(1)
-        return out
+    def forward(self, x):
+        return self.head(self.norm(self.embedding(x))).mean(1)
 
 
 def words() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

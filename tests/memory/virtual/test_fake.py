@@ -72,9 +72,8 @@ class Recurrent(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(8, 16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.lstm(x)[0]
-        return out
+    def forward(self, x):
+        return self.lstm(x)[0]
 
 
 def test_lstm_differs_by_the_workspace_of_its_cpu_kernel() -> None:
