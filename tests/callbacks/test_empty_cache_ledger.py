@@ -128,7 +128,10 @@ LEAKS = [
             "shape (8, 1) float32 | 8 of shape () float32 | 8.00 KiB, without autograd graphs | Clear Keeps"
         ),
     ),
-    (AddsUpLosses, "AddsUpLosses.total: 1 tensor of shape () float32 | `self.total += loss.detach()`"),
+    (
+        AddsUpLosses,
+        "AddsUpLosses.total: 1 tensor of shape () float32 | keeps growing | `self.total += loss.detach()`",
+    ),
     (
         HasAMetricThatKeepsItsGraph,
         (
@@ -140,7 +143,7 @@ LEAKS = [
         CatchesTensorsInAClosure,
         (
             "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | 20 tensors of shape (8, 1) "
-            "float32 | 10.0 KiB | 12 of them with an autograd graph"
+            "float32 | 10.0 KiB | 12 of them with an autograd graph | Clear seen"
         ),
     ),
 ]

@@ -126,7 +126,7 @@ def test_an_evaluation_step_that_training_step_calls_runs_in_the_parts_of_traini
         trainer(tmp_path, recovery, logger=False).fit(model, DataLoader(data, batch_size=None))
         weights.append(model.net.weight.detach())
     torch.testing.assert_close(*weights)
-    assert recovery.recoveries.latest.endswith("the mean over its samples")
+    assert recovery.recoveries.latest.endswith("the mean over its samples.")
     with pytest.raises(torch.OutOfMemoryError, match="differs from the mean of theirs"):
         trainer(tmp_path, OOMRecovery(), logger=False).fit(Shares(None, 4), DataLoader(data, batch_size=None))
 

@@ -89,9 +89,9 @@ def test_where_no_batch_can_be_found_it_says_why(capfd):
     line = ["estimate", "my_target:one_size", "--capacity", "2GiB", "--max-batch"]
     assert main(line) == 1
     ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("memtools: ")]  # torch may say more
-    assert ours[0].startswith("The batch cannot be resized")
+    assert ours[0].startswith("memtools: The batch cannot")
     assert main(["estimate", "my_target:model_and_batch", "--capacity", "3MiB", "--max-batch"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == "Largest batch for 3MiB: none"
+    assert capfd.readouterr().out.splitlines()[-1].startswith("Largest batch for 3MiB: none")
 
 
 def test_only_the_gpus_around_the_boundary_are_listed():

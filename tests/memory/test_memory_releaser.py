@@ -244,7 +244,8 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
     for _ in range(2):
         assert work.release(model, [])[0].freed_bytes == 0
     assert reader.n_tries == 1
-    assert work.cannot_empty == "odd:0 .*no emptyCache"
+    assert work.cannot_empty.startswith("odd:0 ")
+    assert "no emptyCache" in work.cannot_empty
 
 
 def test_an_error_of_an_earlier_kernel_is_raised_when_the_cache_is_emptied(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_a_number_of_the_code_is_named(tmp_path):
     found = explained(Weighted(), good_data(), tmp_path)
     assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.mul")
     assert "and the number nan" in found.what
-    assert found.advice == "where that number comes from"
+    assert "where that number comes from" in found.advice
     assert found.confirmed.endswith("the step is finite")
 
 
@@ -117,11 +118,8 @@ def test_rounding_is_told_from_overflow(tmp_path):
             return -torch.log(1 - certain.bfloat16()).float().mean()
 
     found = explained(Rounds(), good_data(), tmp_path)
-    assert (found.cause, found.operation, found.confirmed) == (
-        NonFiniteCause.LOW_PRECISION,
-        "aten.log",
-        "in float32 the step",
-    )
+    assert (found.cause, found.operation) == (NonFiniteCause.LOW_PRECISION, "aten.log")
+    assert found.confirmed == "in float32 the step is finite"
     assert "rounding to a 16-bit type" in found.because
     assert "65504" not in found.because
 
@@ -132,16 +130,10 @@ def test_an_overflow_in_every_sample_points_to_the_weights(tmp_path):
             return (self.body(batch) * (1e30 if batch_idx == BAD_BATCH else 1)).square().mean()
 
     found = explained(Grows(), good_data(), tmp_path)
-    assert (found.cause, found.operation, found.confirmed) == (
-        NonFiniteCause.OVERFLOW,
-        "aten.pow",
-        "in float64 the step",
-    )
+    assert (found.cause, found.operation) == (NonFiniteCause.OVERFLOW, "aten.pow")
+    assert found.confirmed == "in float64 the step is finite"
     assert found.samples == tuple(range(8))
-    assert found.advice == (
-        "keep the inputs of pow smaller: normalize or clamp them. "
-        "Every sample is affected, so look at the weights and the learning rate (now 0.01) too."
-    )
+    assert re.search(r"inputs of pow smaller.*weights.*learning rate \(now 0\.01\)", found.advice)
 
 
 class Running(Small):
@@ -164,7 +156,7 @@ def test_a_tensor_that_the_step_itself_made_bad_is_not_named_as_the_cause(tmp_pa
     assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.div")
     assert found.line == line_of(Running, "weights / weights.sum()")
     tried = found.confirmed.split("; ")
-    assert tried[0] == 'NaN in state["mean"] the step is bad'
+    assert 'NaN in state["mean"] the step is bad' in tried[0]
     assert tried[-1].endswith("the step is finite")
 
 
@@ -180,10 +172,8 @@ def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, DataLoader(dataset, batch_size=None))
     found = caught.value.explanation
-    assert (found.cause, found.confirmed) == (
-        NonFiniteCause.BAD_PARAMETER,
-        'NaN in state["mean"] the step is finite',
-    )
+    assert found.cause == NonFiniteCause.BAD_PARAMETER
+    assert found.confirmed.endswith('NaN in state["mean"] the step is finite')
     assert 'state["mean"], first used by torch.mul in Running.loss (' in found.what
     assert "register_buffer" in found.advice
     assert 'attribute state["mean"] (a tensor that is no' in str(caught.value)

@@ -71,7 +71,7 @@ def said(halts) -> dict[str, str]:
 def test_a_fresh_process_gives_the_same_bits_through_the_command(name, said, halts):
     lines = said[name].splitlines()
     assert "Bit for bit the same" in lines
-    assert any(line.startswith("torch.log") for line in lines)
+    assert any("torch.log" in line for line in lines)
     bad = [parameter for parameter, gradient in halts[name][1].gradients.items() if not gradient.isfinite().all()]
     total = len(halts[name][1].gradients)
     assert 0 < len(bad) < total, "gradients that are all NaN would show nothing"

@@ -50,7 +50,7 @@ def test_without_a_capacity_nothing_is_said_to_fit() -> None:
     by_title = {action.title: action for action in checks.actions}
     assert all(action.checked and not action.fits for action in checks.actions)
     grows = by_title["Find what grows by 30.0 MiB a batch"]
-    assert grows.detail.endswith("may or may not fit")
+    assert "may or may not fit" in grows.detail
     half = by_title["Use training batches of 2 instead of 4"]
     assert half.detail == "The peak falls by 14.0 MiB to 14.0 MiB. Whether that is enough is not known"
     assert checks.modules[0] == ("net.4.0", 6 * 2**20)
@@ -284,7 +284,8 @@ def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monk
     checks = checks_of(Weighty(), torch.ones(4096, 1024), 250 * MIB)
     plan, least = sorted(of_kind(checks, ActionKind.CHECKPOINTING), key=lambda one: not one.checked)
     assert plan.fits
-    assert (least.title, least.detail) == ("Recompute only as much", NOT_REACHED)
+    assert least.title.startswith("Recompute only as much")
+    assert least.detail == NOT_REACHED
 
 
 def test_plans_for_layers_that_run_several_times_are_found() -> None:
@@ -355,5 +356,5 @@ def test_a_fused_adagrad_is_advised_only_where_torch_has_its_kernel_for_the_gpu(
 
 def test_two_optimizers_with_smaller_states_have_titles_of_their_own() -> None:
     first, second = smaller_states(torch.optim.AdamW(Weighty(2).parameters()))
-    assert first.title == "Replace AdamW with AdamW8bit"
-    assert second.title == "Replace AdamW with SGD"
+    assert first.title.startswith("Replace AdamW with AdamW8bit")
+    assert second.title.startswith("Replace AdamW with SGD")

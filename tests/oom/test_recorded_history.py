@@ -32,7 +32,7 @@ def test_a_trace_where_expandable_segments_help():
     assert run.failed_at == len(HELPED) - 1
     verdict = with_expandable_segments(run.history)
     assert verdict.served
-    assert verdict.why == "would have been served"
+    assert "would have been served" in verdict.why
     assert carry_out(HELPED, 300 * MIB, "expandable_segments:True").failed_at is None
 
 
@@ -122,4 +122,4 @@ def test_a_history_without_a_failure_gives_none():
     history = carry_out(CUT_BY_TRAINING, 300 * MIB).history
     for verdict in (with_expandable_segments(history), with_empty_cache(history, 0), with_more_memory(history, 1)):
         assert verdict.served is None
-        assert verdict.why == "not hold the failed request"
+        assert "not hold the failed request" in verdict.why

@@ -66,14 +66,15 @@ def test_an_out_of_memory_report_goes_there_too(tmp_path, monkeypatch):
 
 def test_a_dry_run_keeps_no_files_and_says_so(tmp_path):
     none = report_directory(trainer(tmp_path, fast_dev_run=True))
-    assert none == NotWritten("(fast_dev_run)")
+    assert isinstance(none, NotWritten)
+    assert "(fast_dev_run)" in str(none)
     assert write_report(none, "a.md", "text") == none
     assert write_report_or_warn(none, "a.md", "text") is None  # and no warning
 
 
 def test_a_run_without_a_logger_keeps_files_only_where_the_callback_says(tmp_path):
     run = trainer(tmp_path, logger=False)
-    assert report_directory(run) == NotWritten("(logger=False)")
+    assert "(logger=False)" in str(report_directory(run))
     assert report_directory(run, "here") == Path("here")
 
 
