@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.nonfinite.observe import error_at_halt
 
 BAD = 7
 
@@ -191,10 +189,5 @@ def halted(
     make, options = RUNS[name]
     model, recorder = make(), Recorder()
     arguments = {"directory": str(root / "memtools")} | arguments
-    run = trainer(root, recorder, HaltOnNaN(**arguments), logger=False, **(options() | (more or {})))
-    dataset: Any = batches()
-    try:
-        run.fit(model, DataLoader(dataset, batch_size=None))
-    except NonFiniteError as error:
-        return error, recorder, model
-    raise AssertionError("it must halt")
+    error = error_at_halt(model, batches(), root, recorder, options=options() | (more or {}), **arguments)
+    return error, recorder, model

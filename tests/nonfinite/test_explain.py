@@ -11,23 +11,18 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_memtools import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import Explanation, NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
 from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, bad_data, good_data
+from tests.nonfinite.observe import error_at_halt
 
 
 def explained(model: L.LightningModule, batches: list[Any], root: Path, **options: Any) -> Explanation:
     dataset: Any = batches
-    run = trainer(root, HaltOnNaN(save_last_good=False, capsule=False), logger=False, **options)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(dataset, batch_size=None))
-    assert caught.value.batch_idx == BAD_BATCH
-    found = caught.value.explanation
-    assert found is not None, str(caught.value)
+    error = error_at_halt(model, dataset, root, save_last_good=False, capsule=False, options=options)
+    assert error.batch_idx == BAD_BATCH
+    found = error.explanation
+    assert found is not None, str(error)
     return found
 
 
@@ -167,16 +162,14 @@ def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
                 pl_module.state["mean"][1] = torch.nan
 
     dataset: Any = good_data()
-    run = trainer(tmp_path, Breaks(), HaltOnNaN(directory=str(tmp_path)), logger=False)
     model = Running()
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(dataset, batch_size=None))
-    found = caught.value.explanation
+    error = error_at_halt(model, dataset, tmp_path, Breaks(), directory=str(tmp_path))
+    found = error.explanation
     assert found.cause == NonFiniteCause.BAD_PARAMETER
     assert found.confirmed.endswith('NaN in state["mean"] the step is finite')
     assert 'state["mean"], first used by torch.mul in Running.loss (' in found.what
     assert "register_buffer" in found.advice
-    assert 'attribute state["mean"] (a tensor that is no' in str(caught.value)
+    assert 'attribute state["mean"] (a tensor that is no' in str(error)
     assert model.state["mean"].isnan().tolist() == [False, True, False], "it is as it was"
 
 

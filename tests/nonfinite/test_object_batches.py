@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import CapsuleError, replay
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.nonfinite.observe import error_at_halt
 
 # Lightning warns of such steps.
 pytestmark = pytest.mark.filterwarnings("ignore:.*`dataloader_iter`.*")
@@ -179,9 +178,7 @@ CASES: dict[str, tuple[type[Net], Any]] = {
 
 def halted(make: type[Net], batches: Any, root: Path) -> NonFiniteError:
     L.seed_everything(0, verbose=False)
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(root, HaltOnNaN(directory=str(root / "out")), logger=False).fit(make(), batches)
-    return caught.value
+    return error_at_halt(make(), batches, root)
 
 
 @pytest.mark.parametrize("name", CASES)

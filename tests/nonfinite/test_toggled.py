@@ -9,13 +9,10 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.nonfinite.observe import error_at_halt
 
 BAD = 2
 
@@ -66,10 +63,7 @@ def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way: str, 
     L.seed_everything(0, verbose=False)
     model = ToggledGAN(way=way, fails=fails)
     flags = {name: each.requires_grad for name, each in model.named_parameters()}
-    run = trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "out")), logger=False)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(batches, batch_size=None))
-    error = caught.value
+    error = error_at_halt(model, batches, tmp_path)
     assert error.step == BAD
     assert error.explanation is not None
     assert error.explanation.operation == "aten.log"

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.nonfinite.update_veto import WeightBounds
 from tests.lightning_models import Regression, loader, trainer
-from tests.nonfinite.observe import differences, state_bits
+from tests.nonfinite.observe import differences, error_at_halt, state_bits
 
 BAD = 3
 
@@ -152,17 +151,14 @@ NAMES = {
 @pytest.mark.parametrize("kind", NAMES)
 def test_an_update_that_is_bad_itself_is_found_in_its_step_and_named(kind: Any, undo: bool, tmp_path: Path) -> None:
     model = kind()
-    run = trainer(tmp_path, HaltOnNaN(undo_updates=undo, directory=str(tmp_path / "out")), logger=False)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, loader(64))
-    error = caught.value
+    error = error_at_halt(model, loader(64), tmp_path, undo_updates=undo)
     assert (error.step, error.batch_idx, error.cause) == (
         BAD,
         BAD,
         NonFiniteCause.EXPLODING if kind in {Overflows, FusedOverflows} else NonFiniteCause.UPDATE,
     )
     assert NAMES[kind] in str(error)
-    left = differences(model.before, state_bits(model, run.optimizers))
+    left = differences(model.before, state_bits(model, model.trainer.optimizers))
     if undo:
         assert left in ([], ["optimizer0.lr0"]), "the rate is the user's own"
         if issubclass(kind, State):
@@ -174,7 +170,7 @@ def test_an_update_that_is_bad_itself_is_found_in_its_step_and_named(kind: Any, 
         assert error.checkpoint_path is None
         assert "the update was made before" in str(error)
         assert "made bad by this update" in str(error)
-    assert run.global_step == BAD
+    assert model.trainer.global_step == BAD
 
 
 class Wraps(Regression):
@@ -187,11 +183,10 @@ class Wraps(Regression):
 
 
 def test_weights_that_a_users_own_optimizer_step_makes_bad_are_found_in_the_same_step(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Wraps(), loader(64))
-    assert caught.value.step == BAD
-    assert caught.value.cause != NonFiniteCause.BAD_PARAMETER
-    assert "net.0.weight (64 Inf of 64, 100%)" in str(caught.value)
+    error = error_at_halt(Wraps(), loader(64), tmp_path)
+    assert error.step == BAD
+    assert error.cause != NonFiniteCause.BAD_PARAMETER
+    assert "net.0.weight (64 Inf of 64, 100%)" in str(error)
 
 
 @pytest.mark.parametrize("undo", [False, True])
@@ -209,12 +204,10 @@ def test_adamw_with_its_own_eps_in_16_true_is_named_in_the_first_step(undo: bool
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    run = trainer(tmp_path, HaltOnNaN(undo_updates=undo), logger=False, precision="16-true")
     model = Half()
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, loader(64))
-    assert (caught.value.step, caught.value.cause) == (0, NonFiniteCause.UPDATE)
-    assert "eps=1e-08 of AdamW is 0" in str(caught.value)
+    error = error_at_halt(model, loader(64), tmp_path, undo_updates=undo, options={"precision": "16-true"})
+    assert (error.step, error.cause) == (0, NonFiniteCause.UPDATE)
+    assert "eps=1e-08 of AdamW is 0" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values()) == undo
 
 

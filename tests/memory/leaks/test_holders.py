@@ -31,9 +31,6 @@ class Recorder:
 class Slotted:
     __slots__ = ("kept",)
 
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -46,79 +43,44 @@ def new() -> Tensor:
     return torch.zeros(3)
 
 
-def in_a_list(model):
-    model.outputs += [new(), new(), new()]
-    return model.outputs[1]
-
-
-def in_nested_containers(model):
-    model.head.steps = [{"pred": new(), "rest": (new(), new())}]
-    return model.head.steps[0]["rest"][1]
-
-
-def in_an_attribute_of_a_submodule(model):
-    model.head[1].last = new()
-    return model.head[1].last
-
-
-def in_an_unregistered_module(model):
-    model.others = [nn.Linear(2, 2)]
-    model.others[0].seen = {"x": new()}
-    return model.others[0].seen["x"]
-
-
-def in_a_deque_of_another_object(model):
-    model.recorder = Recorder()
-    model.recorder.kept.append(new())
-    return model.recorder.kept[0]
-
-
-def in_a_slot(model):
-    model.slotted = Slotted()
-    model.slotted.kept["y"] = new()
-    return model.slotted.kept["y"]
-
-
-def in_a_namespace(model):
-    model.state = SimpleNamespace(x=new())
-    return model.state.x
-
-
-def in_an_ordered_dict(model):
-    model.by_step = OrderedDict({(0, "a"): new()})
-    return model.by_step[0, "a"]
-
-
-def in_a_set(model):
-    model.bag = {new()}
-    return next(iter(model.bag))
-
-
-def as_a_buffer(model):
-    model.register_buffer("running", new())
-    return model.running
+def having(thing, **attributes):
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    return thing
 
 
 @pytest.mark.parametrize(
     ("keep", "path", "container"),
     [
-        (in_a_list, "Model.outputs[1]", "Model.outputs"),
-        (in_nested_containers, "Model.head.steps[0]['rest'][1]", "Model.head.steps"),
-        (in_an_attribute_of_a_submodule, "Model.head.1.last", "Model.head.1.last"),
-        (in_an_unregistered_module, "Model.others[0].seen['x']", "Model.others"),
-        (in_a_deque_of_another_object, "Model.recorder.kept[0]", "Model.recorder.kept"),
-        (in_a_slot, "Model.slotted.kept['y']", "Model.slotted.kept"),
-        (in_a_namespace, "Model.state.x", "Model.state.x"),
-        (in_an_ordered_dict, "Model.by_step[(0, 'a')]", "Model.by_step"),
-        (in_a_set, "Model.bag", "Model.bag"),
-        (as_a_buffer, "Model.running", "Model.running"),
+        (lambda m, t: m.outputs.extend([new(), t, new()]), "Model.outputs[1]", "Model.outputs"),
+        (
+            lambda m, t: having(m.head, steps=[{"pred": new(), "rest": (new(), t)}]),
+            *("Model.head.steps[0]['rest'][1]", "Model.head.steps"),
+        ),
+        (lambda m, t: having(m.head[1], last=t), "Model.head.1.last", "Model.head.1.last"),
+        (
+            lambda m, t: having(m, others=[having(nn.Linear(2, 2), seen={"x": t})]),  # not registered
+            *("Model.others[0].seen['x']", "Model.others"),
+        ),
+        (
+            lambda m, t: having(m, recorder=having(Recorder(), kept=deque([t]))),
+            *("Model.recorder.kept[0]", "Model.recorder.kept"),
+        ),
+        (
+            lambda m, t: having(m, slotted=having(Slotted(), kept={"y": t})),
+            *("Model.slotted.kept['y']", "Model.slotted.kept"),
+        ),
+        (lambda m, t: having(m, state=SimpleNamespace(x=t)), "Model.state.x", "Model.state.x"),
+        (lambda m, t: having(m, by_step=OrderedDict({(0, "a"): t})), "Model.by_step[(0, 'a')]", "Model.by_step"),
+        (lambda m, t: having(m, bag={t}), "Model.bag", "Model.bag"),
+        (lambda m, t: m.register_buffer("running", t), "Model.running", "Model.running"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.usefixtures("_quick")
 def test_attributes_of_a_known_module(keep, path, container):
-    model = Model()
-    tensor = keep(model)
+    model, tensor = Model(), new()
+    keep(model, tensor)
     holder = find_holder(tensor, names_of_modules(model))
     assert (holder.path, holder.container_path, holder.place) == (path, container, "")
     assert any(held is tensor for held in holder.holds())
