@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -57,7 +56,7 @@ class ToggledGAN(L.LightningModule):
 
 @pytest.mark.parametrize("fails", [0, 1])
 @pytest.mark.parametrize("way", ["toggle_optimizer", "toggle_model"])
-def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way: str, fails: int, tmp_path: Path) -> None:
+def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way, fails, tmp_path):
     batches: Any = list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0)))
     batches[BAD][3] = 0.0
     L.seed_everything(0, verbose=False)
@@ -65,7 +64,6 @@ def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way: str, 
     flags = {name: each.requires_grad for name, each in model.named_parameters()}
     error = error_at_halt(model, batches, tmp_path)
     assert error.step == BAD
-    assert error.explanation is not None
     assert error.explanation.operation == "aten.log"
     assert error.cause == NonFiniteCause.DOMAIN
     assert {name: each.requires_grad for name, each in model.named_parameters()} == flags, "not mid-toggle"

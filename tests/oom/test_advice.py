@@ -251,11 +251,10 @@ class Mlps(Weighty):
         self.net = nn.Sequential(*[nn.Sequential(*block) for block in layers])
 
 
-def test_the_search_for_the_least_recomputation_finds_the_largest_budget_with_which_the_step_fits() -> None:
+def test_the_search_for_the_least_recomputation_finds_the_largest_budget_with_which_the_step_fits():
     """The allocator reserves so much more than tensors hold that only budgets far below the capacity fit."""
     trials = StepTrials(failed_on(Mlps(4), torch.ones(2048, 128), 40 * MIB), Deadline(600.0))
     found = trials.plans.that_fits()
-    assert found is not None
     planner, fitting = StepPlanner(trials.failed.step()), {}
     for budget in range(40, 33, -1):  # smaller ones cost no less
         plan = planner.plan(CheckpointOptions.parse(memory_budget=f"{budget}MiB"))
@@ -333,7 +332,7 @@ def test_repeated_blocks_are_recomputed_where_there_is_no_sequential() -> None:
     assert action.saved > 0
 
 
-def test_the_fused_form_keeps_the_settings_of_each_group_and_learning_rates_that_are_tensors() -> None:
+def test_the_fused_form_keeps_the_settings_of_each_group_and_learning_rates_that_are_tensors():
     model = Weighty(2, 64)
     groups: list[dict[str, Any]] = [
         {"params": list(model.net[0].parameters())},
@@ -341,7 +340,6 @@ def test_the_fused_form_keeps_the_settings_of_each_group_and_learning_rates_that
     ]
     optimizer = torch.optim.Adam(groups, lr=torch.tensor(1e-3), capturable=True)
     fused = fused_form(optimizer)
-    assert fused is not None
     made = estimate_memory(model, torch.ones(4, 64), optimizer=fused.make, accumulate=2, precision="bf16-mixed")
     matrix, bias = 4 * 64 * 64, 512  # blocks are multiples of 512 bytes
     states = (2 + 3) * (matrix + bias) + 4 * 512  # of four parameters; amsgrad has a third, and each a count

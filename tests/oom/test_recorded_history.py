@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.oom.recorded_history import with_empty_cache, with_expandable_segments, with_more_memory
-from tests.oom.programs import MIB, Program, carry_out
+from tests.oom.programs import MIB, carry_out
 
 
 def cut_segments(n: int, large: int, small: int) -> list[tuple[str, int]]:
@@ -60,13 +60,12 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(ACTIONS, max_size=60), st.integers(40, 160))
-def test_the_verdict_agrees_with_the_same_program_under_that_setting(program: Program, capacity: int):
+def test_the_verdict_agrees_with_the_same_program_under_that_setting(program, capacity):
     program = [*program, ("malloc", capacity * MIB // 2), ("malloc", capacity * MIB // 2)]
     run = carry_out(program, capacity * MIB)
     if run.failed_at is None:
         return
     failed = run.history.failed
-    assert failed is not None
     assert failed.is_complete
     # Replayed as it was, the request fails in the same state.
     again = replay(failed.trace)
