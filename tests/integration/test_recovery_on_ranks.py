@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.integration import recovery_on_a_pretended_rank, recovery_on_ranks
 from tests.integration.recovery_on_ranks import CANNOT_GO_ON, SAMPLES, SCENARIOS
-from tests.two_processes import run_ranks, run_script
+from tests.two_processes import run_ranks, run_script, seen_by_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
 REASONS = {
@@ -32,9 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder) -> Seen:
     """Scenario to what ranks 0 and 1 saw."""
-    ranks = run_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=600)
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
-    by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    by_rank = seen_by_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=600)
     return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
 
 
