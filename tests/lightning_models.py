@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def trainer(root: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+def trainer(root: Path | None, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     """A quiet Trainer on the CPU that logs every step under `root`."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -73,6 +73,17 @@ class Regression(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Wider(Regression):
+    """Has a second network beside it, whose width can be chosen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.wide(batch[0]).mean()
 
 
 class Adversaries(Regression):

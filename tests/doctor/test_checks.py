@@ -6,7 +6,6 @@ import itertools
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from lightning_memtools.doctor.settings_checks import RejectedSettings
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.shared_memory import free_in_container
 from tests.doctor.specimens import HalfUsed, found, network, only, rows, serious, squared
+from tests.lightning_models import Regression, trainer
 
 
 def test_the_error_that_is_predicted_comes_true():
@@ -217,29 +217,20 @@ def test_combinations_that_lightning_rejects_late(settings, text):
     [("bf16-mixed", True, 1.0), ("bf16-mixed", False, 1.0), ("bf16-true", True, 1.0), ("bf16-mixed", True, None)],
 )
 def test_lightning_rejects_clipping_where_the_doctor_says_so_and_takes_its_advice(tmp_path, precision, fused, clip):
-    class Model(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch, _):
+    class Model(Regression):
+        def training_step(self, batch, batch_idx):
             return self.net(batch[0].to(self.dtype)).square().mean()
 
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), fused=fused)
 
-        def train_dataloader(self):
-            return rows()
-
-    trainer = L.Trainer(accelerator="cpu", precision=precision, gradient_clip_val=clip, max_steps=1, logger=False,
-                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                        default_root_dir=tmp_path)  # fmt: skip
+    run = trainer(tmp_path, precision=precision, gradient_clip_val=clip, max_steps=1, logger=False)
     model = Model()
     case = TrainingCase(model=model, optimizers=[model.configure_optimizers()], precision=precision, clip=clip)
     findings = list(RejectedSettings(case).before_training())
     with pytest.raises(RuntimeError, match="gradient clipping") if findings else nullcontext():
-        trainer.fit(model)
-    assert trainer.global_step == (not findings)
+        run.fit(model, rows())
+    assert run.global_step == (not findings)
 
 
 @pytest.mark.parametrize("norm", [torch.nn.Identity(), torch.nn.Dropout(0.5)], ids=["plain", "dropout"])

@@ -16,6 +16,7 @@ from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import classify
+from tests.lightning_models import trainer
 from tests.zoo import torchvision_models
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "published-peaks.json"
@@ -96,9 +97,6 @@ def real_reserved(run: dict[str, Any]) -> int:
         model = InTheirOrder(model_of(run), run["optimizer"])
     model.to_empty(device="cpu")  # without a page of the host
     size = run["batch_size"]
-    trainer = L.Trainer(
-        accelerator="cuda", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, Copies((torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long))))
+    batches = Copies((torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long)))
+    trainer(None, accelerator="cuda", devices=1, logger=False).fit(model, batches)
     return torch.cuda.max_memory_reserved()

@@ -95,5 +95,5 @@ def error_at_halt(
     halt = HaltOnNaN(**({"directory": str(root / "out")} | arguments))
     run = trainer(root, *callbacks, halt, **({"logger": False} | (options or {})))
     with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(data, batch_size=None) if isinstance(data, list) else data)
+        run.fit(model, DataLoader(data, batch_size=None) if isinstance(data, list) else data)  # type: ignore[arg-type]
     return caught.value

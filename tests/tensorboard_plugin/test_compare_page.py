@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import nn
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice
 from lightning_memtools.cli.main import main
 from tests.browser import chromium, wait_until
-from tests.lightning_models import Regression, loader
-
-
-class Wide(Regression):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wide = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + self.wide(batch[0]).mean()
+from tests.lightning_models import Wider, loader, trainer
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +17,9 @@ def page(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     for name, width, step in (("narrow", 4096, 2), ("wide", 16384, 2), ("without", 64, None)):
         with VirtualDevice():
-            trainer = L.Trainer(
-                max_steps=4, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
-                enable_checkpointing=False, enable_model_summary=False,
-                logger=TensorBoardLogger(logs, name="", version=name),
-                callbacks=[MemoryMonitor(snapshot_at_step=step), LossCurves()],
-            )  # fmt: skip
-            trainer.fit(Wide(width), loader())
+            board = TensorBoardLogger(logs, name="", version=name)
+            run = trainer(logs, MemoryMonitor(snapshot_at_step=step), LossCurves(), logger=board)
+            run.fit(Wider(width), loader())
     assert main(["report", str(logs), "-o", str(logs / "page.html")]) == 0
     return logs / "page.html"
 
