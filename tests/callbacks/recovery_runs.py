@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.recovery.step_recovery import StepRecovery
+from lightning_memtools.recovery.step_start import BatchStep
 from tests.lightning_models import trainer
 
 WIDTH = 64
@@ -207,3 +209,31 @@ class NoLog:
 
     def put(self, batch, whole):
         del batch, whole
+
+
+class Steps:
+    """Steps without a Trainer, of which batches of more than `fits` do not fit; `size` says how large one is."""
+
+    def __init__(self, model: nn.Module, size: Any, fits: int, **options: Any) -> None:
+        self.model, self.size, self.fits = model, size, fits
+        self.told: list[str] = []
+        defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+        self.recovery = StepRecovery(model, torch.device("cpu"), tell=self.told.append, **(defaults | options))
+
+    def forward(self, batch):
+        loss = self.model(batch)
+        if self.size(batch) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return StepResult(loss)
+
+    def run(self, batch):
+        """Run one, and leave the gradients."""
+        self.model.zero_grad()
+        self.recovery.run(BatchStep(batch, self.forward, NoLog(), lambda loss: loss.backward(), lambda: None))
+
+    def step(self, batch):
+        """Run it, and return the largest error of a gradient, relative to the largest of the parameter's."""
+        self.run(batch)
+        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        right = torch.autograd.grad(self.model(batch), list(self.model.parameters()))
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, right, strict=True))

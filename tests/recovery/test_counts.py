@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.recovery.step_recovery import StepRecovery
-from lightning_memtools.recovery.step_start import BatchStep
-from tests.callbacks.recovery_runs import NoLog, StepResult
+from tests.callbacks.recovery_runs import Steps
 
 
 @dataclass
@@ -70,34 +67,8 @@ class OverNodes(OverGraphs):
         return (self.net(batch.nodes)[:, 0] - batch.target[batch.graph]).square().mean()
 
 
-class Run:
-    """Steps of which whole batches do not fit."""
-
-    def __init__(self, model: nn.Module, size: Callable[[Any], int], fits: int, **options: Any) -> None:
-        self.model, self.size, self.fits = model, size, fits
-        self.told: list[str] = []
-        defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
-        self.recovery = StepRecovery(model, torch.device("cpu"), tell=self.told.append, **(defaults | options))
-
-    def forward(self, batch: Any) -> Any:
-        loss = self.model(batch)
-        if self.size(batch) > self.fits:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return StepResult(loss)
-
-    def step(self, batch: Any) -> float:
-        """Run it, and return the largest error of a gradient, relative to the largest of the parameter's."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        log: Any = NoLog()
-        self.recovery.run(BatchStep(batch, self.forward, log, lambda loss: loss.backward(), lambda: None))
-        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        right = torch.autograd.grad(self.model(batch), list(self.model.parameters()))
-        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, right, strict=True))
-
-
-def on_graphs(model: nn.Module, **options: Any) -> Run:
-    return Run(model, lambda batch: len(batch.target), fits=4, **options)
+def on_graphs(model: nn.Module, **options: Any) -> Steps:
+    return Steps(model, n_graphs, fits=4, **options)
 
 
 def n_graphs(batch: Graphs) -> int:
@@ -135,10 +106,10 @@ def test_lengths_that_do_not_agree_are_tried_even_where_the_loss_is_called_a_mea
         return without_edges(Graphs(batch["x"], batch["graph"], torch.zeros(2, 0), batch["y"]), n_parts)
 
     whole = {"x": UNEQUAL.nodes, "graph": UNEQUAL.graph, "y": UNEQUAL.target}
-    over_graphs = Run(OnDicts(OverGraphs()), lambda one: len(one["y"]), 4, loss="mean", split=again)
+    over_graphs = Steps(OnDicts(OverGraphs()), lambda one: len(one["y"]), 4, loss="mean", split=again)
     with pytest.raises(torch.OutOfMemoryError, match=r"guessed .* split_batch return pairs"):
         over_graphs.step(whole)
-    over_nodes = Run(OnDicts(OverNodes()), lambda one: len(one["y"]), 4, loss="mean", split=again)
+    over_nodes = Steps(OnDicts(OverNodes()), lambda one: len(one["y"]), 4, loss="mean", split=again)
     assert over_nodes.step(whole) < 1e-4
 
 
@@ -202,7 +173,7 @@ class Vae(nn.Module):
 def test_a_loss_that_draws_random_numbers_is_refused_for_that_reason_with_every_seed(seed):
     torch.manual_seed(seed)
     with pytest.raises(torch.OutOfMemoryError, match="training_step draws random numbers"):
-        Run(Vae(), len, fits=5).step(torch.randn(8, 16))
+        Steps(Vae(), len, fits=5).step(torch.randn(8, 16))
 
 
 class Frozen(nn.Module):
@@ -222,7 +193,7 @@ class Frozen(nn.Module):
 def test_what_is_announced_of_batch_norm_holds_when_memory_runs_out():
     torch.manual_seed(0)
     for freezes in (True, False):
-        run = Run(Frozen(freezes=freezes), len, fits=5)
+        run = Steps(Frozen(freezes=freezes), len, fits=5)
         run.step(torch.randn(4, 8))
         assert bool(run.told) is not freezes
         if freezes:
