@@ -731,9 +731,7 @@ def test_modules_without_parameters_or_losses_do_not_matter(tmp_path):
 
 def test_manual_optimization_past_lightning_is_named(tmp_path):
     class PastLightning(Net):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers(use_pl_optimizer=False)

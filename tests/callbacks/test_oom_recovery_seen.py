@@ -218,9 +218,7 @@ def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it
 
 
 class Manual(Sequences):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()

@@ -37,6 +37,13 @@ class HalfUsed(nn.Module):
         return self.used(x) + 0.0 * sum(p.sum() for p in self.unused.parameters() if p.requires_grad)
 
 
+class ZeroesGradients(torch.optim.SGD):
+    """zero_grad() as it was by default before PyTorch 2.0."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
 def squared(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 

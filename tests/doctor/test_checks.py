@@ -72,6 +72,10 @@ def test_without_counters_of_batch_norm_only_a_state_dict_of_a_pytorch_that_knew
     del state["1.num_batches_tracked"]
     with pytest.raises(RuntimeError, match="Missing key"):  # and is found: see test_fixes.py
         network(norm=True).load_state_dict(state)
+    no_statistics = network(norm=True)
+    no_statistics[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        no_statistics.load_state_dict(network(norm=True).state_dict())
     network(norm=True).load_state_dict(dict(state))
     assert not serious(found(network(norm=True), rows(), checkpoint=saved(tmp_path, dict(state)), steps=1))
 
@@ -310,6 +314,7 @@ def test_outputs_kept_with_their_graphs_are_found_in_a_closure():
     ("loss", "place", "warns"),
     [
         (F.mse_loss, "mse_loss at tests/doctor/test_checks.py:", True),
+        (nn.L1Loss(), "l1_loss at tests/doctor/test_checks.py:", True),
         (lambda p, y: F.mse_loss(p[:, 0], y[:, None]), "mse_loss at tests/doctor/test_checks.py:", True),
         (
             lambda p, y: ((p - y[:, None].squeeze().float()) ** 2).mean(),
@@ -317,7 +322,7 @@ def test_outputs_kept_with_their_graphs_are_found_in_a_closure():
             False,
         ),
     ],
-    ids=["column_against_flat", "flat_against_column", "squeezed"],
+    ids=["column_against_flat", "l1_of_a_module", "flat_against_column", "squeezed"],
 )
 def test_a_loss_that_broadcasts_is_found_with_its_line(loss, place, warns):
     def step(model: nn.Module, batch: Any) -> Any:
