@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice
 from lightning_memtools.cli.main import main
-from tests.browser import chromium, wait_until
+from tests.browser import chromium, open_page, wait_until
 from tests.lightning_models import Wider, loader, trainer
 
 
@@ -26,8 +26,7 @@ def page(tmp_path_factory):
 
 def test_compared_runs_show_their_curves_and_the_modules_that_differ(page, tmp_path):
     with chromium() as window:
-        window.get(page.as_uri())
-        assert wait_until(lambda: window.execute_script("return document.documentElement.dataset.ready === 'true'"))
+        open_page(window, page.as_uri())
         window.execute_script("document.getElementById('tab-compare').click()")
         text = "return document.querySelector('#memtools').innerText"
         assert wait_until(lambda: "Memory by module" in window.execute_script(text))
