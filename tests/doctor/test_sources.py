@@ -49,7 +49,7 @@ def test_reproducibility_an_unseeded_run(monkeypatch):
     model, loader = network(), rows()
     torch.seed()
     finding = only(found(model, loader, steps=1), "reproducibility")
-    assert f"No seed was set: torch drew {torch.initial_seed()} from the system." in finding.evidence
+    assert f"torch drew {torch.initial_seed()} " in finding.evidence
     assert "seed_everything" in finding.fix
 
 

@@ -55,7 +55,7 @@ def refusal(path: Path, **arguments: Any) -> str:
 
 def test_another_file_is_no_capsule(tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
-    with pytest.raises(CapsuleError, match=r"train.py is no capsule of HaltOnNaN: those are zip files"):
+    with pytest.raises(CapsuleError, match=r"train.py is no capsule.*zip files"):
         read_capsule(tmp_path / "train.py")
 
 
@@ -152,7 +152,7 @@ def test_hyperparameters_that_no_file_can_hold_are_named(tmp_path):
 
     Saved.__module__, Saved.__qualname__ = __name__, "SavedAgain"
     globals()["SavedAgain"] = Saved
-    with pytest.warns(UserWarning, match="is an instance of `nn.Module`"):
+    with pytest.warns(UserWarning, match="`nn.Module`"):
         model = Saved(nn.Linear(6, 3))
     assert "held by a file: net" in refusal(halt(model, tmp_path).capsule_path)
 
@@ -240,8 +240,9 @@ def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
     assert found.is_finite
     assert not found.exact
     assert found.changed == (str(parts),)
-    assert f"The code has changed since: {parts}." in found.summary()
-    assert "The step is finite now. What was found when it was not:\nCause: domain error" in found.summary()
+    assert f"changed since: {parts}." in found.summary()
+    assert "The step is finite now." in found.summary()
+    assert "Cause: domain error" in found.summary()
 
     parts.write_text(PARTS.replace("torch.log(", "torch.rsqrt("))
     sys.modules.pop("parts_of_this_test")

@@ -225,7 +225,7 @@ def test_a_search_that_max_trials_ended_says_so(tmp_path):
     fit(tmp_path, stopped)
     fit(tmp_path, ended)
     (note,) = [note for note in stopped.result.notes if "max_trials" in note]
-    assert note.startswith("The search for train ended with max_trials=2; the next size to try was ")
+    assert "search for train ended with max_trials=2" in note
     following = int(note.rstrip(".").split()[-1])
     assert stopped.result.sizes["train"] < following <= 1.02 * ended.result.sizes["train"]
     assert not any("max_trials" in note for note in ended.result.notes)
@@ -272,7 +272,7 @@ class WideLayers(Layers):
 def test_a_share_that_a_small_trial_cannot_reach_does_not_end_the_search(tmp_path, capsys):
     tuner, checkpointing = Tuner(stages=("train",), max_trials=5), GradientCheckpointing(memory_budget=0.75)
     fit(tmp_path, tuner, WideLayers(n=100), checkpointing)
-    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*Next: raise the budget or let"):
+    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*raise the budget"):
         fit(tmp_path, None, WideLayers(2, n=100), GradientCheckpointing(memory_budget=0.75), limit_val_batches=0)
     plan = checkpointing.plan
     assert tuner.result.sizes["train"] > 10

@@ -158,7 +158,7 @@ def test_resize_has_old_and_new_block_for_a_moment(device: VirtualDevice) -> Non
 def test_out_resizes_what_it_writes_to(device: VirtualDevice) -> None:
     out = torch.empty(10)
     assert allocated(device) == 512
-    with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
+    with pytest.warns(UserWarning, match="elements was resized"):
         torch.add(host_before, 1, out=out)
     assert allocated(device) == 4096
 
