@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +32,17 @@ def loader(n: int = 32, batch_size: int = 8, *, seed: int = 0) -> DataLoader[tup
     x = torch.randn(n, 4, generator=generator)
     y = x.sum(1, keepdim=True) + 0.1 * torch.randn(n, 1, generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def half(scale: float = 2.0**10) -> MixedPrecision:
+    """16-mixed on the CPU, which Lightning offers only by hand."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
 
 
 @torch.library.custom_op("memtools_test::opaque", mutates_args=())

@@ -110,9 +110,3 @@ def everything_of(model, run):
         "rates": torch.tensor([group["lr"] for group in run.optimizers[0].param_groups]),
         "scheduler": torch.tensor([config.scheduler.total_steps for config in run.lr_scheduler_configs]),
     }  # fmt: skip
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
 from lightning_memtools.memory.sizes import MIB
-from tests.lightning_models import trainer
-from tests.tuner_runs import Constant, Data, N, Small, Tuner, assert_same, everything_of, fit
+from tests.lightning_models import assert_same_bits, trainer
+from tests.tuner_runs import Constant, Data, N, Small, Tuner, everything_of, fit
 
 
 def test_fit_gives_the_same_bits_as_with_the_size_set_by_hand(tmp_path):
@@ -29,7 +29,7 @@ def test_fit_gives_the_same_bits_as_with_the_size_set_by_hand(tmp_path):
     assert set(tuned.seen) == {size, N % size}, "only batches of the fit are left in the module's list"
     assert run.global_step == -(-N // size)
     by_hand, other = fit(tmp_path, None, Small(batch_size=size))
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
 
 
 def test_every_found_size_was_run_within_the_margin(tmp_path):
@@ -101,7 +101,7 @@ def test_the_model_is_unchanged_when_no_size_fits(tmp_path):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=r"fits for train: not even 2 .*at least .*MiB"):
         fit(tmp_path, Tuner(), model, capacity="3MiB")
-    assert_same(before, dict(model.state_dict()))
+    assert_same_bits(before, dict(model.state_dict()))
     assert model.hparams["batch_size"] == 4
     assert model.seen == []
 

@@ -13,17 +13,12 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.sizes import MIB
 from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
 from tests.list_logger import ListLogger
 
-
-@pytest.fixture(autouse=True)
-def _quick():
-    with gc_frozen():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def quiet(root: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:

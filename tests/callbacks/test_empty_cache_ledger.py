@@ -18,15 +18,10 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks import leak_detector
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
-
-@pytest.fixture(autouse=True)
-def _quick():
-    with gc_frozen():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def warnings_of(root: Path, model: L.LightningModule, *callbacks: L.Callback, epochs: int = 3, validate: bool = True,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -23,7 +22,7 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.event_files import scalars
-from tests.lightning_models import trainer
+from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import Observer, differences, state_bits
 
 BAD = 9  # this batch holds one NaN
@@ -296,11 +295,6 @@ def test_a_float64_loss_beyond_float32_is_finite(fused, tmp_path):
     run = trainer(tmp_path, HaltOnNaN(), precision="64-true", logger=False)
     run.fit(Large(fused=fused), loader())
     assert run.global_step == 16
-
-
-def half(scale: float) -> MixedPrecision:
-    """16-mixed on the CPU, which Lightning offers only by hand."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
 
 
 class Big(Net):

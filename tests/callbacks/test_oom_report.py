@@ -24,13 +24,12 @@ from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from lightning_memtools.callbacks.oom_report_run import failed_run_of
 from lightning_memtools.checkpointing import planning
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
-from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.reporting.files import write_report
 from tests.batch_size_models import Samples, Scale
 from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, opaque, trainer
 from tests.list_logger import ListLogger
-from tests.oom_models import SAMPLE_BYTES, Layers
+from tests.oom_models import SAMPLE_BYTES, Layers, place_of, sizes_in
 
 MIB = 2**20
 
@@ -113,13 +112,6 @@ CASES = {
 }  # fmt: skip
 
 
-def table(report: str, title: str) -> dict[str, int]:
-    """A table of the report under a title: first column to the second, a size."""
-    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
-    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
-    return {name: parse_size(size) for name, size in rows}
-
-
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
     """Every case run once, when it is first asked for."""
@@ -147,14 +139,14 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     assert f"({case.moment})" in outcome.report.splitlines()[0]
     assert str(outcome.error).partition("\n")[0] in outcome.report
     allocated, categories, modules = outcome.seen[-1]
-    split = table(outcome.report, "What filled the device")
+    split = sizes_in(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(allocated, rel=0.01)
     assert sum(split.values()) == pytest.approx(allocated, rel=0.01)
     singular = {"parameters": "parameter", "gradients": "gradient", "activations": "activation", "inputs": "input"}
     for name_, n_bytes in split.items():
         if name_ in singular:
             assert n_bytes == pytest.approx(categories[singular[name_]], rel=0.01)
-    largest, n_bytes = next(iter(table(outcome.report, "Modules with the most activations").items()))
+    largest, n_bytes = next(iter(sizes_in(outcome.report, "Modules with the most activations").items()))
     assert largest == case.largest
     assert n_bytes == pytest.approx(max(modules.values()), rel=0.01)
     # What the error takes along begins with the same line and names the report, and nothing is printed twice.
@@ -170,8 +162,8 @@ def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, faile
     case, known = CASES[name], failed(name)
     monkeypatch.setattr("lightning_memtools.oom.failure_capture.KnowsItsComposition", type("Nobody", (), {}))
     report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
-    assert next(iter(table(report, "Modules with the most activations"))) == case.largest
-    split = table(report, "What filled the device")
+    assert next(iter(sizes_in(report, "Modules with the most activations"))) == case.largest
+    split = sizes_in(report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(known.seen[-1][0], rel=0.01)
     assert sum(split.values()) == pytest.approx(known.seen[-1][0], rel=0.01)
 
@@ -255,7 +247,7 @@ def test_in_the_optimizer_step_the_smaller_state_fits(tmp_path):
     sizes = {"n": 1, "wide": None, "batch": 4, "width": 3300}
     outcome = attempt(tmp_path, "150MiB", "fit", **sizes)
     assert "(train, step 0, batch 0, optimizer step)" in outcome.report
-    split = table(outcome.report, "What filled the device")
+    split = sizes_in(outcome.report, "What filled the device")
     weights = 4 * (3300 * 3300 + 3300)
     # One segment of 42 MiB each, of which less than 1 MiB is left: too little to be split off.
     assert split["parameters"] == pytest.approx(weights, rel=0.02)
@@ -303,12 +295,12 @@ def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_
 
     outcome = run(tmp_path, **sizes)
     assert re.search(r"\(val, batch 0\): .* 90\.0 MiB", outcome.report)
-    split = table(outcome.report, "What filled the device")
+    split = sizes_in(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert split["inputs"] == 60 * SAMPLE_BYTES
     assert split["parameters"] == pytest.approx(1.8 * 2**30, rel=0.01)
-    assert next(iter(table(outcome.report, "Modules with the most activations").items())) == ("net.4.0", 90 * MIB)
+    assert next(iter(sizes_in(outcome.report, "Modules with the most activations").items())) == ("net.4.0", 90 * MIB)
     size = int(re.search(r"Use validation batches of (\d+) instead of 60", outcome.report)[1])
     assert run(tmp_path, **(sizes | {"val_batch": size})).fits
     assert not run(tmp_path, **(sizes | {"val_batch": size + 1})).fits
@@ -346,7 +338,7 @@ def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tm
     outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
     assert re.search("`expandable_segments:True` .*would have been served", outcome.report)
     assert re.search(r"^\d\. Use expandable segments .*The whole step fits", outcome.report, re.MULTILINE)
-    assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
+    assert sizes_in(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
     settings = {"allocator": "expandable_segments:True"}
     assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
 
@@ -486,10 +478,6 @@ def test_without_a_directory_it_goes_below_the_log_directory_or_with_no_logger_i
     else:
         assert not [*tmp_path.rglob("*.md")]
     assert {path.name for path in directory.iterdir()} == {"oom-train-step0-snapshot.pickle", "oom-train-step0.md"}
-
-
-def place_of(error: BaseException) -> Path:
-    return Path(error.__notes__[-1].splitlines()[-1].removeprefix("Report: "))
 
 
 def test_where_the_directory_cannot_be_written_to_it_goes_to_a_temporary_file_or_to_the_console(
@@ -749,7 +737,7 @@ def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
     for useless in ("GPU", "Use expandable segments", "EmptyCache", "within", "fits"):
         assert useless not in text.split("## What happened")[0]
     # What the step keeps is known from a trace.
-    assert table(text, "Modules with the most activations")
+    assert sizes_in(text, "Modules with the most activations")
     assert "DefaultCPUAllocator: can't allocate memory" in text
     assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return self.loss", text)
 
@@ -825,7 +813,7 @@ def test_bad_arguments_are_refused(top, error):
 
 def test_top_limits_the_modules(tmp_path):
     text = run_out(tmp_path, top=2, snapshot=False, directory=str(tmp_path))[1].read_text()
-    assert list(table(text, "Modules with the most activations")) == ["net.0", "net.1"]
+    assert list(sizes_in(text, "Modules with the most activations")) == ["net.0", "net.1"]
     assert re.search(r"No memory snapshot: .*\(snapshot=False\)", text)
     assert re.search("Use expandable segments.* not checked: no history", text)
 

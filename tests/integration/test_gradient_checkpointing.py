@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
@@ -27,7 +26,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.known_values import ValueReaders, values_known
 from tests.checkpointing.models import encoder
 from tests.integration import long_planning_run
-from tests.lightning_models import Adversaries, Regression, loader, opaque, trainer
+from tests.lightning_models import Adversaries, Regression, half, loader, opaque, trainer
 from tests.two_processes import run_script, started_script
 
 
@@ -108,8 +107,7 @@ def test_the_predicted_peak_is_that_of_the_planned_training_at_any_precision(mod
     callback, peaks = GradientCheckpointing(), []
     # Lightning itself would take bfloat16 instead of float16 on a CPU. A small scale, so that no step is skipped: the
     # optimizer has its state from the first step on.
-    scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))]}
-    options = scaled if precision == "16-mixed" else {"precision": precision}
+    options = {"plugins": half(2.0)} if precision == "16-mixed" else {"precision": precision}
     with VirtualDevice() as device:
         fit(tmp_path, callback, Peak(), model=model, logger=False, limit_train_batches=4, **options)
     assert callback.plan.refused is None

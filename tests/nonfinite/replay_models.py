@@ -10,10 +10,10 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from tests.lightning_models import half
 from tests.nonfinite.observe import error_at_halt
 
 BAD = 7
@@ -138,11 +138,6 @@ class TwiceManual(ManualEverything):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def half(scale: float = 2.0**10) -> MixedPrecision:
-    """16-mixed on the CPU, which Lightning offers only by hand."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
 
 
 # Name: module, and options of the Trainer.

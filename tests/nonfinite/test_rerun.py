@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_memtools import HaltOnNaN, VirtualDevice
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import differences, state_bits
-from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches, half
+from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches
 
 
 class Counting(Everything):

@@ -14,10 +14,9 @@ import torch
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import OOMReport
-from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.oom.failure_capture import observe
 from tests.lightning_models import trainer
-from tests.oom_models import Layers
+from tests.oom_models import Layers, place_of, sizes_in
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -51,14 +50,8 @@ def attempt(root: Path, call: str, **sizes: Any) -> str | None:
     try:
         getattr(run, {"val": "fit"}.get(call, call))(Layers(**sizes))
     except torch.OutOfMemoryError as error:
-        return Path(error.__notes__[-1].splitlines()[-1].removeprefix("Report: ")).read_text()
+        return place_of(error).read_text()
     return None
-
-
-def sizes_in(report: str, title: str) -> dict[str, int]:
-    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
-    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
-    return {name: parse_size(size) for name, size in rows}
 
 
 @pytest.mark.parametrize("name", CASES)

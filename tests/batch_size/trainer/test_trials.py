@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
 from lightning_memtools.batch_size.trainer.trial_probe import TrialProbe
 from lightning_memtools.memory.sizes import MIB
-from tests.lightning_models import trainer
-from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, assert_same, everything_of, fit
+from tests.lightning_models import assert_same_bits, trainer
+from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, everything_of, fit
 
 
 def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
@@ -253,7 +253,7 @@ def test_checkpointing_is_applied_in_trials(tmp_path, capsys):
     assert said.count("predicted peak (simulated)") == 1, "reported for the fit, and not for each trial"
     size = tuner.result.sizes["train"]
     by_hand, other = fit(tmp_path, None, Layers(size, n=100), GradientCheckpointing(), limit_val_batches=0)
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, None, Layers(size, n=100), limit_val_batches=0)
 
@@ -303,7 +303,7 @@ def test_watching_callbacks_report_nothing_of_trials(tmp_path, capsys):
     assert "OOMReport" not in capsys.readouterr().out
     by_hand, other = fit(roots[1], None, Small(batch_size=size), *watching(), logger=CSVLogger(roots[1]),
                          limit_val_batches=0)  # fmt: skip
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
     for one, wanted in zip(*map(logged, roots), strict=True):
         assert one == wanted
 

@@ -8,17 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
 
 IN_A_GLOBAL: list[Tensor] = []
-
-
-@pytest.fixture
-def _quick():
-    """Where no global is looked for: those were there before."""
-    with gc_frozen():
-        yield
 
 
 class Recorder:
@@ -77,7 +69,7 @@ def having(thing, **attributes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_attributes_of_a_known_module(keep, path, container):
     model, tensor = Model(), new()
     keep(model, tensor)
@@ -86,7 +78,7 @@ def test_attributes_of_a_known_module(keep, path, container):
     assert any(held is tensor for held in holder.holds())
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_everything_in_the_same_containers_is_held_in_the_same_way():
     model = Model()
     model.outputs += [new() for _ in range(5)]
@@ -96,7 +88,7 @@ def test_everything_in_the_same_containers_is_held_in_the_same_way():
     assert holder.container is model.outputs
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_a_variable_in_a_closure():
     def make():
         kept = []
@@ -117,7 +109,7 @@ def test_a_variable_in_a_closure():
     assert len(list(holder.holds())) == 2
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_a_hook_that_a_module_keeps_is_named_as_a_function():
     model = Model()
 
@@ -159,7 +151,7 @@ def test_a_global_a_class_attribute_and_a_default_argument():
     assert list(holder.holds()) == seen
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_the_nearest_object_with_a_name_is_reported():
     model = Model()
     recorder = Recorder()
@@ -170,7 +162,7 @@ def test_the_nearest_object_with_a_name_is_reported():
     assert holder.path == "Recorder.kept[0]"
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
     def hidden():
         recorder = Recorder()
@@ -183,13 +175,13 @@ def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
     del keeps_it_alive
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_local_variables_do_not_count():
     tensor = new()
     assert find_holder(tensor, {}) is None
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_the_callers_own_containers_are_ignored():
     model = Model()
     model.last = new()
