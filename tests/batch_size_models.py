@@ -115,11 +115,10 @@ class Attention(Sized):
         self.qkv = nn.Linear(32, 96)
         return nn.LayerNorm(32)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         q, k, v = self.qkv(self.body(batch)).view(len(batch), -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        loss: Tensor = (weights @ v).square().mean()
-        return loss
+        return (weights @ v).square().mean()
 
 
 class Checkpointed(Sized):
@@ -130,13 +129,12 @@ class Checkpointed(Sized):
     def build(self) -> nn.Module:
         return nn.ModuleList([wide(3, nn.GELU) for _ in range(3)])
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         assert isinstance(self.body, nn.ModuleList)
         x = batch.requires_grad_()
         for segment in self.body:
             x = checkpoint(segment, x, use_reentrant=False)
-        loss: Tensor = x.square().mean()
-        return loss
+        return x.square().mean()
 
 
 class Contrastive(Sized):

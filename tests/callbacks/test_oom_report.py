@@ -686,12 +686,11 @@ def test_a_step_that_failed_while_an_optimizer_was_toggled_is_traced_and_leaves_
 def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):
     whole = Path.write_text
 
-    def cut_off(self: Path, text: str, **options: Any) -> int:
+    def cut_off(self, text, **options):
         if len(text) > 5000:
             whole(self, text[:100], **options)
             raise OSError(errno.ENOSPC, "No space left on device")
-        n: int = whole(self, text, **options)
-        return n
+        return whole(self, text, **options)
 
     (tmp_path / "x").mkdir()
     assert isinstance(write_report(tmp_path / "x", "page.md", "short"), Path)

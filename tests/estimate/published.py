@@ -22,23 +22,21 @@ from tests.zoo import torchvision_models
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "published-peaks.json"
 
 
-def runs() -> list[dict[str, Any]]:
+def runs():
     if not SHARED.is_file():
         pytest.skip("shared/data/published-peaks.json is not here")
-    found: list[dict[str, Any]] = json.loads(SHARED.read_text())["runs"]
-    return found
+    return json.loads(SHARED.read_text())["runs"]
 
 
 # The GPU of these runs, on whose multiprocessors the workspaces of reductions depend.
 MEASURED_ON = GpuShape.of(find_gpu("RTX 3060"))
 
 
-def model_of(run: dict[str, Any]) -> nn.Module:
+def model_of(run):
     """The model of a run, on the current device."""
     name, _, arguments = run["model"].partition("(")
     models = torchvision_models()
-    made: nn.Module = models.MNASNet(1.0, num_classes=10) if arguments.startswith("1.0") else getattr(models, name)()
-    return made
+    return models.MNASNet(1.0, num_classes=10) if arguments.startswith("1.0") else getattr(models, name)()
 
 
 class InTheirOrder(L.LightningModule):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,10 +11,9 @@ from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
 GIB = 2**30
 
 
-def rows() -> list[dict[str, Any]]:
+def rows():
     path = Path(sizes.__file__).with_name("gpus.json")
-    gpus: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["gpus"]
-    return gpus
+    return json.loads(path.read_text(encoding="utf-8"))["gpus"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.lightning_models import Regression
 
@@ -31,8 +31,7 @@ class Expanded(Regression):
         if not hasattr(self, "count"):
             self.register_buffer("count", torch.zeros(()))
         self.count += 1
-        loss: Tensor = nn.functional.mse_loss(self.net(x * self.scale - self.centre), y)
-        return loss
+        return nn.functional.mse_loss(self.net(x * self.scale - self.centre), y)
 
 
 class TwoUpdates(Regression):

@@ -69,11 +69,10 @@ class Everything(L.LightningModule):
 class ReadsRate(Everything):
     """Its loss depends on the learning rate, which a scheduler moves, and on where training is."""
 
-    def finite(self, x: Tensor) -> Tensor:
+    def finite(self, x):
         optimizer: Any = self.optimizers()
         rate = optimizer.param_groups[0]["lr"]
-        loss: Tensor = super().finite(x) * (1 + 100 * rate) + 0.01 * self.global_step * self.last.bias.sum()
-        return loss
+        return super().finite(x) * (1 + 100 * rate) + 0.01 * self.global_step * self.last.bias.sum()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -84,10 +83,9 @@ class ReadsRate(Everything):
 class Double(Everything):
     """Draws numbers of the default type, and gives a loss whose last bits float32 does not have."""
 
-    def finite(self, x: Tensor) -> Tensor:
+    def finite(self, x):
         noisy = x + 0.1 * torch.randn(x.shape)
-        loss: Tensor = super().finite(x) + self.last(self.net(noisy)).square().mean()
-        return loss
+        return super().finite(x) + self.last(self.net(noisy)).square().mean()
 
 
 class ManualEverything(Everything):

@@ -113,26 +113,24 @@ class Net(L.LightningModule):
     def x_of(self, batch):
         return batch.x
 
-    def training_step(self, batch: Any) -> Tensor:
+    def training_step(self, batch):
         x = self.x_of(batch)
-        loss: Tensor = self.body(x).square().mean() - x.square().sum(1).log().mean()
-        return loss
+        return self.body(x).square().mean() - x.square().sum(1).log().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class GraphNet(Net):
-    def x_of(self, batch: Graph) -> Tensor:
+    def x_of(self, batch):
         assert batch.n_nodes == 8
-        x: Tensor = batch.x
-        return x
+        return batch.x
 
 
 class Fetches(Net):
     """Takes two batches in each step, from the iterator."""
 
-    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
         (one, _, _), (two, _, _) = next(dataloader_iter), next(dataloader_iter)
         return super().training_step(SimpleNamespace(x=torch.cat([one, two])))
 

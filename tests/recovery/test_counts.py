@@ -162,11 +162,10 @@ class Vae(nn.Module):
         super().__init__()
         self.encoder, self.decoder = nn.Linear(16, 8), nn.Linear(4, 16)
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         mean, log_variance = self.encoder(batch).chunk(2, dim=1)
         code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        loss: Tensor = (self.decoder(code) - batch).square().mean() + 0.1 * mean.square().mean()
-        return loss
+        return (self.decoder(code) - batch).square().mean() + 0.1 * mean.square().mean()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -183,11 +182,10 @@ class Frozen(nn.Module):
         super().__init__()
         self.norm, self.head, self.freezes = nn.BatchNorm1d(8), nn.Linear(8, 1), freezes
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         if self.freezes:
             self.norm.eval()
-        loss: Tensor = self.head(self.norm(batch)).square().mean()
-        return loss
+        return self.head(self.norm(batch)).square().mean()
 
 
 def test_what_is_announced_of_batch_norm_holds_when_memory_runs_out():
