@@ -339,8 +339,8 @@ def test_after_a_run_and_after_a_failure_nothing_is_kept_and_it_can_be_pickled(t
 @pytest.mark.parametrize(
     ("arguments", "named", "accepted"),
     [
-        ({"stages": ["train"]}, "'train'", "'val', 'test', 'predict'"),
-        ({"stages": ["val", "tests"]}, "'tests'", "'val', 'test', 'predict'"),
+        ({"stages": ["train"]}, "holds 'train'", "'val', 'test', 'predict'"),
+        ({"stages": ["val", "tests"]}, "holds 'tests'", "'val', 'test', 'predict'"),
         *(({"stages": stages}, "not a list", "'val', 'test', 'predict'") for stages in ("val", None)),
         *(({"min_reclaimable": value}, "", "from 0 to 1.*512MiB") for value in (1.5, -0.1, "half", "512", None, True)),
         *(({"warn_after": count}, "", "whole number of 1 or more") for count in (0, 2.5, None)),
