@@ -267,7 +267,7 @@ def test_total_loss_with_a_graph_is_found_with_its_holder():
 
     finding = only(found(Sums(), rows(), step), "retained_graphs")
     assert (finding.severity, finding.place) == ("error", "Sums.total_loss")
-    assert "6 of 6 earlier steps" in finding.evidence
+    assert "6 of 6 earlier steps are alive at step 8" in finding.evidence
 
     def detached(model: Any, batch: Any) -> Any:
         loss = squared(model.net, batch)

@@ -111,7 +111,7 @@ fix(
     lambda _: found(network(norm=True), rows(33), steps=2),
     lambda _: found(network(norm=True), rows(33, drop_last=True), steps=2),
     lambda _: found(network(norm=True), rows(33, 11), steps=2),
-    severity="error", place="1", evidence=("33 samples in batches of 8", "more than 1 value"),
+    severity="error", place="1", evidence=("33 samples in batches of 8", "one sample", "more than 1 value"),
 )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ fix(
     lambda _: found(network(), list(rows()), copied_first),
     lambda _: found(network(), list(rows()), out_of_place),
     lambda _: found(network(), list(rows())),
-    severity="warning", evidence="float32[8, 4] of its batch",
+    severity="warning", evidence=("float32[8, 4] of its batch", "data set's own"),
 )  # fmt: skip
 # A collated batch is a copy.
 fix("changed_batch", "Work on a copy", stepping(less_the_mean), stepping(out_of_place), severity="info")
@@ -304,7 +304,7 @@ fix(
     "optimizer_parameters", "Add them to the optimizer",
     optimizing(lambda m: m[2].parameters()), optimizing(lambda m: m.parameters()),
     optimizing(lambda m: m[2].parameters(), first_frozen),
-    place=r"0\.weight, 0\.bias", evidence="(160 bytes after 3 steps)",
+    place=r"0\.weight, 0\.bias", evidence=("2 parameters", "(160 bytes after 3 steps)"),
 )  # fmt: skip
 fix(
     "missing_gradients", "Follow their output to the loss",
@@ -316,7 +316,7 @@ fix(
         stepping(lambda m, b, how=how: F.mse_loss(m[1:](checkpoint(m[0], b[0], use_reentrant=how)), b[1]))
         for how in (True, False)
     ),
-    severity="warning", place="0",
+    severity="warning", place="0", fix="checkpoint(..., use_reentrant=False)",
 )  # fmt: skip
 chained: Any = lambda: nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 1)})  # noqa: E731
 
@@ -338,7 +338,7 @@ def detached(model: Any, batch: Any) -> Any:
 fix(
     "missing_gradients", "Nothing, if the loss leaves them out",
     stepping(detached, chained), stepping(detached, chained_and_frozen), stepping(through, chained),
-    severity="info", place="first", evidence="in any of 8 steps", fix="detach()",
+    severity="info", place="first", evidence=("2 parameters", "in any of 8 steps"), fix="detach()",
 )  # fmt: skip
 fix(
     "missing_gradients", "Put them into a group with weight_decay=0",
@@ -348,7 +348,7 @@ fix(
     ], HalfUsed),
     optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], half_frozen),
     severity="warning", place=r"unused\.weight, unused\.bias",
-    evidence=("exactly zero in all of 8 steps", "weight_decay=0.1 shrank unused.", "0.001 of its norm"),  # lr x decay
+    evidence=("2 parameters", "exactly zero in all of 8 steps", "weight_decay=0.1 shrank unused.", "0.001 of its norm"),  # lr x decay
     effect="63% are lost in 1000 such steps",  # 1 - 0.999 ** 1000
 )  # fmt: skip
 fix("missing_gradients", "let zero_grad() set gradients to None", decayed(ZeroesGradients), decayed(torch.optim.SGD))
