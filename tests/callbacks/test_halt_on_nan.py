@@ -332,6 +332,7 @@ def test_too_many_skips_of_the_scaler_in_a_row_halt(fused, tmp_path):
     error = halted(run, model, loader())
     assert error.step == 2
     assert error.cause == NonFiniteCause.LOW_PRECISION
+    assert "skipped 3 steps in a row" in str(error)
     assert "a scale of 4.1943e+06" in str(error)
     assert "amp_patience" in str(error)
     weights = [name for name in before if name.endswith(("weight", "bias"))]

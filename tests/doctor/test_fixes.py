@@ -348,7 +348,8 @@ fix(
     ], HalfUsed),
     optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], half_frozen),
     severity="warning", place=r"unused\.weight, unused\.bias",
-    evidence=("2 parameters", "exactly zero in all of 8 steps", "weight_decay=0.1 shrank unused.", "0.001 of its norm"),  # lr x decay
+    evidence=("2 parameters", "exactly zero in all of 8 steps", "weight_decay=0.1 shrank unused.",
+              "0.001 of its norm"),  # lr x weight_decay
     effect="63% are lost in 1000 such steps",  # 1 - 0.999 ** 1000
 )  # fmt: skip
 fix("missing_gradients", "let zero_grad() set gradients to None", decayed(ZeroesGradients), decayed(torch.optim.SGD))
