@@ -19,10 +19,9 @@ TOOLS = ("BatchSizeTuner", "BatchSizeFinder power", "BatchSizeFinder binsearch")
 _BEGIN, _END = "<!-- measured -->\n", "<!-- end -->"
 
 
-def results() -> dict[str, Any]:
+def results():
     """Returns the measurements of benchmarks/batch_size.py."""
-    measured: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return measured
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
 def code() -> str:

@@ -42,9 +42,8 @@ class Sized(L.LightningModule):
     def build(self) -> nn.Module:
         raise NotImplementedError
 
-    def loss(self, batch: Any) -> Tensor:
-        loss: Tensor = self.body(batch).float().square().mean()
-        return loss
+    def loss(self, batch):
+        return self.body(batch).float().square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
@@ -116,11 +115,10 @@ class Attention(Sized):
         self.qkv = nn.Linear(32, 96)
         return nn.LayerNorm(32)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         q, k, v = self.qkv(self.body(batch)).view(len(batch), -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        loss: Tensor = (weights @ v).square().mean()
-        return loss
+        return (weights @ v).square().mean()
 
 
 class Checkpointed(Sized):
@@ -131,13 +129,12 @@ class Checkpointed(Sized):
     def build(self) -> nn.Module:
         return nn.ModuleList([wide(3, nn.GELU) for _ in range(3)])
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         assert isinstance(self.body, nn.ModuleList)
         x = batch.requires_grad_()
         for segment in self.body:
             x = checkpoint(segment, x, use_reentrant=False)
-        loss: Tensor = x.square().mean()
-        return loss
+        return x.square().mean()
 
 
 class Contrastive(Sized):
@@ -197,7 +194,7 @@ class Workspace(Sized):
     def build(self) -> nn.Module:
         return wide(4, nn.ReLU)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         out = super().loss(batch)
         torch.empty((len(batch) // 16) * (6 << 20) + (2 << 20), dtype=torch.uint8)
         return out
@@ -212,7 +209,7 @@ class Heavy(Sized):
         self.table = nn.Parameter(torch.zeros(8 << 20))
         return wide(3, nn.ReLU)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         return super().loss(batch) + self.table[:4].sum()
 
 
@@ -258,7 +255,7 @@ class IndexLimit(Dropouts):
 
     most = 40
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         if len(batch) > self.most:
             raise RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")
         return super().loss(batch)
@@ -267,7 +264,7 @@ class IndexLimit(Dropouts):
 class SeveralLoaders(Dropouts):
     """Takes a batch from each of two loaders, the second with samples of half the length."""
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         return super().loss(batch["long"]) + super().loss(batch["short"])
 
     def train_dataloader(self) -> Any:

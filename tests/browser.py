@@ -116,6 +116,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     return True
 
 
+def open_page(window: webdriver.Chrome, address: str) -> None:
+    """Load a page of ours, and wait until it is drawn."""
+    window.get(address)
+    ready = "return document.documentElement.dataset.ready === 'true'"
+    assert wait_until(lambda: bool(window.execute_script(ready))), window.get_log("browser")
+
+
 def open_memory_tab(
     window: webdriver.Chrome, address: str, run: str | None = None, view: str | None = None, *, dark: bool = False
 ) -> None:

@@ -32,10 +32,9 @@ WANTED = (
 _TRANSFORMERS = WANTED[:8]
 
 
-def models(name: str = "checkpointing_switches") -> dict[str, Any]:
+def models(name="checkpointing_switches"):
     """Returns the measurements of one of the benchmarks, by model."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["models"]
-    return found
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["models"]
 
 
 def ratios(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:

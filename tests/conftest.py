@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 
 # The models are small: a second thread would only wait, and slow down what runs beside it.
@@ -86,6 +87,13 @@ def _the_process_is_as_before() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Collections look at what comes from now on; no global that was there before is looked for either."""
+    with gc_frozen():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -72,9 +72,8 @@ class InMemory(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.kept[str(path)] = checkpoint
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        kept: dict[str, Any] = self.kept[str(path)]
-        return kept
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return self.kept[str(path)]
 
     def remove_checkpoint(self, path: Any) -> None:
         self.kept.pop(str(path), None)

@@ -7,11 +7,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def trainer(root: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+def trainer(root: Path | None, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     """A quiet Trainer on the CPU that logs every step under `root`."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -31,6 +32,17 @@ def loader(n: int = 32, batch_size: int = 8, *, seed: int = 0) -> DataLoader[tup
     x = torch.randn(n, 4, generator=generator)
     y = x.sum(1, keepdim=True) + 0.1 * torch.randn(n, 1, generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def half(scale: float = 2.0**10) -> MixedPrecision:
+    """16-mixed on the CPU, which Lightning offers only by hand."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
 
 
 @torch.library.custom_op("memtools_test::opaque", mutates_args=())
@@ -73,6 +85,17 @@ class Regression(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Wider(Regression):
+    """Has a second network beside it, whose width can be chosen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.wide(batch[0]).mean()
 
 
 class Adversaries(Regression):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import Samples, Scale
 
 FLOATS = 8 * 16384
@@ -54,9 +57,8 @@ class Layers(L.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        means: Tensor = self.net(batch).mean((1, 2))
-        return means
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch).mean((1, 2))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
@@ -82,3 +84,15 @@ class Narrow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :8] * 1.0
+
+
+def sizes_in(report: str, title: str) -> dict[str, int]:
+    """A table of a report under a title: first column to the second, a size."""
+    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
+    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
+    return {name: parse_size(size) for name, size in rows}
+
+
+def place_of(error: BaseException) -> Path:
+    """Where the error's note says that the report is."""
+    return Path(error.__notes__[-1].splitlines()[-1].removeprefix("Report: "))

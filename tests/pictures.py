@@ -44,11 +44,10 @@ class Blocks(L.LightningModule):
         self.blocks = nn.Sequential(*blocks)
         self.kept: list[Tensor] = []
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = (self.blocks(batch[0]) - batch[0].roll(1, 1)).square().mean()
-        return loss
+    def training_step(self, batch, batch_idx):
+        return (self.blocks(batch[0]) - batch[0].roll(1, 1)).square().mean()
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return self.training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -61,7 +60,7 @@ class Blocks(L.LightningModule):
 class Leaky(Blocks):
     """Keeps the outputs of validation, and never clears them."""
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         self.kept.append(self.blocks(batch[0]))
         return super().validation_step(batch, batch_idx)
 
@@ -69,7 +68,7 @@ class Leaky(Blocks):
 class Jumping(Blocks):
     """Its loss jumps at step 90, because of the batch."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * (30 if self.trainer.global_step == 90 else 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
@@ -38,10 +38,9 @@ class Small(L.LightningModule):
         self.seen: list[int] = []
         self.val_factor = 1
 
-    def loss(self, x: Tensor) -> Tensor:
+    def loss(self, x):
         hidden = (x * self.scale).tanh()
-        loss: Tensor = self.norm(self.dropout(hidden.mean(1, keepdim=True))).square().mean() + hidden.square().mean()
-        return loss
+        return self.norm(self.dropout(hidden.mean(1, keepdim=True))).square().mean() + hidden.square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append(len(batch))
@@ -110,9 +109,3 @@ def everything_of(model, run):
         "rates": torch.tensor([group["lr"] for group in run.optimizers[0].param_groups]),
         "scheduler": torch.tensor([config.scheduler.total_steps for config in run.lr_scheduler_configs]),
     }  # fmt: skip
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.prepared.starting import prepared_python
 
@@ -74,6 +76,13 @@ def run_ranks(script: Path, *arguments: object, timeout_s: float) -> list[subpro
         subprocess.CompletedProcess(command, process.returncode, out, err)
         for process, (out, err) in zip(ranks, said, strict=True)
     ]
+
+
+def seen_by_ranks(script: Path, folder: Path, *arguments: object, timeout_s: float) -> list[Any]:
+    """Run both ranks, which have to end well, and return what each of them left in rank0.json or rank1.json."""
+    ranks = run_ranks(script, folder, *arguments, timeout_s=timeout_s)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def _environment() -> dict[str, str]:

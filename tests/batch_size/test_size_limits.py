@@ -35,7 +35,8 @@ def test_rounding_down_is_the_largest_admitted_size(size):
 def test_the_reasons_against_a_size():
     limits = SizeLimits(n_samples=65, avoid_single=True)
     assert limits.round_down(64) == 63  # 65 = 1 * 64 + 1
-    assert limits.reasons_against(64) == ["a last batch of one sample in front of BatchNorm"]
+    (reason,) = limits.reasons_against(64)
+    assert "one sample in front of BatchNorm" in reason
     limits = SizeLimits(n_samples=10, max_val=5)
     assert limits.round_down(math.inf) == 5
     assert limits.reasons_against(11) == ["the number of samples"]
@@ -51,7 +52,7 @@ def test_no_size_at_all_is_an_error_with_the_facts():
 
 def test_ranks_share_an_effective_batch_evenly():
     assert samples_per_rank(96, 3) == 32
-    with pytest.raises(ValueError, match=r"effective_batch_size=100 cannot be shared evenly by 3 ranks.*such as 99"):
+    with pytest.raises(ValueError, match=r"effective_batch_size=100 .* 3 ranks.*such as 99"):
         samples_per_rank(100, 3)
 
 

@@ -142,7 +142,7 @@ def test_a_model_without_parameters_and_an_unknown_gpu_are_refused():
         assert_peak_memory(nn.ReLU(), torch.ones(2), at_most="8GiB", step=lambda m, x: m(x).sum())
     with pytest.raises(ValueError, match="A100 81GB"):
         assert_peak_memory(Net(), torch.ones(2, 256), at_most="8GiB", gpu="A100 81GB", step=loss_of)
-    with pytest.raises(ValueError, match="gpu: 'A100' comes with different sizes"):
+    with pytest.raises(ValueError, match="'A100' comes with"):
         assert_peak_memory(Net(), torch.ones(2, 256), at_most="8GiB", gpu="A100", step=loss_of)
     with pytest.raises(TypeError, match="precision"):
         assert_peak_memory(at_most="8GiB", precision="bf16-mixed")

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.recovery.step_recovery import StepRecovery
+from lightning_memtools.recovery.step_start import BatchStep
 from tests.lightning_models import trainer
 
 WIDTH = 64
@@ -110,16 +112,21 @@ def close(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6, msg=name)
 
 
-class FailsOnce(TorchDispatchMode):
-    """Memory runs out at one operator of the step of one batch, counted from its forward pass on."""
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether their parameters are the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
-    def __init__(self, model: Sequences, at: int, batch: int = 0) -> None:
+
+class FailsOnce(TorchDispatchMode):
+    """Memory runs out at one operator of one batch, counted from its forward pass on among those of a name."""
+
+    def __init__(self, model: Any, at: int, batch: int = 0, name: str = "") -> None:
         super().__init__()
-        self.model, self.at, self.batch, self.n = model, at, batch, 0
+        self.model, self.at, self.batch, self.name, self.n = model, at, batch, name, 0
         self.n_added = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.model.now == self.batch and self.n <= self.at:
+        if self.model.now == self.batch and self.n <= self.at and self.name in str(func):
             self.n += 1
             if self.n > self.at:
                 self.n_added = sum(parameter.grad is not None for parameter in self.model.parameters())
@@ -127,18 +134,29 @@ class FailsOnce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watched(Sequences):
-    """Tells when the forward and backward pass of a batch run, has a metric, and keeps the gradients it steps with."""
+class Timed(Sequences):
+    """Tells when the forward and backward pass of a batch run."""
+
+    now: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.now = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.now = None
+
+
+class Watched(Timed):
+    """Has a metric, and keeps the gradients that it steps with."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.now: int | None = None
         self.metric = MeanMetric()
         self.gradients: list[list[Tensor]] = []
         self.streams: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.now = batch_idx
         self.streams.append(torch.get_rng_state())
         loss = super().training_step(batch, batch_idx)
         self.metric.update(loss.detach(), len(batch[0]))
@@ -146,7 +164,7 @@ class Watched(Sequences):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.now = None
+        super().on_before_optimizer_step(optimizer)
         self.streams.append(torch.get_rng_state())
         self.gradients.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
 
@@ -191,3 +209,31 @@ class NoLog:
 
     def put(self, batch, whole):
         del batch, whole
+
+
+class Steps:
+    """Steps without a Trainer, of which batches of more than `fits` do not fit; `size` says how large one is."""
+
+    def __init__(self, model: nn.Module, size: Any, fits: int, **options: Any) -> None:
+        self.model, self.size, self.fits = model, size, fits
+        self.told: list[str] = []
+        defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+        self.recovery = StepRecovery(model, torch.device("cpu"), tell=self.told.append, **(defaults | options))
+
+    def forward(self, batch):
+        loss = self.model(batch)
+        if self.size(batch) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return StepResult(loss)
+
+    def run(self, batch):
+        """Run one, and leave the gradients."""
+        self.model.zero_grad()
+        self.recovery.run(BatchStep(batch, self.forward, NoLog(), lambda loss: loss.backward(), lambda: None))
+
+    def step(self, batch):
+        """Run it, and return the largest error of a gradient, relative to the largest of the parameter's."""
+        self.run(batch)
+        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        right = torch.autograd.grad(self.model(batch), list(self.model.parameters()))
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, right, strict=True))

@@ -80,9 +80,7 @@ class Spiking(L.LightningModule):
 class SpikingGan(Spiking):
     """Two optimizers in manual optimization; the second one's loss is negative, and spikes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         x, y = batch

@@ -13,17 +13,12 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.sizes import MIB
 from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
 from tests.list_logger import ListLogger
 
-
-@pytest.fixture(autouse=True)
-def _quick():
-    with gc_frozen():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def quiet(root: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
@@ -44,7 +39,7 @@ class Wide(Regression):
         steps = self.mib.get(stage, [[]])
         sizes = steps[self.n_steps[stage] % len(steps)]
         self.n_steps[stage] += 1
-        return [torch.empty(mib * MIB, dtype=torch.uint8) for mib in sizes]
+        return [torch.empty(mib * MIB, dtype=torch.uint8, device=self.device) for mib in sizes]
 
     def training_step(self, batch, batch_idx):
         held = self.take("train")
@@ -74,7 +69,6 @@ class Reserved(L.Callback):
 
     def on_validation_batch_end(self, *args):
         device = VirtualDevice.current()
-        assert device is not None
         self.mib.append((device.stats().reserved or 0) / MIB)
 
 
@@ -112,79 +106,56 @@ def pinned(root, *callbacks):
     return model, stats
 
 
-def test_validation_at_another_shape_fails_without_it_because_a_live_tensor_pins_a_segment(tmp_path):
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        pinned(tmp_path)
-
-
-def test_validation_at_another_shape_passes_when_the_cache_is_emptied(tmp_path):
-    model, stats = pinned(tmp_path, EmptyCache())
-    assert model.n_steps["val"] == 1
-    assert stats.alloc_retries == 0  # not even the allocator's own retry was needed
-
-
-def test_without_it_the_allocators_retry_was_tried_and_did_not_help(tmp_path):
-    seen = {}
+def test_validation_at_another_shape_passes_only_when_the_cache_is_emptied(tmp_path):
+    """Without it, a live tensor pins a segment, and the allocator's own retry does not help."""
+    seen = []
 
     class Note(L.Callback):
         def on_exception(self, trainer, pl_module, exception):
-            device = VirtualDevice.current()
-            assert device is not None
-            seen.update(retries=device.stats().alloc_retries, ooms=device.stats().ooms)
+            stats = VirtualDevice.current().stats()
+            seen.append((stats.alloc_retries, stats.ooms))
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         pinned(tmp_path, Note())
-    assert seen == {"retries": 1, "ooms": 1}
+    assert seen == [(1, 1)]
+    model, stats = pinned(tmp_path, EmptyCache())
+    assert model.n_steps["val"] == 1
+    assert stats.alloc_retries == 0
 
 
-def test_less_than_the_minimum_stays(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "capacity", "reserved", "freed"),
+    [
+        ({"min_reclaimable": "30MiB"}, "200MiB", 24, [0, 0, 0]),
+        ({"min_reclaimable": 0}, "1GiB", 2, [10, 12, 0]),
+        ({"always": True}, "1GiB", 2, [10, 12, 0]),  # by default, less than 51 MiB stays
+        ({"min_reclaimable": 22 / 24}, None, 2, [0, 22, 0]),  # without a capacity, a share of what is reserved
+        ({"min_reclaimable": 22.1 / 24}, None, 24, [0, 0, 0]),
+    ],
+)
+def test_at_every_boundary_all_is_released_or_less_than_the_minimum_stays(
+    arguments, capacity, reserved, freed, tmp_path
+):
     model = Wide(train=[[10]], val=[[12]])
-    with VirtualDevice("200MiB") as device:
-        run = quiet(tmp_path, EmptyCache(min_reclaimable="30MiB"), num_sanity_val_steps=0)
-        run.fit(model, loader(8, 8), loader(8, 8))
-        assert device.stats().reserved == 24 * MIB
-    assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("arguments", [{"always": True}, {"min_reclaimable": 0}])
-def test_everything_is_released_at_every_boundary_on_request(arguments, tmp_path):
-    model = Wide(train=[[10]], val=[[12]])
-    with VirtualDevice("1GiB") as device:
+    with VirtualDevice(capacity) as device:
         run = quiet(tmp_path, EmptyCache(**arguments), num_sanity_val_steps=0)
         run.fit(model, loader(8, 8), loader(8, 8))
-        assert device.stats().reserved == 2 * MIB
-    assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [
-        10,
-        12,
-        0,
-    ]  # by default, less than 51 MiB stays
+        assert device.stats().reserved == reserved * MIB
+    assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == freed
 
 
+class Own(EmptyCache):
+    """Has arguments of its own."""
+
+    def __init__(self, often):
+        super().__init__(always=often)
+
+
+@pytest.mark.parametrize("made", [lambda always: EmptyCache(always=always), Own])
 @pytest.mark.parametrize("always", ["yes", 1, None])
-def test_always_is_true_or_false(always):
+def test_always_is_true_or_false(always, made):
     with pytest.raises(TypeError, match=f"always .* got {always!r}"):
-        EmptyCache(always=always)
-
-
-def test_a_subclass_with_arguments_of_its_own_is_refused_bad_ones_too():
-    class Own(EmptyCache):
-        def __init__(self, often):
-            super().__init__(always=often)
-
-    with pytest.raises(TypeError, match=r"always .* got 'yes'"):
-        Own("yes")
-
-
-def test_without_a_capacity_the_share_is_of_what_is_reserved(tmp_path):
-    def freed(share):
-        model = Wide(train=[[30]], val=[[30]])
-        with VirtualDevice():
-            run = quiet(tmp_path, EmptyCache(min_reclaimable=share), num_sanity_val_steps=0)
-            run.fit(model, loader(8, 8), loader(8, 8))
-        return [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")]
-
-    assert freed(30 / 32) == [30, 30, 0]
-    assert freed(30.1 / 32) == [0, 0, 0]
+        made(always)
 
 
 def test_the_sanity_check_is_an_evaluation_too(tmp_path):
@@ -336,8 +307,8 @@ def test_a_device_without_a_cache_gives_one_warning_and_training_continues(tmp_p
         model = Regression()
         run.fit(model, loader(), loader(16))
         run.test(model, loader(16), verbose=False)
-    said = [record.getMessage() for record in caplog.records if "EmptyCache" in record.getMessage()]
-    assert said == ["EmptyCache does nothing: cpu keeps no cache of memory that could be released."]
+    (said,) = [record.getMessage() for record in caplog.records if "EmptyCache" in record.getMessage()]
+    assert "cpu keeps no cache" in said
     assert run.global_step == 4
     assert not [tag for tag in run.logger.curves if tag.startswith("memory")]
 
@@ -366,45 +337,27 @@ def test_after_a_run_and_after_a_failure_nothing_is_kept_and_it_can_be_pickled(t
 
 
 @pytest.mark.parametrize(
-    ("stages", "what"),
+    ("arguments", "named", "accepted"),
     [
-        (["train"], "holds 'train', which is not a stage"),
-        (["val", "tests"], "holds 'tests', which is not a stage"),
-        ("val", "is not a list of stages"),
-        (None, "is not a list of stages"),
+        ({"stages": ["train"]}, "holds 'train'", "'val', 'test', 'predict'"),
+        ({"stages": ["val", "tests"]}, "holds 'tests'", "'val', 'test', 'predict'"),
+        *(({"stages": stages}, "not a list", "'val', 'test', 'predict'") for stages in ("val", None)),
+        *(({"min_reclaimable": value}, "", "from 0 to 1.*512MiB") for value in (1.5, -0.1, "half", "512", None, True)),
+        *(({"warn_after": count}, "", "whole number of 1 or more") for count in (0, 2.5, None)),
     ],
 )
-def test_an_unknown_stage_is_refused_with_those_that_exist(stages, what):
-    with pytest.raises(ValueError, match=r"Accepted are 'val', 'test', 'predict'") as error:
-        EmptyCache(stages=stages)
-    assert str(error.value).startswith(f"stages={stages!r} {what}.")
-
-
-@pytest.mark.parametrize("minimum", [1.5, -0.1, "half", "512", None, True])
-def test_a_minimum_out_of_range_is_refused(minimum):
-    with pytest.raises(ValueError, match=r"from 0 to 1.*512MiB") as error:
-        EmptyCache(min_reclaimable=minimum)
-    assert str(error.value).startswith(f"min_reclaimable={minimum!r} is neither a share nor a size.")
-
-
-@pytest.mark.parametrize("count", [0, 2.5, None])
-def test_a_value_that_is_no_count_of_epochs_is_refused(count):
-    with pytest.raises(ValueError, match=r"is not a count of epochs\. Give a whole number of 1 or more") as error:
-        EmptyCache(warn_after=count)
-    assert f"warn_after={count}" in str(error.value)
+def test_bad_arguments_are_refused_with_those_that_are_accepted(arguments, named, accepted):
+    with pytest.raises(ValueError, match=accepted) as error:
+        EmptyCache(**arguments)
+    ((name, value),) = arguments.items()
+    assert str(error.value).startswith(f"{name}={value!r} ")
+    assert named in str(error.value)
 
 
 @pytest.mark.cuda_memory
 def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
-    class Model(Wide):
-        def take(self, stage):
-            steps = self.mib.get(stage, [[]])
-            sizes = steps[self.n_steps[stage] % len(steps)]
-            self.n_steps[stage] += 1
-            return [torch.empty(mib * MIB, dtype=torch.uint8, device=self.device) for mib in sizes]
-
     torch.cuda.empty_cache()
-    model = Model(train=[[300]], val=[[500]])
+    model = Wide(train=[[300]], val=[[500]])
     run = quiet(tmp_path, EmptyCache(min_reclaimable="100MiB"), accelerator="cuda", devices=1, max_epochs=3)
     run.fit(model, loader(8, 8), loader(8, 8))
     curves = run.logger.curves

@@ -18,15 +18,10 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks import leak_detector
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
-
-@pytest.fixture(autouse=True)
-def _quick():
-    with gc_frozen():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def warnings_of(root: Path, model: L.LightningModule, *callbacks: L.Callback, epochs: int = 3, validate: bool = True,
@@ -42,19 +37,21 @@ def warnings_of(root: Path, model: L.LightningModule, *callbacks: L.Callback, ep
     return [text for text in texts if "in a row" in text]
 
 
-class KeepsValidationOutputs(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[dict[str, Tensor]] = []
+class Keeps(Regression):
+    """Has a list to keep tensors in."""
 
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+
+class KeepsValidationOutputs(Keeps):
     def validation_step(self, batch, batch_idx):
-        self.outputs.append({"pred": self.net(batch[0]), "loss": self.loss(batch)})
+        self.kept.append({"pred": self.net(batch[0]), "loss": self.loss(batch)})
 
 
 class AddsUpLosses(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.total: Tensor | float = 0.0
+    total = 0.0
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -101,78 +98,80 @@ def recorder():
     return hook
 
 
-def test_validation_outputs_kept_in_a_list(tmp_path):
-    (text,) = warnings_of(tmp_path, KeepsValidationOutputs())
+class Collector(L.Callback):
+    """Keeps batches."""
+
+    def __init__(self):
+        self.by_step = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.by_step[trainer.global_step] = batch
+
+
+class KeepsBatches(Adversaries):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.batches = [*getattr(self, "batches", []), batch[0] * 2]
+
+
+# Each with what its warning says, the holder first. Two batches in each of three epochs, and two of the sanity check;
+# the closure sees training and validation, and what training made has graphs.
+LEAKS = [
+    (
+        KeepsValidationOutputs,
+        (
+            "KeepsValidationOutputs.kept (a list of 8; one is KeepsValidationOutputs.kept[ | 16 tensors | 8 of "
+            "shape (8, 1) float32 | 8 of shape () float32 | 8.00 KiB, without autograd graphs | Clear Keeps"
+        ),
+    ),
+    (
+        AddsUpLosses,
+        "AddsUpLosses.total: 1 tensor of shape () float32 | keeps growing | `self.total += loss.detach()`",
+    ),
+    (
+        HasAMetricThatKeepsItsGraph,
+        (
+            "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12; | 12 tensors of shape (8, 1) float32 | 6.00 KiB | "
+            "12 of them with an autograd graph | Reset the metric | `.detach().cpu()`"
+        ),
+    ),
+    (
+        CatchesTensorsInAClosure,
+        (
+            "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | 20 tensors of shape (8, 1) "
+            "float32 | 10.0 KiB | 12 of them with an autograd graph | Clear seen"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "facts"),
+    [
+        *LEAKS,
+        (lambda: (Regression(), Collector()), "Collector.by_step (a dict of 12; one is Collector.by_step["),
+        (KeepsBatches, "KeepsBatches.batches (a list of 12;"),
+    ],
+)
+def test_leaks_are_named(model, facts, tmp_path):
+    made = model()
+    (text,) = warnings_of(tmp_path, *(made if isinstance(made, tuple) else (made,)))
     assert "in 3 epochs in a row" in text
-    # Two batches in each of three epochs, and two of the sanity check.
-    assert "KeepsValidationOutputs.outputs (a list of 8; one is KeepsValidationOutputs.outputs[" in text
-    assert "16 tensors (8 of shape (8, 1) float32, 8 of shape () float32), 8.00 KiB, without autograd graphs" in text
-    assert "Clear KeepsValidationOutputs.outputs when the epoch ends" in text
+    assert [fact for fact in facts.split(" | ") if fact not in text] == []
 
 
-def test_a_sum_of_losses(tmp_path):
-    (text,) = warnings_of(tmp_path, AddsUpLosses())
-    assert "AddsUpLosses.total: 1 tensor of shape () float32" in text
-    assert "`self.total += loss.detach()`" in text
-
-
-def test_a_sum_of_losses_in_a_run_without_validation(tmp_path):
-    (text,) = warnings_of(tmp_path, AddsUpLosses(), validate=False)
-    assert "AddsUpLosses.total" in text
-
-
-def test_a_metric_that_keeps_its_graph(tmp_path):
-    (text,) = warnings_of(tmp_path, HasAMetricThatKeepsItsGraph())
-    assert "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;" in text
-    assert "12 tensors of shape (8, 1) float32, 6.00 KiB, 12 of them with an autograd graph" in text
-    assert "Reset the metric when the epoch ends" in text
-    assert "`.detach().cpu()`" in text
-
-
-def test_tensors_in_a_closure(tmp_path):
-    (text,) = warnings_of(tmp_path, CatchesTensorsInAClosure())
-    assert "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py:" in text
-    # Training and validation; what training made has graphs.
-    assert "20 tensors of shape (8, 1) float32, 10.0 KiB, 12 of them with an autograd graph" in text
-
-
-def test_a_callback_that_keeps_batches(tmp_path):
-    class Collector(L.Callback):
-        def __init__(self) -> None:
-            self.by_step: dict[int, Any] = {}
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.by_step[trainer.global_step] = batch
-
-    (text,) = warnings_of(tmp_path, Regression(), Collector())
-    assert "Collector.by_step (a dict of 12; one is Collector.by_step[" in text
-
-
-def test_manual_optimization_with_two_optimizers(tmp_path):
-    class Keeps(Adversaries):
-        def on_train_batch_start(self, batch, batch_idx):
-            self.batches = [*getattr(self, "batches", []), batch[0] * 2]
-
-    (text,) = warnings_of(tmp_path, Keeps())
-    assert "Keeps.batches (a list of 12;" in text
-
-
-def test_a_leak_is_reported_once_in_a_run(tmp_path):
-    assert len(warnings_of(tmp_path, KeepsValidationOutputs(), epochs=8)) == 1
-
-
-def test_one_long_epoch_counts_evaluations(tmp_path):
-    (text,) = warnings_of(tmp_path, KeepsValidationOutputs(), epochs=1, val_check_interval=1)
-    assert "in 3 evaluations in a row" in text
-
-
-def test_two_epochs_are_too_few(tmp_path):
-    assert not warnings_of(tmp_path, KeepsValidationOutputs(), epochs=2)
-
-
-def test_validation_every_second_epoch_is_compared_with_the_last_one(tmp_path):
-    texts = warnings_of(tmp_path, KeepsValidationOutputs(), epochs=6, check_val_every_n_epoch=2)
-    assert len(texts) == 1
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (AddsUpLosses, {"validate": False}, ["AddsUpLosses.total"]),
+        (KeepsValidationOutputs, {"epochs": 8}, ["in a row"]),  # once in a run
+        (KeepsValidationOutputs, {"epochs": 1, "val_check_interval": 1}, ["in 3 evaluations in a row"]),
+        (KeepsValidationOutputs, {"epochs": 2}, []),  # too few
+        (KeepsValidationOutputs, {"epochs": 6, "check_val_every_n_epoch": 2}, ["in a row"]),  # each with the last one
+    ],
+)
+def test_leaks_are_reported_once_after_three_epochs_or_evaluations(model, options, said, tmp_path):
+    texts = warnings_of(tmp_path, model(), **options)
+    assert [part for part, text in zip(said, texts, strict=True) if part not in text] == []
 
 
 def test_without_the_ledger_no_leak_is_reported(tmp_path):
@@ -181,20 +180,13 @@ def test_without_the_ledger_no_leak_is_reported(tmp_path):
         run.fit(KeepsValidationOutputs(), loader(), loader(16))  # a warning would be an error
 
 
-class ReplaysFromTheHost(Regression):
+class ReplaysFromTheHost(Keeps):
     """Keeps every batch on the host: a numpy array, and a tensor in host memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrays: list[Any] = []
-        self.tensors: list[Tensor] = []
-
     def training_step(self, batch, batch_idx):
-        device = VirtualDevice.current()
-        assert device is not None
-        self.arrays.append(np.array(batch[0]))
-        with device.host():  # what .cpu() is on a GPU
-            self.tensors.append(batch[0].clone())
+        self.kept.append(np.array(batch[0]))
+        with VirtualDevice.current().host():  # what .cpu() is on a GPU
+            self.kept.append(batch[0].clone())
         return self.loss(batch)
 
 
@@ -228,19 +220,15 @@ class CachesFeatures(Regression):
 class KeepsTheLastOutputs(Regression):
     """Of a size that changes from epoch to epoch, and now and then rises three times and more in a row."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: Any = None
-
     def validation_step(self, batch, batch_idx):
         sizes = (1, 2, 3, 4, 5, 2, 6, 7, 8, 9)
         self.last = [{"out": torch.zeros(1000 * sizes[self.current_epoch % 10])}]
 
 
 class KeepsTheLastHundred(Regression):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.recent: deque[Tensor] = deque(maxlen=100)
+        self.recent = deque(maxlen=100)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -292,19 +280,11 @@ def many_objects(monkeypatch):
     monkeypatch.setattr(leak_detector, "blocks_to_walk", lambda: 20_000_000)
 
 
-LEAKS = [
-    (KeepsValidationOutputs, "KeepsValidationOutputs.outputs (a list of 8;"),
-    (AddsUpLosses, "AddsUpLosses.total: 1 tensor"),
-    (HasAMetricThatKeepsItsGraph, "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;"),
-    (CatchesTensorsInAClosure, "seen in the closure of recorder.<locals>.hook"),
-]
-
-
-@pytest.mark.parametrize(("model", "holder"), LEAKS)
-def test_with_many_objects_leaks_are_named_as_soon(model, holder, tmp_path, many_objects):
+@pytest.mark.parametrize(("model", "facts"), LEAKS)
+def test_with_many_objects_leaks_are_named_as_soon(model, facts, tmp_path, many_objects):
     (text,) = warnings_of(tmp_path, model())
     assert "in 3 epochs in a row" in text
-    assert holder in text
+    assert facts.split(" | ")[0] in text
 
 
 @pytest.mark.parametrize("case", ["cache_that_reaches_its_size", "last_outputs_of_any_size", "metrics"])
@@ -336,7 +316,6 @@ def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
 
         def on_validation_batch_start(self, *args):
             device = VirtualDevice.current()
-            assert device is not None
             self.at_start.append(device.stats().allocated or 0)
 
     allocated = Allocated()
@@ -345,41 +324,36 @@ def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
 
 
 @pytest.mark.cuda_memory
-@pytest.mark.parametrize(("model", "holder"), LEAKS)
-def test_leaks_on_cuda(model, holder, tmp_path):
+@pytest.mark.parametrize(("model", "facts"), LEAKS)
+def test_leaks_on_cuda(model, facts, tmp_path):
     options = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
     with pytest.warns(UserWarning, match="in 3 epochs in a row") as said:
         trainer(tmp_path, EmptyCache(), **options).fit(model(), loader(), loader(16, seed=1))
     (text,) = [str(warning.message) for warning in said if "in a row" in str(warning.message)]
-    assert holder in text
+    assert facts.split(" | ")[0] in text
 
 
 @pytest.mark.cuda_memory
 def test_a_healthy_run_on_cuda_with_a_replay_buffer_on_the_host(tmp_path):
-    class Replays(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.replay: list[Tensor] = []
-
+    class Replays(Keeps):
         def training_step(self, batch, batch_idx):
-            self.replay.append(batch[0].cpu())
+            self.kept.append(batch[0].cpu())
             return self.loss(batch)
 
     run = trainer(tmp_path, EmptyCache(), accelerator="cuda", devices=1, max_epochs=8, logger=False)
     run.fit(Replays(), loader(), loader(16, seed=1))  # a warning would be an error
 
 
-class Fills(Regression):
+class Fills(Keeps):
     """Keeps something of each epoch, until it has so many."""
 
-    def __init__(self, most: int, n_bytes: int) -> None:
+    def __init__(self, most, n_bytes):
         super().__init__()
         self.most, self.n_bytes = most, n_bytes
-        self.cache: list[Tensor] = []
 
-    def on_train_epoch_start(self) -> None:
-        if len(self.cache) < self.most:
-            self.cache.append(torch.zeros(self.n_bytes // 4))
+    def on_train_epoch_start(self):
+        if len(self.kept) < self.most:
+            self.kept.append(torch.zeros(self.n_bytes // 4))
 
 
 class NotesTheEpoch(L.Callback):

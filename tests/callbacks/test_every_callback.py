@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import lightning_memtools
 from lightning_memtools import VirtualDevice
-from tests.lightning_models import Adversaries, Regression, loader, trainer
+from tests.lightning_models import Adversaries, Regression, assert_same_bits, loader, trainer
 
 CALLBACKS: list[type[L.Callback]] = [
     value
@@ -196,12 +196,6 @@ def state_of(model: L.LightningModule) -> dict[str, torch.Tensor]:
 def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     states = optimizer.state_dict()["state"]
     return {f"{i}.{name}": value for i, state in states.items() for name, value in state.items()}
-
-
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 @every_callback

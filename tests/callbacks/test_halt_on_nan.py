@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -22,7 +22,7 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.event_files import scalars
-from tests.lightning_models import trainer
+from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import Observer, differences, state_bits
 
 BAD = 9  # this batch holds one NaN
@@ -86,6 +86,11 @@ def assert_finite(path: Path) -> dict[str, Any]:
     return saved
 
 
+def assert_all_finite(root):
+    """Each checkpoint below `root` is finite; how many there are."""
+    return len([assert_finite(path) for path in root.rglob("*.ckpt")])
+
+
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
@@ -130,11 +135,7 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
     assert run.global_step == bad // accumulate
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == bad // accumulate
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9 ** (bad // accumulate))
-    files = [*tmp_path.rglob("*.ckpt")]
-    assert len(files) >= 1 + (bad // accumulate > 0)
-    for file in files:
-        assert_finite(file)
-    assert error.checkpoint_path is not None
+    assert assert_all_finite(tmp_path) >= 1 + (bad // accumulate > 0)
     last_good = assert_finite(error.checkpoint_path)
     assert last_good["global_step"] == bad // accumulate
     before = {name.removeprefix("model."): v for name, v in observer.before.items() if name.startswith("model.")}
@@ -145,10 +146,7 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
 def test_checkpoints_of_weights_alone_are_finite_too(fused, tmp_path):
     saver = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
     halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), Net("sgd", fused=fused), loader(BAD))
-    files = [*(tmp_path / "weights").glob("*.ckpt")]
-    assert len(files) == BAD
-    for file in files:
-        assert_finite(file)
+    assert assert_all_finite(tmp_path / "weights") == BAD
 
 
 @fused_or_not
@@ -163,8 +161,7 @@ def test_skipped_steps_leave_no_trace(every_n_train_steps, optimizer, fused, tmp
     saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=every_n_train_steps, save_top_k=-1)
     run = trainer(tmp_path, callback, saver, logger=TensorBoardLogger(tmp_path), enable_checkpointing=True)
     run.fit(model, loader(*bad))
-    for file in (tmp_path / "every").glob("*.ckpt"):
-        assert_finite(file)
+    assert_all_finite(tmp_path / "every")
 
     L.seed_everything(0, verbose=False)
     plain = Net(optimizer, fused=fused)
@@ -235,21 +232,20 @@ def test_the_message_names_everything(tmp_path):
     error = halted(run, model, loader(BAD))
     text = str(error)
     first, *_, last = text.splitlines()
-    assert first == "loss is nan at step 2 (batch 9 of batches 8 to 11, rank 0)."
-    assert "Cause: dirty data: batch 9 holds 1 NaN in 32 elements, in sample 3." in text
+    assert first.startswith("loss is nan at step 2 (batch 9 of batches 8 to 11, rank 0)")
+    assert "1 NaN in 32 elements, in sample 3" in text
     with torch.no_grad():  # on the weights before the step, which are those of now
         loss = float(copy.deepcopy(model).train().loss(batches()[8]))
-    assert f"Losses of the step: {loss:.6g} (batch 8), nan (batch 9), " in text
+    assert f"{loss:.6g} (batch 8), nan (batch 9), " in text
     assert "net.0.weight (32 NaN of 32, 100%)" in text
-    assert "Bad weights before the step: none" in text
+    assert "before the step: none" in text
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
-    advice = "Next: look at those samples in the data set and repair or drop them."
-    assert last == f"{advice} Run the step again: memtools replay {error.capsule_path}"
-    assert "The first bad value was in the batch, first used by torch.addmm in net.0 (" in text
-    assert "Tried: with sample 0 in the place of sample 3 the step is finite" in text
+    assert "those samples" in last
+    assert last.endswith(f"memtools replay {error.capsule_path}")
+    assert "first used by torch.addmm in net.0 (" in text
+    assert "sample 0 in the place of sample 3" in text
     assert len(error.losses) == len(error.norms) == 3
     assert [str(bad).split()[0] for bad in error.parameters] == [name for name, _ in model.named_parameters()]
-    assert error.path is not None
     report = error.path.read_text()
     assert error.path.parent == Path(run.log_dir) / "memtools"
     for name, _ in model.named_parameters():
@@ -276,9 +272,17 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
         assert error.losses[19] != error.losses[19]
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_bf16_training_halts_and_names_the_cause(precision, tmp_path):
-    error = halted(trainer(tmp_path, HaltOnNaN(), precision=precision), Net(), loader(BAD))
+LOW_PRECISIONS: dict[str, Any] = {
+    "bf16-true": lambda: {"precision": "bf16-true"},
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "scaler": lambda: {"plugins": half(2.0**4)},  # a bad loss is never a normal skip
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+def test_training_in_low_precision_halts_and_names_the_cause(precision, fused, tmp_path):
+    error = halted(trainer(tmp_path, HaltOnNaN(), **LOW_PRECISIONS[precision]()), Net(fused=fused), loader(BAD))
     assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
 
 
@@ -293,41 +297,31 @@ def test_a_float64_loss_beyond_float32_is_finite(fused, tmp_path):
     assert run.global_step == 16
 
 
-def half(scale: float) -> MixedPrecision:
-    """16-mixed on the CPU, which Lightning offers only by hand."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
-
-
 class Big(Net):
     """Gradients near 1000: beyond float16 once they are scaled by 2**16."""
 
+    factor: float = 1
+
     def training_step(self, batch, batch_idx):
-        return self.net(batch).float().mean() * 1000
+        return self.net(batch).float().mean() * 1000 * self.factor
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-6, fused=self.fused)
 
 
 @fused_or_not
-def test_skips_of_the_gradient_scaler_are_normal_at_first(fused, tmp_path):
-    scaler = half(2.0**14)
+@pytest.mark.parametrize(
+    ("scale", "factor", "most"),
+    [(2.0**14, 1, 2.0**13), (2.0**16, 20, 2.0**6)],
+    ids=["some skips", "ten skips from the default scale"],
+)
+def test_skips_of_the_gradient_scaler_are_normal_at_first(scale, factor, most, fused, tmp_path):
+    scaler, model = half(scale), Big(fused=fused)
+    model.factor = factor
     run = trainer(tmp_path, HaltOnNaN(), plugins=scaler)
-    run.fit(Big(fused=fused), loader())
+    run.fit(model, loader())
     assert run.global_step == 16
-    assert 1 <= scaler.scaler.get_scale() < 2.0**14, "some steps were skipped"
-
-
-@fused_or_not
-def test_a_default_scaler_that_takes_ten_skips_to_come_down_is_healthy(fused, tmp_path):
-    class Bigger(Big):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * 20
-
-    scaler = half(2.0**16)
-    run = trainer(tmp_path, HaltOnNaN(), plugins=scaler)
-    run.fit(Bigger(fused=fused), loader())
-    assert run.global_step == 16
-    assert 1 <= scaler.scaler.get_scale() <= 2.0**6, "ten steps were skipped"
+    assert 1 <= scaler.scaler.get_scale() <= most
 
 
 @fused_or_not
@@ -338,16 +332,11 @@ def test_too_many_skips_of_the_scaler_in_a_row_halt(fused, tmp_path):
     error = halted(run, model, loader())
     assert error.step == 2
     assert error.cause == NonFiniteCause.LOW_PRECISION
-    assert "the gradient scaler skipped 3 steps in a row and is at a scale of 4.1943e+06" in str(error)
-    assert "(HaltOnNaN allows 3 in a row above a scale of 1: amp_patience)" in str(error)
+    assert "skipped 3 steps in a row" in str(error)
+    assert "a scale of 4.1943e+06" in str(error)
+    assert "amp_patience" in str(error)
     weights = [name for name in before if name.endswith(("weight", "bias"))]
     assert not set(weights) & set(differences(before, state_bits(model, [])))
-
-
-@fused_or_not
-def test_a_bad_loss_is_never_a_normal_skip(fused, tmp_path):
-    error = halted(trainer(tmp_path, HaltOnNaN(), plugins=half(2.0**4)), Net(fused=fused), loader(BAD))
-    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
 
 
 @pytest.mark.parametrize("kind", ["dirty batch", "loss alone"])
@@ -365,8 +354,7 @@ def test_bad_steps_can_be_skipped_with_a_scaler_too(fused, kind, tmp_path):
     )
     L.seed_everything(0, verbose=False)
     model = Bad(fused=fused)
-    callback = HaltOnNaN(max_skips=1)
-    run = trainer(tmp_path, callback, plugins=half(2.0**4), max_epochs=None, max_steps=BAD + 1)
+    run = trainer(tmp_path, HaltOnNaN(max_skips=1), plugins=half(2.0**4), max_epochs=None, max_steps=BAD + 1)
     run.fit(model, loader(BAD))
     changed = differences(observer.before, state_bits(model, run.optimizers))
     assert changed == ["optimizer0.lr0"], "the scheduler counts the step"
@@ -378,8 +366,8 @@ def test_bad_steps_can_be_skipped_with_a_scaler_too(fused, kind, tmp_path):
 @fused_or_not
 def test_a_skip_at_a_scale_below_one_is_not_normal(fused, tmp_path):
     class Worse(Big):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (1e8 if batch_idx == 4 else 1)
+        def on_train_batch_start(self, batch, batch_idx):
+            self.factor = 1e8 if batch_idx == 4 else 1
 
     error = halted(trainer(tmp_path, HaltOnNaN(), plugins=half(0.5)), Worse(fused=fused), loader())
     assert (error.step, error.cause) == (4, NonFiniteCause.LOW_PRECISION)
@@ -422,7 +410,6 @@ def test_bad_outputs_and_metrics_of_an_evaluation_run_halt(outputs, metric, name
     with pytest.raises(NonFiniteError) as caught:
         run.test(model, loader(n=4), verbose=False)
     assert caught.value.stage == "test"
-    assert error.path is not None
     assert named in error.path.read_text()
     quiet = trainer(tmp_path, HaltOnNaN(check_outputs=False), num_sanity_val_steps=0)
     quiet.fit(model.train(), loader(), loader(n=4))
@@ -469,11 +456,8 @@ def test_an_update_that_overflows_by_itself_reaches_no_checkpoint(tmp_path):
     error = halted(run, Huge(), loader())
     assert error.step == 3
     assert error.cause == NonFiniteCause.EXPLODING
-    assert "is not finite after the update of step 3" in str(error)
-    files = [*(tmp_path / "every").glob("*.ckpt")]
-    assert len(files) == 3
-    for file in files:
-        assert_finite(file)
+    assert "after the update of step 3" in str(error)
+    assert assert_all_finite(tmp_path / "every") == 3
 
 
 class SideBranch(Net):
@@ -523,10 +507,9 @@ def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model(), loader())
     assert error.cause == NonFiniteCause.STATE
     assert error.parameters[0].name == name
-    assert f"It was finite at step {finite_at}." in str(error)
+    assert f"finite at step {finite_at}." in str(error)
     assert "learning rate" not in str(error)
-    for file in (tmp_path / "every").glob("*.ckpt"):
-        assert_finite(file)
+    assert_all_finite(tmp_path / "every")
 
 
 def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path):
@@ -536,8 +519,8 @@ def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path
     saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model, loader())
     assert error.cause == NonFiniteCause.BAD_PARAMETER
-    assert "net.3.weight (1 NaN of 8, 12.5%) held NaN or Inf before this step" in str(error)
-    assert "not written: weights or buffers were bad" in str(error)
+    assert "net.3.weight (1 NaN of 8, 12.5%)" in str(error)
+    assert "weights or buffers were bad" in str(error)
     assert error.checkpoint_path is None
     assert not [*tmp_path.rglob("*.ckpt")]
 
@@ -546,7 +529,7 @@ def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path
 def test_strategies_that_hide_gradients_are_refused_at_setup(name, tmp_path):
     strategy = type(name, (SingleDeviceStrategy,), {})(device="cpu")
     run = trainer(tmp_path, HaltOnNaN(), strategy=strategy)
-    with pytest.raises(ValueError, match=f"HaltOnNaN cannot guard a run under {name}: .*gradients"):
+    with pytest.raises(ValueError, match=f"{name}: .*gradients"):
         run.fit(Net(), loader())
     assert run.global_step == 0
 
@@ -559,7 +542,7 @@ def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
     assert (error.path, error.checkpoint_path) == (None, None)
     text = str(error)
     assert text.count("could not be written") == 3
-    assert "Cause: dirty data: batch 9 holds 1 NaN" in text
+    assert "batch 9 holds 1 NaN" in text
     assert "Next: look at those samples" in text
 
 
@@ -577,7 +560,7 @@ def test_directory_takes_the_place_of_the_log_directory(tmp_path):
 @pytest.mark.parametrize("arguments", [{"max_skips": -1}, {"amp_patience": 0}])
 def test_bad_arguments_fail_with_their_value(arguments):
     ((name, value),) = arguments.items()
-    with pytest.raises(ValueError, match=f"{name}={value} is not a number of steps"):
+    with pytest.raises(ValueError, match=f"{name}={value} "):
         HaltOnNaN(**arguments)
 
 
@@ -596,7 +579,7 @@ def test_every_logger(kind, fused, tmp_path, capsys):
     if kind in {"fast_dev_run", "none"}:
         assert error.path is None
         reason = "logger=False" if kind == "none" else kind
-        assert f"not written: this run keeps no files ({reason})" in str(error)
+        assert f"keeps no files ({reason})" in str(error)
         assert not [*tmp_path.rglob("*.ckpt")]
     else:
         assert error.path is not None
@@ -680,44 +663,43 @@ def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumul
         assert with_it - without <= 0.0005 * without, "no batch is held there, and buffers are small"
 
 
-@fused_or_not
-def test_nothing_is_left_behind(fused, tmp_path):
-    class Fails(Net):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == 3:
-                raise KeyError("of the user")
+class FailsOfItself(Net):
+    at = 3
 
-    for model, data, error in ((Net, loader(), None), (Net, loader(BAD), NonFiniteError), (Fails, loader(), KeyError)):
-        made, callback = model(fused=fused), HaltOnNaN()
-        run = trainer(tmp_path, callback)
-        if error is None:
-            run.fit(made, data)
-        else:
-            with pytest.raises(error):
-                run.fit(made, data)
-        assert "save_checkpoint" not in vars(run)
-        assert not hasattr(run.optimizers[0], "found_inf")
-        fresh = vars(HaltOnNaN())
-        assert {name: vars(callback)[name] for name in fresh} == fresh
-        pickle.dumps(callback)
-        callback.on_exception(run, made, KeyError())  # undoing twice
-        callback.teardown(run, made, "fit")
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == self.at:
+            raise KeyError("of the user")
+
+
+@fused_or_not
+@pytest.mark.parametrize(
+    ("model", "data", "error"),
+    [(Net, loader(), None), (Net, loader(BAD), NonFiniteError), (FailsOfItself, loader(), KeyError)],
+)
+def test_nothing_is_left_behind(model, data, error, fused, tmp_path):
+    made, callback = model(fused=fused), HaltOnNaN()
+    run = trainer(tmp_path, callback)
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        run.fit(made, data)
+    assert "save_checkpoint" not in vars(run)
+    assert not hasattr(run.optimizers[0], "found_inf")
+    fresh = vars(HaltOnNaN())
+    assert {name: vars(callback)[name] for name in fresh} == fresh
+    pickle.dumps(callback)
+    callback.on_exception(run, made, KeyError())  # undoing twice
+    callback.teardown(run, made, "fit")
 
 
 def test_another_error_right_after_a_vetoed_step_leaves_a_clean_checkpoint(tmp_path):
-    class Fails(Net):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == BAD:
-                raise KeyError("of the user")
-
     observer = Observer()
     L.seed_everything(0, verbose=False)
     trainer(tmp_path, observer).fit(Net("sgd", fused=True), loader(BAD))
     L.seed_everything(0, verbose=False)
-    model = Fails("sgd", fused=True)
+    model = FailsOfItself("sgd", fused=True)
+    model.at = BAD
     saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
     run = trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True)
-    with pytest.raises(KeyError), pytest.warns(UserWarning, match=f"Step {BAD} was NaN or Inf too; it was undone"):
+    with pytest.raises(KeyError), pytest.warns(UserWarning, match=f"Step {BAD} .*undone"):
         run.fit(model, loader(BAD))
     (file,) = (tmp_path / "last").glob("*.ckpt")
     assert assert_finite(file)["global_step"] == BAD
@@ -734,16 +716,14 @@ def test_modules_without_parameters_or_losses_do_not_matter(tmp_path):
             return None
 
     run = trainer(tmp_path, HaltOnNaN())
-    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+    with pytest.warns(UserWarning, match="with no optimizer"):
         run.fit(Empty(), loader())
     assert run.global_step == 16
 
 
 def test_manual_optimization_past_lightning_is_named(tmp_path):
     class PastLightning(Net):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers(use_pl_optimizer=False)
@@ -751,7 +731,7 @@ def test_manual_optimization_past_lightning_is_named(tmp_path):
             self.loss(batch).backward()
             optimizer.step()
 
-    with pytest.warns(UserWarning, match="saw no gradient in this epoch.*manual_backward"):
+    with pytest.warns(UserWarning, match="no gradient .*manual_backward"):
         trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(PastLightning(), loader())
 
 
@@ -772,7 +752,7 @@ class MemoryBank(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1) if self.has_optimizer else None
 
 
-@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.filterwarnings("ignore:.*returned `None`, with no optimizer")
 @pytest.mark.parametrize(("optimizer", "manual"), [(False, False), (True, False), (False, True)])
 def test_a_model_that_trains_no_weight_by_gradient_is_not_warned_of_missing_gradients(
     optimizer, manual, tmp_path, recwarn
@@ -790,7 +770,7 @@ def test_gradients_kept_elsewhere_are_named(fused, tmp_path):
             for parameter in self.parameters():
                 parameter.grad = None
 
-    with pytest.warns(UserWarning, match=r"saw no gradient in this epoch.*elsewhere than in p\.grad"):
+    with pytest.warns(UserWarning, match=r"no gradient .*elsewhere .*p\.grad"):
         trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(Elsewhere(fused=fused), loader())
 
 

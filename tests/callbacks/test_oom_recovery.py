@@ -28,12 +28,14 @@ from tests.callbacks.recovery_runs import (
     TRIED,
     FailsOnce,
     Sequences,
+    Timed,
     Watched,
     batches,
     close,
     fit,
     one_step,
     prepared,
+    same,
 )
 from tests.lightning_models import trainer
 
@@ -144,7 +146,7 @@ def test_the_bits_are_those_of_micro_batches_by_hand(at, dropout, tmp_path):
     assert torch.equal(model.streams[0], model.streams[1])  # the parts draw from where the batch began
     torch.set_rng_state(model.streams[0])
     by_hand(hand, batches((8,))[0], [8, 8])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
+    assert same(model, hand)
     assert torch.equal(model.streams[-1], torch.get_rng_state())
 
 
@@ -157,7 +159,7 @@ def test_parts_of_ones_own_are_weighted_by_their_sizes(tmp_path):
     one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss="mean", split_batch=uneven), at=12)
     assert model.seen == [16, 10, 6]
     by_hand(hand, batches((8,))[0], [10, 6])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
+    assert same(model, hand)
 
 
 @pytest.mark.parametrize(("loss", "stride"), [("mean", 1), ("auto", 13)])  # the trials of "auto" fail too, in places
@@ -246,31 +248,23 @@ def test_gradients_that_may_be_incomplete_are_not_kept(tmp_path):
         if model.seen == [16, 16]:
             break
     assert notes
-    assert all("with reentrant checkpointing it may not have added all" in note for note in notes)
+    assert all("with reentrant checkpointing" in note for note in notes)
 
 
-class Normalized(Sequences):
+class Normalized(Timed):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        self.now: int | None = None
 
     def loss(self, batch: Any) -> Tensor:
         return F.mse_loss(self.net(batch[0]), batch[1][..., 0])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.now = batch_idx
-        return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.now = None
 
 
 def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path):
     torch.manual_seed(3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         one_step(tmp_path, Normalized(), OOMRecovery(), at=12)
-    said = "net.2 normalizes with the statistics of its batch"
+    said = "net.2 normalizes"
     assert said in caught.value.__notes__[0]
     torch.manual_seed(3)
     model = Normalized()
@@ -301,7 +295,7 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
     for a, b in zip(ends[0].gradients[0], ends[1].gradients[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     torch.manual_seed(3)
-    said = r"its gradient differs from the \w+ of theirs by \d+\.\d%"
+    said = r"differs from the \w+ of theirs by \d+\.\d%"
     n_operators = one_step(tmp_path, Pairs(), OOMRecovery(), at=None).failing.n
     with pytest.raises(torch.OutOfMemoryError, match=said):
         one_step(tmp_path, Pairs(), OOMRecovery(), at=n_operators - 10)
@@ -316,7 +310,7 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
 @pytest.mark.parametrize(
     ("n_given", "said"),
     [
-        (lambda n: n, "even max_splits=2 parts are too large; a larger max_splits helps if a single sample fits"),
+        (lambda n: n, "max_splits=2 parts are too large"),
         (lambda n: 2 * n, "split_batch returned 4 parts, and max_splits=2"),
     ],
 )
@@ -341,27 +335,27 @@ def test_the_parts_that_split_batch_made_are_counted(tmp_path):
     assert "was run again in 4 parts" in recovery.recoveries.latest
 
 
+class Leaves(Sequences):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
 def test_a_batch_that_fits_in_no_parts_is_skipped_or_refused(tmp_path):
     data = batches((64, 100_000, 64), n_rows=1)
-    model, without = Sequences(), Sequences()
+    model, without = Sequences(), Leaves()
     logger = CSVLogger(tmp_path)
-    with pytest.warns(UserWarning, match="A batch was skipped: even its smallest parts ran out of memory"):
+    with pytest.warns(UserWarning, match="A batch was skipped"):
         fit(tmp_path, model, OOMRecovery(skip_batch=True), data=data, capacity="30MiB", logger=logger)
     assert "memory/oom_skipped_batches" in (Path(logger.log_dir) / "metrics.csv").read_text()
 
-    class Leaves(Sequences):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-    without = Leaves()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*returned `None`")  # Lightning says so once per process
         fit(tmp_path, without, data=data)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), without.parameters(), strict=True))
+    assert same(model, without)
     report = OOMReport(directory=str(tmp_path / "reports"), snapshot=False)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit(tmp_path, Sequences(), OOMRecovery(), report, data=data, capacity="30MiB")
-    reason = "each of its 1 samples alone is too large; skip_batch=True skips such a batch"
+    reason = "each of its 1 samples"
     assert reason in caught.value.__notes__[0]
     (page,) = (tmp_path / "reports").glob("*.md")
     assert reason in page.read_text()
@@ -426,9 +420,9 @@ class RegistersHook(L.Callback):
         (
             {"find_unused_parameters": True},
             L.Callback,
-            "find_unused_parameters=True: after each backward pass the ranks",
+            "find_unused_parameters=True",
         ),
-        ({"static_graph": True}, L.Callback, "static_graph=True: after each backward pass the ranks"),
+        ({"static_graph": True}, L.Callback, "static_graph=True"),
         ({}, RegistersHook, "a communication hook is registered"),
     ],
 )
@@ -450,29 +444,23 @@ def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_pat
             self.now = batch_idx
             return self.loss(batch)
 
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        one_step(tmp_path, Scalars(), OOMRecovery(), at=5, data=[{"x": torch.ones(())}])
-    assert "the batch, a dict of tensors of [[]], has no first dimension of samples" in caught.value.__notes__[0]
-
     class Loses(Watched):
         def split_batch(self, batch: Any, n_parts: int) -> Any:
             return [[one[:4] for one in batch]]
 
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        one_step(tmp_path, Loses(), OOMRecovery(), at=5)
-    assert "split_batch returned parts of [4] samples for a batch of 16" in caught.value.__notes__[0]
-
     def fails(batch: Any, n_parts: int) -> Any:
         raise KeyError("x")
 
-    for own, said in (
-        (lambda *_: None, "returned None for 2 parts, which is not a list"),
-        (fails, "raised KeyError: 'x'"),
+    for model, options, data, said in (
+        (Scalars(), {}, [{"x": torch.ones(())}], "a dict of tensors of [[]]"),
+        (Loses(), {}, None, "parts of [4] samples"),
+        (prepared(), {"split_batch": lambda *_: None}, None, "split_batch returned None for 2 parts"),
+        (prepared(), {"split_batch": fails}, None, "split_batch raised KeyError: 'x'"),
     ):
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            one_step(tmp_path, prepared(), OOMRecovery(split_batch=own), at=5)
-        assert f"split_batch {said}" in caught.value.__notes__[0]
-        assert f"split_batch {said}" in " ".join(capsys.readouterr().out.split())
+            one_step(tmp_path, model, OOMRecovery(**options), at=5, data=data)
+        assert said in caught.value.__notes__[0]
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 # MemoryMonitor warns of the full device, and rightly so.
@@ -535,7 +523,7 @@ def test_on_pytorchs_cuda_allocator(precision, loss, n_parts, tmp_path):
 
 def test_a_recovery_is_warned_of_and_logged(tmp_path):
     logger = CSVLogger(tmp_path)
-    with pytest.warns(UserWarning, match="A batch of 16 samples ran out of memory and was run again in"):
+    with pytest.warns(UserWarning, match="A batch of 16 samples"):
         fit(tmp_path, Sequences(), OOMRecovery(), capacity=TIGHT, logger=logger)
     rows = (Path(logger.log_dir) / "metrics.csv").read_text()
     assert "memory/oom_recoveries" in rows

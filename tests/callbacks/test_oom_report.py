@@ -24,13 +24,12 @@ from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from lightning_memtools.callbacks.oom_report_run import failed_run_of
 from lightning_memtools.checkpointing import planning
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
-from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.reporting.files import write_report
 from tests.batch_size_models import Samples, Scale
 from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, opaque, trainer
 from tests.list_logger import ListLogger
-from tests.oom_models import SAMPLE_BYTES, Layers
+from tests.oom_models import SAMPLE_BYTES, Layers, place_of, sizes_in
 
 MIB = 2**20
 
@@ -113,13 +112,6 @@ CASES = {
 }  # fmt: skip
 
 
-def table(report: str, title: str) -> dict[str, int]:
-    """A table of the report under a title: first column to the second, a size."""
-    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
-    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
-    return {name: parse_size(size) for name, size in rows}
-
-
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
     """Every case run once, when it is first asked for."""
@@ -147,14 +139,14 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     assert f"({case.moment})" in outcome.report.splitlines()[0]
     assert str(outcome.error).partition("\n")[0] in outcome.report
     allocated, categories, modules = outcome.seen[-1]
-    split = table(outcome.report, "What filled the device")
+    split = sizes_in(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(allocated, rel=0.01)
     assert sum(split.values()) == pytest.approx(allocated, rel=0.01)
     singular = {"parameters": "parameter", "gradients": "gradient", "activations": "activation", "inputs": "input"}
     for name_, n_bytes in split.items():
         if name_ in singular:
             assert n_bytes == pytest.approx(categories[singular[name_]], rel=0.01)
-    largest, n_bytes = next(iter(table(outcome.report, "Modules with the most activations").items()))
+    largest, n_bytes = next(iter(sizes_in(outcome.report, "Modules with the most activations").items()))
     assert largest == case.largest
     assert n_bytes == pytest.approx(max(modules.values()), rel=0.01)
     # What the error takes along begins with the same line and names the report, and nothing is printed twice.
@@ -170,8 +162,8 @@ def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, faile
     case, known = CASES[name], failed(name)
     monkeypatch.setattr("lightning_memtools.oom.failure_capture.KnowsItsComposition", type("Nobody", (), {}))
     report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
-    assert next(iter(table(report, "Modules with the most activations"))) == case.largest
-    split = table(report, "What filled the device")
+    assert next(iter(sizes_in(report, "Modules with the most activations"))) == case.largest
+    split = sizes_in(report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(known.seen[-1][0], rel=0.01)
     assert sum(split.values()) == pytest.approx(known.seen[-1][0], rel=0.01)
 
@@ -182,7 +174,6 @@ def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_p
     found = re.search(
         r"`DataLoader\(batch_size=(\d+)\)`\)\. The step then fits, .* A batch of (\d+) does not fit", outcome.report
     )
-    assert found is not None
     size, next_size = map(int, found.groups())
     assert next_size == size + 1
     assert size > 4
@@ -194,7 +185,6 @@ def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_p
 def test_the_suggested_checkpointing_fits(name, failed, tmp_path):
     case, outcome = CASES[name], failed(name)
     found = re.search(r'`GradientCheckpointing\(memory_budget="(\w+)"\)`\)\. With .* fits', outcome.report)
-    assert found is not None
     assert attempt(tmp_path, case.capacity, case.call, GradientCheckpointing(memory_budget=found[1]), **case.sizes).fits
 
 
@@ -215,7 +205,6 @@ def test_a_report_profiles_the_failed_step_once_for_all_its_checkpoint_plans(tmp
 def test_the_suggested_accumulation_fits_and_keeps_the_effective_batch(name, failed, tmp_path):
     case, outcome = CASES[name], failed(name)
     found = re.search(r"`DataLoader\(batch_size=(\d+)\), Trainer\(accumulate_grad_batches=(\d+)\)`", outcome.report)
-    assert found is not None
     size, accumulate = map(int, found.groups())
     assert size * accumulate == case.sizes["batch"]
     options = {"accumulate_grad_batches": accumulate, "max_epochs": accumulate}
@@ -258,7 +247,7 @@ def test_in_the_optimizer_step_the_smaller_state_fits(tmp_path):
     sizes = {"n": 1, "wide": None, "batch": 4, "width": 3300}
     outcome = attempt(tmp_path, "150MiB", "fit", **sizes)
     assert "(train, step 0, batch 0, optimizer step)" in outcome.report
-    split = table(outcome.report, "What filled the device")
+    split = sizes_in(outcome.report, "What filled the device")
     weights = 4 * (3300 * 3300 + 3300)
     # One segment of 42 MiB each, of which less than 1 MiB is left: too little to be split off.
     assert split["parameters"] == pytest.approx(weights, rel=0.02)
@@ -266,7 +255,7 @@ def test_in_the_optimizer_step_the_smaller_state_fits(tmp_path):
     assert re.search(
         r"`torch.optim.SGD\(parameters, momentum=0.9, ...\)`\)\. The peak falls by .* MiB and fits", outcome.report
     )
-    assert "- Use smaller batches. Not even one sample fits." in outcome.report
+    assert "Not even one sample" in outcome.report
     assert attempt(tmp_path, "150MiB", "fit", model=WithSgd(**sizes)).fits
 
 
@@ -305,43 +294,30 @@ def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_
         return attempt(root, "2GiB", "val", model=Frozen(**sizes), options=options)
 
     outcome = run(tmp_path, **sizes)
-    assert "(val, batch 0): tried to allocate 90.0 MiB" in outcome.report
-    split = table(outcome.report, "What filled the device")
+    assert re.search(r"\(val, batch 0\): .* 90\.0 MiB", outcome.report)
+    split = sizes_in(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert split["inputs"] == 60 * SAMPLE_BYTES
     assert split["parameters"] == pytest.approx(1.8 * 2**30, rel=0.01)
-    assert next(iter(table(outcome.report, "Modules with the most activations").items())) == ("net.4.0", 90 * MIB)
+    assert next(iter(sizes_in(outcome.report, "Modules with the most activations").items())) == ("net.4.0", 90 * MIB)
     size = int(re.search(r"Use validation batches of (\d+) instead of 60", outcome.report)[1])
     assert run(tmp_path, **(sizes | {"val_batch": size})).fits
     assert not run(tmp_path, **(sizes | {"val_batch": size + 1})).fits
 
 
-def test_the_stopped_process_and_the_dropped_predictions_are_enough_where_it_is_said(tmp_path):
+def test_the_stopped_process_is_enough_where_it_is_said(tmp_path):
     sizes = CASES["test"].sizes | {"val_batch": 70}
     outcome = attempt(tmp_path, "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
-    assert "Stop others (simulated) (pid 0). It holds 60.0 MiB, which is enough." in outcome.report
-    assert "Others (simulated) (pid 0, 60.0 MiB)." in outcome.report
+    assert re.search(r"^\d\. Stop others \(simulated\) \(pid 0\).*60\.0 MiB", outcome.report, re.MULTILINE)
+    assert "(pid 0, 60.0 MiB)" in outcome.report
     assert attempt(tmp_path, "330MiB", "test", **sizes).fits
 
-    # Where the failed request would have been served, but not the rest of the step.
+    # The failed request would have been served, but not the rest of the step.
     sizes["val_batch"] = 96
     outcome = attempt(tmp_path / "more", "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
-    assert "It holds 60.0 MiB, which is not enough by itself" in outcome.report
+    assert re.search(r"60\.0 MiB, .*not enough", outcome.report)
     assert not attempt(tmp_path / "most", "330MiB", "test", **sizes).fits
-
-    class Predicts(Layers):
-        def predict_step(self, batch, batch_idx):
-            return self.net(batch)
-
-        def predict_dataloader(self):
-            return torch.utils.data.DataLoader(self.loader("predict").dataset, batch_size=16)
-
-    sizes = {"n": 2, "wide": None, "val_batch": 120}
-    outcome = attempt(tmp_path / "predict", "100MiB", "predict", model=Predicts(**sizes))
-    assert re.search(r"`trainer.predict\(return_predictions=False\)`\)\. They hold .*, which is enough", outcome.report)
-    with VirtualDevice("100MiB"):
-        trainer(tmp_path, logger=False).predict(Predicts(**sizes), return_predictions=False)
 
 
 class Cut(Layers):
@@ -360,9 +336,9 @@ class Cut(Layers):
 def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tmp_path):
     sizes = {"n": 2, "wide": 1, "batch": 2, "val_batch": 80}
     outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
-    assert "With `expandable_segments:True` this request would have been served" in outcome.report
+    assert re.search("`expandable_segments:True` .*would have been served", outcome.report)
     assert re.search(r"^\d\. Use expandable segments .*The whole step fits", outcome.report, re.MULTILINE)
-    assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
+    assert sizes_in(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
     settings = {"allocator": "expandable_segments:True"}
     assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
 
@@ -388,13 +364,9 @@ def test_what_grows_from_batch_to_batch_is_the_first_thing_to_look_for(tmp_path)
     outcome = attempt(tmp_path, "120MiB", "fit", model=Keeps())
     assert "(train, step 3, batch 3, forward)" in outcome.report
     # Eight layers keep one output each, and one keeps three times as much before it is cut down: 24 MiB a batch.
-    assert re.search(
-        r"^1\. Find what grows by 24\.0 MiB a batch\. In 2 batches, 48\.0 MiB have accumulated .* step fits\.",
-        outcome.report,
-        re.MULTILINE,
-    )
-    assert "everything else only delays the failure" in outcome.report
-    assert "72.0 MiB of this were allocated before the batch" in outcome.report
+    assert re.search(r"^1\. .*grows by 24\.0 MiB.* 2 batches, 48\.0 MiB .*fits\.", outcome.report, re.MULTILINE)
+    assert "only delays" in outcome.report
+    assert re.search(r"72\.0 MiB .*before the batch", outcome.report)
     assert attempt(tmp_path, "120MiB", "fit", model=Keeps(keeps=False)).fits
 
 
@@ -423,10 +395,9 @@ def test_where_the_traced_step_fits_nothing_is_said_to_be_enough(tmp_path):
             torch.empty(40 * MIB, dtype=torch.uint8)
 
     report = attempt(tmp_path, "64MiB", "fit", Takes(), batch=4).report
-    assert "Traced by itself, this step fits: its peak is 28.0 MiB within the available 64.0 MiB." in report
-    half = "The peak falls by 14.0 MiB to 14.0 MiB. Whether that is enough is not known."
-    assert f"Use training batches of 2 instead of 4 (`DataLoader(batch_size=2)`). {half}" in report
-    assert "- Use a larger GPU. This was not checked: as far as a trace shows, the step fits on this one." in report
+    assert re.search(r"this step fits: .*28\.0 MiB .*64\.0 MiB", report)
+    assert re.search(r"`DataLoader\(batch_size=2\)`\)\. .* by 14\.0 MiB to 14\.0 MiB\. .*not known", report)
+    assert re.search(r"^- Use a larger GPU\. .*not checked", report, re.MULTILINE)
     assert not re.search(r"^\d+\. .*(fits|is enough\.|instead of 4 .* does not fit)", report, re.MULTILINE)
 
 
@@ -449,7 +420,7 @@ def test_a_share_of_the_device_is_all_there_is_where_it_is_set(tmp_path):
     outcome = attempt(tmp_path, "640MiB", "test", device=half, **sizes)
     assert "| share this process may reserve | 50.0% |" in outcome.report
     # As on a device of that size, where it is true.
-    assert "Use test batches of 69 instead of 96" in outcome.report
+    assert "test batches of 69" in outcome.report
 
 
 def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path):
@@ -459,7 +430,7 @@ def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path
     snapshot = pickle.loads(path.read_bytes())  # noqa: S301, written by the run above
     viz.segsum(snapshot)  # raises where sizes do not add up
     history = viz.trace(snapshot)
-    assert "raise OutOfMemoryError # 144.0MiB requested, 78.0MiB free in CUDA" in history
+    assert "OutOfMemoryError # 144.0MiB requested, 78.0MiB free" in history
     assert "Active Memory Timeline" in viz.trace_plot(snapshot)
     # What torch.cuda.memory._snapshot says of itself: the fields of its TypedDicts.
     for kind, found in {
@@ -481,86 +452,68 @@ def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path
 def test_it_goes_to_every_logger_that_takes_text(tmp_path):
     board, table_, own = TensorBoardLogger(tmp_path, name="", version="board"), CSVLogger(tmp_path), ListLogger()
     outcome = attempt(tmp_path, "64MiB", "fit", batch=16, options={"logger": [board, table_, own]})
-    (text,) = texts_of(board.log_dir)["memtools/oom_report"]
-    assert text == outcome.report
+    assert texts_of(board.log_dir)["memtools/oom_report"] == [outcome.report]
+
+
+def run_out(root, error=torch.OutOfMemoryError, match="Tried to allocate", *, model=None, logger=False, **report):
+    """Train with OOMReport until it raises: the error, and where its note says that the report is."""
+    with VirtualDevice("64MiB"), pytest.raises(error, match=match) as caught:
+        trainer(root, OOMReport(**report), logger=logger).fit(model or Layers(batch=16))
+    return caught.value, place_of(caught.value)
 
 
 def test_a_logger_that_takes_no_text_is_left_as_it_is_and_its_folder_has_the_report(tmp_path):
     logger = CSVLogger(tmp_path)
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(tmp_path, OOMReport(snapshot=False), logger=logger).fit(Layers(batch=16))
-    assert place_of(caught.value) == Path(logger.log_dir) / "memtools" / "oom-train-step0.md"
-    assert place_of(caught.value).is_file()
+    _, path = run_out(tmp_path, logger=logger, snapshot=False)
+    assert path == Path(logger.log_dir) / "memtools" / "oom-train-step0.md"
+    assert path.is_file()
     assert logger.experiment.metrics == []
 
 
 @pytest.mark.parametrize("logger", [False, True])
 def test_without_a_directory_it_goes_below_the_log_directory_or_with_no_logger_into_a_temporary_one(logger, tmp_path):
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(tmp_path, OOMReport(), logger=logger).fit(Layers(batch=16))
+    directory = run_out(tmp_path, logger=logger)[1].parent
     if logger:
-        directory = tmp_path / "lightning_logs" / "version_0" / "memtools"
-        assert place_of(caught.value).parent == directory
+        assert directory == tmp_path / "lightning_logs" / "version_0" / "memtools"
     else:
-        directory = place_of(caught.value).parent  # a temporary one
         assert not [*tmp_path.rglob("*.md")]
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "oom-train-step0-snapshot.pickle",
-        "oom-train-step0.md",
-    ]
+    assert {path.name for path in directory.iterdir()} == {"oom-train-step0-snapshot.pickle", "oom-train-step0.md"}
 
 
-def place_of(error: BaseException) -> Path:
-    return Path(error.__notes__[-1].splitlines()[-1].removeprefix("Report: "))
-
-
-def test_where_the_directory_cannot_be_written_to_it_goes_to_a_temporary_file(tmp_path, capsys):
+def test_where_the_directory_cannot_be_written_to_it_goes_to_a_temporary_file_or_to_the_console(
+    tmp_path, capsys, monkeypatch
+):
     (tmp_path / "taken").write_text("a file")
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
-        trainer(tmp_path, OOMReport(directory=str(tmp_path / "taken")), logger=False).fit(Layers(batch=16))
-    path = place_of(caught.value)
+    _, path = run_out(tmp_path, directory=str(tmp_path / "taken"))
     assert tmp_path not in path.parents
     assert "## What filled the device" in path.read_text()
     assert f"Report: {path}" in capsys.readouterr().out
 
-
-def test_where_no_file_can_be_written_the_console_has_it(tmp_path, capsys, monkeypatch):
-    (tmp_path / "taken").write_text("a file")
     monkeypatch.setattr("tempfile.mkdtemp", lambda **_: str(tmp_path / "taken" / "nowhere"))
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError):
-        trainer(tmp_path, OOMReport(directory=str(tmp_path / "taken")), logger=False).fit(Layers(batch=16))
+    run_out(tmp_path, directory=str(tmp_path / "taken"))
     out = capsys.readouterr().out
-    assert "The device held 32.0 MiB of activations and 8.00 MiB of inputs." in out
-    assert "The report could not be written: " in out
+    assert re.search(r"32\.0 MiB of activations and 8\.00 MiB of inputs", out)
+    assert "could not be written: " in out
 
 
 DEVICE = "virtual device (64MiB, simulated)"
-HEADLINE = (
-    f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free. "
-    "Activations take 32.0 MiB."
-)
-FOUR = "DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)"
-KEEPS = "The effective batch stays 16, and the step fits, with a peak of 28.0 MiB within the available 64.0 MiB."
-FITS = (
-    "The step then fits, with a peak of 42.0 MiB within the available 64.0 MiB. "
-    "A batch of 7 does not fit in a replay of the allocator. Its tensors, 49.0 MiB, would: this rests on how memory is "
-    "cut into segments, so that slightly larger batches may fit."
-)
 
 
 def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_do(tmp_path, capsys):
     attempt(tmp_path, "64MiB", "fit", batch=16)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     begin = next(at for at, line in enumerate(lines) if line.startswith("Out of memory"))
-    assert lines[begin:] == [
-        HEADLINE,
-        f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`). {KEEPS}",
-        f"2. Use training batches of 6 instead of 16 (`DataLoader(batch_size=6)`). {FITS}",
-        "3. Use a larger GPU (RTX 4060 8GB). It is the smallest known GPU on which this step fits unchanged.",
-        "The device held 32.0 MiB of activations and 8.00 MiB of inputs.",
-        "The largest activations belong to net.0 and 3 other modules, with 8.00 MiB each.",
-        f"Report: {tmp_path / 'oom-train-step0.md'}",
+    facts = [
+        (DEVICE, "train, step 0, batch 0, forward", "24.0 MiB", "2.00 MiB free", "Activations take 32.0 MiB"),
+        ("1. ", "`DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)`", "stays 16", "28.0 MiB", "64.0 MiB"),
+        ("2. ", "`DataLoader(batch_size=6)`", "42.0 MiB", "64.0 MiB", "A batch of 7", "49.0 MiB", "segments"),
+        ("3. Use a larger GPU (RTX 4060 8GB)",),
+        ("32.0 MiB of activations", "8.00 MiB of inputs"),
+        ("net.0 and 3 other modules", "8.00 MiB each"),
+        (f"Report: {tmp_path / 'oom-train-step0.md'}",),
     ]
+    for line, of_line in zip(lines[begin:], facts, strict=True):
+        assert [fact for fact in of_line if fact not in line] == []
 
 
 # --- whatever happens, the original error goes on
@@ -600,46 +553,56 @@ def test_a_second_out_of_memory_while_reporting_leaves_the_facts_of_the_first(tm
     assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
 
 
-def test_an_error_while_cleaning_up_leaves_the_facts_of_the_first(tmp_path):
-    class CleansUp(Layers):
-        def training_step(self, batch, batch_idx):
-            try:
-                return super().training_step(batch, batch_idx)
-            except torch.OutOfMemoryError:
-                torch.empty(500 * MIB, dtype=torch.uint8)
+class CleansUp(Layers):
+    """Runs out of memory again while it handles the first error."""
 
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 500\.00") as caught:
-        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(CleansUp(batch=16))
-    assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
-
-
-def test_an_earlier_failure_that_was_caught_is_not_taken_for_one_that_no_observer_hears_of(tmp_path):
-    class Library(Layers):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 0:
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    torch.empty(500 * MIB, dtype=torch.uint8)
-            else:
-                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    def training_step(self, batch, batch_idx):
+        try:
             return super().training_step(batch, batch_idx)
-
-    with VirtualDevice("64MiB"), pytest.raises(RuntimeError, match="ALLOC_FAILED") as caught:
-        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Library(batch=4))
-    headline = place_of(caught.value).read_text().splitlines()[0]
-    assert headline == f"# Out of memory on {DEVICE} (train, step 1, batch 1, forward)."
+        except torch.OutOfMemoryError:
+            torch.empty(500 * MIB, dtype=torch.uint8)
 
 
-def test_an_error_raised_from_it_is_explained_too(tmp_path):
-    class Wraps(Layers):
-        def training_step(self, batch, batch_idx):
-            try:
-                return super().training_step(batch, batch_idx)
-            except torch.OutOfMemoryError as error:
-                raise ValueError("the step failed") from error
+class Wraps(Layers):
+    def training_step(self, batch, batch_idx):
+        try:
+            return super().training_step(batch, batch_idx)
+        except torch.OutOfMemoryError as error:
+            raise ValueError("the step failed") from error
 
-    with VirtualDevice("64MiB"), pytest.raises(ValueError, match="the step failed") as caught:
-        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Wraps(batch=16))
-    assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
+
+class Library(Layers):
+    """Memory runs out and that is caught; a step later, a library fails that no observer hears of."""
+
+    def __init__(self, batch):
+        super().__init__(batch=batch // 4)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(500 * MIB, dtype=torch.uint8)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "match", "facts"),
+    [
+        (
+            CleansUp,
+            torch.OutOfMemoryError,
+            r"Tried to allocate 500\.00",
+            "batch 0, forward): tried to allocate 24.0 MiB",
+        ),
+        (Wraps, ValueError, "the step failed", "batch 0, forward): tried to allocate 24.0 MiB"),
+        (Library, RuntimeError, "ALLOC_FAILED", "(train, step 1, batch 1, forward)."),
+    ],
+)
+def test_the_facts_are_those_of_the_failure_that_ended_the_step(model, error, match, facts, tmp_path):
+    _, path = run_out(tmp_path, error, match, model=model(batch=16), directory=str(tmp_path))
+    headline = path.read_text().splitlines()[0]
+    assert headline.startswith(f"# Out of memory on {DEVICE} (train, ")
+    assert facts in headline
 
 
 def test_a_report_that_fails_is_a_note_and_no_more(tmp_path, monkeypatch):
@@ -647,11 +610,10 @@ def test_a_report_that_fails_is_a_note_and_no_more(tmp_path, monkeypatch):
         raise KeyError("broken")
 
     monkeypatch.setattr("lightning_memtools.oom.oom_reporter.ReportPage", fails)
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
-        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Layers(batch=16))
-    assert caught.value.__notes__ == [
-        "OOMReport: memory ran out (train, step 0, batch 0, forward), but the report itself failed: KeyError: 'broken'"
-    ]
+    (note,) = run_out(tmp_path, directory=str(tmp_path))[0].__notes__
+    assert note.startswith("OOMReport")
+    assert "(train, step 0, batch 0, forward)" in note
+    assert "report itself failed: KeyError: 'broken'" in note
 
 
 def test_other_errors_are_left_alone(tmp_path):
@@ -715,7 +677,6 @@ def test_a_step_that_failed_while_an_optimizer_was_toggled_is_traced_and_leaves_
     outcome = attempt(tmp_path, "64MiB", "fit", model=model)
     assert "This was not checked" not in outcome.report
     fits = re.search(r"DataLoader\(batch_size=(\d+)\)`\)\. The step then fits", outcome.report)
-    assert fits is not None
     assert all(parameter.requires_grad for parameter in model.parameters())
     smaller = Adversaries()
     smaller.sizes["train"] = int(fits[1])
@@ -725,12 +686,11 @@ def test_a_step_that_failed_while_an_optimizer_was_toggled_is_traced_and_leaves_
 def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):
     whole = Path.write_text
 
-    def cut_off(self: Path, text: str, **options: Any) -> int:
+    def cut_off(self, text, **options):
         if len(text) > 5000:
             whole(self, text[:100], **options)
             raise OSError(errno.ENOSPC, "No space left on device")
-        n: int = whole(self, text, **options)
-        return n
+        return whole(self, text, **options)
 
     (tmp_path / "x").mkdir()
     assert isinstance(write_report(tmp_path / "x", "page.md", "short"), Path)
@@ -746,7 +706,7 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
             return super().training_step(batch, batch_idx)
 
     outcome = attempt(tmp_path, "64MiB", "fit", model=Looks(batch=16))
-    assert "- Use smaller batches. This was not checked: RuntimeError: " in outcome.report
+    assert re.search("^- Use smaller batches.* not checked: RuntimeError: ", outcome.report, re.MULTILINE)
     assert "Use training batches of" not in outcome.report
     # The recorded history needs no trace.
     assert "`expandable_segments:True` would not have helped" in outcome.report
@@ -755,13 +715,9 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
 def test_what_is_not_reached_in_time_is_said_not_to_be_checked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 0.0)
     outcome = attempt(tmp_path, "64MiB", "fit", batch=16)
-    late = "the time for the checks was over"
-    assert f"- Use smaller batches. This was not checked: {late}." in outcome.report
+    assert re.search(r"^- Use smaller batches\. .*not checked: .*time", outcome.report, re.MULTILINE)
     out = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"not checked ({late}): recompute activations in the backward pass; accumulate gradients over smaller batches;"
-        in out
-    )
+    assert re.search(r"not checked \(.*time.*\): recompute activations .*; accumulate gradients .*;", out)
     assert "32.0 MiB" in outcome.report
 
 
@@ -773,16 +729,14 @@ def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Huge(), loader())
     text = place_of(caught.value).read_text()
-    assert text.startswith(
-        "# Out of memory on the host (cpu) (train, step 0, batch 0, forward): tried to allocate 4096 TiB"
-    )
-    assert "Not known: the device keeps no statistics." in text
-    assert "No memory snapshot: this device records none." in text
+    assert re.match(r"# .*host \(cpu\) \(train, step 0, batch 0, forward\): .* 4096 TiB", text)
+    assert "no statistics" in text
+    assert "No memory snapshot: this device" in text
     # What is of no use to a host's memory is not among the advice, and no number is held against what is not known.
     for useless in ("GPU", "Use expandable segments", "EmptyCache", "within", "fits"):
         assert useless not in text.split("## What happened")[0]
     # What the step keeps is known from a trace.
-    assert table(text, "Modules with the most activations")
+    assert sizes_in(text, "Modules with the most activations")
     assert "DefaultCPUAllocator: can't allocate memory" in text
     assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return self.loss", text)
 
@@ -792,7 +746,7 @@ def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path
     planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
     sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
     assert sizes[0] < sizes[1]
-    assert "- Recompute more activations than now. No plan was found with which the step fits." in planned.report
+    assert re.search(r"^- Recompute more .*No plan", planned.report, re.MULTILINE)
     assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 
@@ -804,9 +758,8 @@ class Blocks(L.LightningModule):
         )
         self.net, self.batch = nn.Sequential(*layers), batch
 
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.net(batch).square().mean()
-        return loss
+    def training_step(self, batch):
+        return self.net(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
@@ -833,7 +786,7 @@ def test_smaller_batches_fit_with_the_checkpointing_budget_that_is_given_with_th
 
 def test_parts_of_a_batch_with_other_lengths_are_said_to_be_left_as_they_are(tmp_path):
     class TwoSources(Blocks):
-        def training_step(self, batch: Any) -> torch.Tensor:
+        def training_step(self, batch):
             return super().training_step(batch["long"]) + super().training_step(batch["short"])
 
         def train_dataloader(self) -> Any:
@@ -841,16 +794,14 @@ def test_parts_of_a_batch_with_other_lengths_are_said_to_be_left_as_they_are(tmp
             return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]  # a list serves too
 
     outcome = attempt(tmp_path, "24MiB", "fit", model=TwoSources(600))
-    assert (
-        "Parts of the batch with other first dimensions (300) were left as they are: reduce them too" in outcome.report
-    )
+    assert re.search(r"other first dimensions \(300\) .*left", outcome.report)
 
 
 def test_running_out_before_the_first_step_is_explained_as_far_as_it_goes(tmp_path):
     model = Layers(width=4000)
     outcome = attempt(tmp_path, "32MiB", "fit", model=model)
     assert "(setup)" in outcome.report.splitlines()[0]
-    assert "- Use smaller batches. This was not checked: no step had begun." in outcome.report
+    assert re.search(r"^- Use smaller batches\. .*not checked: no step", outcome.report, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("top", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
@@ -860,13 +811,10 @@ def test_bad_arguments_are_refused(top, error):
 
 
 def test_top_limits_the_modules(tmp_path):
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(tmp_path, OOMReport(top=2, snapshot=False, directory=str(tmp_path)), logger=False).fit(Layers(batch=16))
-    text = place_of(caught.value).read_text()
-    assert list(table(text, "Modules with the most activations")) == ["net.0", "net.1"]
-    assert "No memory snapshot: it was not asked for (snapshot=False)" in text
-    assert "Use expandable segments" in text
-    assert "This was not checked: no history of allocations was recorded" in text
+    text = run_out(tmp_path, top=2, snapshot=False, directory=str(tmp_path))[1].read_text()
+    assert list(sizes_in(text, "Modules with the most activations")) == ["net.0", "net.1"]
+    assert re.search(r"No memory snapshot: .*\(snapshot=False\)", text)
+    assert re.search("Use expandable segments.* not checked: no history", text)
 
 
 def test_a_subclass_of_empty_cache_is_recognised(tmp_path):

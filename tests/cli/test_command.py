@@ -32,7 +32,7 @@ def test_the_module_is_the_command_and_tells_its_version():
 def test_without_arguments_it_shows_its_commands():
     done = memtools()
     assert done.returncode == 2
-    assert "predict the memory of a training step" in done.stderr
+    assert "the memory of a training step" in done.stderr
 
 
 def test_every_option_of_every_command_is_described_and_stands_in_the_manual():

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_memtools.cli.main import main
-from tests.browser import chromium, wait_until
+from tests.browser import chromium, open_page, wait_until
 from tests.tensorboard_plugin.logdirs import ATTACK, write_failed_run, write_small_run
 
 
@@ -21,9 +21,7 @@ def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
     # Nothing is loaded: the only addresses are a comment's and namespaces'.
     assert re.findall(r'(?:src|href)="', page) == []
     with chromium() as window:
-        window.get(output.as_uri())
-        ready = "return document.documentElement.dataset.ready === 'true'"
-        assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+        open_page(window, output.as_uri())
         text = window.execute_script("return document.querySelector('#memtools').innerText")
         assert "Peak allocated" in text
         assert "1.90 GiB" in text
@@ -35,7 +33,7 @@ def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
         window.execute_script("document.getElementById('tab-compare').click()")
         assert wait_until(lambda: "peak allocated, val" in window.execute_script(reports), 10)
         window.execute_script("document.getElementById('tab-composition').click()")
-        assert wait_until(lambda: "is not known for this run" in window.execute_script(reports), 10)
+        assert wait_until(lambda: "not known for this run" in window.execute_script(reports), 10)
         window.execute_script(
             "const s = document.querySelector('select'); s.value = 'failed'; s.dispatchEvent(new Event('change'))"
         )

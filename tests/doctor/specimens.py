@@ -26,6 +26,24 @@ def network(width: int = 8, *, norm: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width) if norm else nn.Tanh(), nn.Linear(width, 1))
 
 
+class HalfUsed(nn.Module):
+    """Its second part takes part in the loss times zero, as is done so that DDP finds no unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = network(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x) + 0.0 * sum(p.sum() for p in self.unused.parameters() if p.requires_grad)
+
+
+class ZeroesGradients(torch.optim.SGD):
+    """zero_grad() as it was by default before PyTorch 2.0."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
 def squared(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 

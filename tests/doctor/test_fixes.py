@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.parameter_checks import SymmetricWeights
 from lightning_memtools.doctor.settings_checks import RejectedSettings
 from lightning_memtools.doctor.training_case import TrainingCase
-from tests.doctor.specimens import found, network, rows, squared
+from tests.doctor.specimens import HalfUsed, ZeroesGradients, found, network, rows, squared
 
 Patch = pytest.MonkeyPatch
 Examine = Callable[[Patch], list[Finding]]
@@ -39,20 +40,35 @@ class Fix:
         text: A part of the fix that tells it from the others of its check.
         broken: Examines code with the mistake.
         mended: Examine the same code after the fix; one for each way that the fix offers.
+        facts: Of the finding: its severity, its place as a regular expression, parts of its evidence, effect and fix;
+            `also`: other checks that find something serious.
     """
 
     check: str
     text: str
     broken: Examine
     mended: tuple[Examine, ...]
+    facts: dict[str, Any]
+
+    def left_out(self, finding: Finding) -> list[str]:
+        """Return the facts that the finding does not state."""
+        left = []
+        for name in ("evidence", "effect", "fix"):
+            parts = self.facts.get(name, ())
+            left += [
+                part for part in ([parts] if isinstance(parts, str) else parts) if part not in getattr(finding, name)
+            ]
+        if not re.fullmatch(self.facts.get("place", ".*"), finding.place, re.DOTALL):
+            left.append(finding.place)
+        return left if finding.severity == self.facts.get("severity", finding.severity) else [*left, finding.severity]
 
 
 FIXES: list[Any] = []
 
 
-def fix(check: str, text: str, broken: Examine, *mended: Examine, needs_cuda: bool = False) -> None:
+def fix(check: str, text: str, broken: Examine, *mended: Examine, needs_cuda: bool = False, **facts: Any) -> None:
     marks = [pytest.mark.cuda_memory] if needs_cuda else []
-    FIXES.append(pytest.param(Fix(check, text, broken, mended), id=f"{check}-{text[:24]}", marks=marks))
+    FIXES.append(pytest.param(Fix(check, text, broken, mended, facts), id=f"{check}-{text[:24]}", marks=marks))
 
 
 def loaded(state: dict[str, Any] | bytes, model: nn.Module | None = None) -> Examine:
@@ -73,7 +89,11 @@ def stepping(
 
 
 def adam(groups: Any) -> Any:
-    return torch.optim.AdamW(groups, lr=0.01)
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
+def one_each(groups: Any) -> Any:
+    return [torch.optim.SGD(groups[0], lr=0.01), adam(groups[1])]
 
 
 def optimizing(groups: Callable[[Any], Any], model: Callable[[], Any] = network, make: Any = adam) -> Examine:
@@ -91,6 +111,7 @@ fix(
     lambda _: found(network(norm=True), rows(33), steps=2),
     lambda _: found(network(norm=True), rows(33, drop_last=True), steps=2),
     lambda _: found(network(norm=True), rows(33, 11), steps=2),
+    severity="error", place="1", evidence=("33 samples in batches of 8", "one sample", "more than 1 value"),
 )  # fmt: skip
 
 
@@ -103,7 +124,11 @@ def workers(n: int, prefetch: int, free: int) -> Examine:
     return examine
 
 
-fix("shared_memory", "Fewer workers", workers(2, 4, 640), workers(1, 4, 640), workers(2, 2, 640), workers(2, 4, 2000))
+fix(  # 8 x (4 + 1) numbers of 4 bytes in a batch, 8 batches ahead
+    "shared_memory", "Fewer workers", workers(2, 4, 640),
+    workers(1, 4, 640), workers(2, 2, 640), workers(2, 4, 1280), evidence=("160 B need 1.25 KiB", "640 B were free"),
+    effect="bus error (insufficient shared memory)",
+)  # fmt: skip
 
 
 def less_the_mean(model: nn.Module, batch: Any) -> Any:
@@ -126,7 +151,11 @@ fix(
     lambda _: found(network(), list(rows()), less_the_mean),
     lambda _: found(network(), list(rows()), copied_first),
     lambda _: found(network(), list(rows()), out_of_place),
+    lambda _: found(network(), list(rows())),
+    severity="warning", evidence=("float32[8, 4] of its batch", "data set's own"),
 )  # fmt: skip
+# A collated batch is a copy.
+fix("changed_batch", "Work on a copy", stepping(less_the_mean), stepping(out_of_place), severity="info")
 
 
 class Slow(TensorDataset):
@@ -147,6 +176,7 @@ fix(
     lambda _: found(network(), DataLoader(SLOW, 8), busy, steps=10),
     lambda _: found(network(), DataLoader(SLOW, 8, num_workers=2, persistent_workers=True), busy, steps=10),
     lambda _: found(network(), DataLoader(MANY, 8), busy, steps=10),
+    severity="info", evidence="of the time of 6 steps",  # a CPU is not idle meanwhile: it loads the data
 )  # fmt: skip
 
 # --- the checkpoint
@@ -178,20 +208,32 @@ def no_statistics() -> nn.Module:
     return model
 
 
-fix("checkpoint_keys", "Check that it is a checkpoint", loaded(b"half of a download"), loaded(STATE))
-fix("checkpoint_keys", "Save the state_dict alone", loaded({"state_dict": STATE, "step": Fix}), loaded(STATE))
+fix(  # what torch raises depends on the first bytes: "ha" asks for entry 97 of an empty memo
+    "checkpoint_keys", "Check that it is a checkpoint", loaded(b"half of a download"), loaded(STATE),
+    severity="error", place=".*/weights.pt", evidence="KeyError: 97. It is no zip file",
+)  # fmt: skip
+fix(
+    "checkpoint_keys", "Save the state_dict alone",
+    loaded({"state_dict": STATE, "step": Fix}), loaded(STATE), loaded({"state_dict": STATE, "epoch": 3}),
+    severity="info",  # objects that would run code are no mistake
+)  # fmt: skip
 fix(
     "checkpoint_keys", "Add state[key] = torch.tensor(0)",
     loaded(versioned(NO_COUNTERS)), loaded(versioned({**NO_COUNTERS, "1.num_batches_tracked": torch.tensor(0)})),
+    place=r".*weights\.pt: 1\.num_batches_tracked", evidence="PyTorch 0.4.1",
+    effect="load_state_dict raises 'Missing key(s)'",
 )  # fmt: skip
 fix(
     "checkpoint_keys", "remove these keys",
     loaded(STATE, no_statistics()), loaded(STATE),
     loaded({key: STATE[key] for key in no_statistics().state_dict()}, no_statistics()),
+    place=r".*1\.num_batches_tracked.*", evidence="3 statistics of BatchNorm",
+    effect="load_state_dict raises 'Unexpected key(s)'",
 )  # fmt: skip
 fix(
     "checkpoint_keys", "Build the model with the sizes",
     loaded(OTHER_SIZE), loaded(OTHER_SIZE, network(6, norm=True)),
+    evidence="0.weight is torch.Size([6, 4]) in the checkpoint and torch.Size([8, 4])",
 )  # fmt: skip
 fix(
     "checkpoint_keys", ".removeprefix(", loaded({f"module.{key}": value for key, value in STATE.items()}), loaded(STATE)
@@ -202,7 +244,8 @@ fix(
 )  # fmt: skip
 fix(
     "checkpoint_keys", "rename the keys",
-    loaded({key.replace("weight", "w"): value for key, value in STATE.items()}), loaded(STATE),
+    loaded({key.replace("0.weight", "0.weights"): value for key, value in STATE.items()}), loaded(STATE),
+    evidence=("1 missing (0.weight) and 1 unexpected (0.weights)", "may be called 0.weights"),
 )  # fmt: skip
 
 # --- parameters and optimizers
@@ -210,26 +253,10 @@ fix(
 Half: Any = lambda: nn.ModuleDict({"one": network(), "other": nn.Linear(3, 2)})  # noqa: E731
 
 
-class HalfUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = network(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.used(x) + 0.0 * sum(p.sum() for p in self.unused.parameters() if p.requires_grad)
-
-
 def half_frozen() -> HalfUsed:
     model = HalfUsed()
     model.unused.requires_grad_(requires_grad=False)
     return model
-
-
-class ZeroesGradients(torch.optim.SGD):
-    """zero_grad() as it was by default before PyTorch 2.0."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        super().zero_grad(set_to_none=False)
 
 
 def first_frozen() -> nn.Sequential:
@@ -263,18 +290,21 @@ def decayed(optimizer: Callable[..., Any]) -> Examine:
 
 fix(
     "optimizer_parameters", "Give each parameter to one group",
-    optimizing(lambda m: [m.parameters(), m[2].parameters()], make=lambda groups: [*map(adam, groups)]),
-    optimizing(lambda m: [m[0].parameters(), m[2].parameters()], make=lambda groups: [*map(adam, groups)]),
+    optimizing(lambda m: [m.parameters(), m[2].parameters()], make=one_each),
+    optimizing(lambda m: [m[0].parameters(), m[2].parameters()], make=one_each),
+    place=r"2\.weight, 2\.bias", evidence="optimizer 0 (SGD) and in group 0 of optimizer 1 (AdamW)",
 )  # fmt: skip
 fix(
     "optimizer_parameters", "if p.requires_grad",
     optimizing(lambda m: m.parameters(), first_frozen),
     optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], first_frozen),
+    severity="info", place=r"0\.weight, 0\.bias",
 )  # fmt: skip
 fix(
     "optimizer_parameters", "Add them to the optimizer",
     optimizing(lambda m: m[2].parameters()), optimizing(lambda m: m.parameters()),
     optimizing(lambda m: m[2].parameters(), first_frozen),
+    place=r"0\.weight, 0\.bias", evidence=("2 parameters", "(160 bytes after 3 steps)"),
 )  # fmt: skip
 fix(
     "missing_gradients", "Follow their output to the loss",
@@ -286,6 +316,7 @@ fix(
         stepping(lambda m, b, how=how: F.mse_loss(m[1:](checkpoint(m[0], b[0], use_reentrant=how)), b[1]))
         for how in (True, False)
     ),
+    severity="warning", place="0", fix="checkpoint(..., use_reentrant=False)",
 )  # fmt: skip
 chained: Any = lambda: nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 1)})  # noqa: E731
 
@@ -307,6 +338,7 @@ def detached(model: Any, batch: Any) -> Any:
 fix(
     "missing_gradients", "Nothing, if the loss leaves them out",
     stepping(detached, chained), stepping(detached, chained_and_frozen), stepping(through, chained),
+    severity="info", place="first", evidence=("2 parameters", "in any of 8 steps"), fix="detach()",
 )  # fmt: skip
 fix(
     "missing_gradients", "Put them into a group with weight_decay=0",
@@ -315,6 +347,10 @@ fix(
         {"params": m.used.parameters()}, {"params": m.unused.parameters(), "weight_decay": 0.0}
     ], HalfUsed),
     optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], half_frozen),
+    severity="warning", place=r"unused\.weight, unused\.bias",
+    evidence=("2 parameters", "exactly zero in all of 8 steps", "weight_decay=0.1 shrank unused.",
+              "0.001 of its norm"),  # lr x weight_decay
+    effect="63% are lost in 1000 such steps",  # 1 - 0.999 ** 1000
 )  # fmt: skip
 fix("missing_gradients", "let zero_grad() set gradients to None", decayed(ZeroesGradients), decayed(torch.optim.SGD))
 
@@ -331,7 +367,10 @@ def constant(*, mended: bool) -> Examine:
     return examine
 
 
-fix("symmetric_weights", "nn.init.kaiming_uniform_", constant(mended=False), constant(mended=True))
+fix(
+    "symmetric_weights", "nn.init.kaiming_uniform_", constant(mended=False), constant(mended=True),
+    place=r"0\.weight", evidence=("All 8 rows of 0.weight", "first gradient"), effect="the capacity of one",
+)  # fmt: skip
 
 # --- modules and devices
 
@@ -352,15 +391,18 @@ def evaluated(evaluate: Callable[..., Any], **options: Any) -> Examine:
 fix(
     "module_modes", ".train() before training",
     *(lambda _, how=how: found(partly_in_eval(**how), rows()) for how in ({}, {"training": True}, {"frozen": True})),
+    place="1", evidence="with 1 Dropout",
 )  # fmt: skip
 fix(
     "module_modes", "Call model.eval() before evaluation",
     evaluated(torch.no_grad()(squared), norm=True),
     evaluated(torch.no_grad()(lambda m, batch: squared(m.eval(), batch)), norm=True),
+    place="1", evidence="changed their running statistics",
 )  # fmt: skip
 fix(
     "evaluation_graphs", "with torch.no_grad()",
     evaluated(squared), evaluated(torch.no_grad()(squared)), evaluated(lambda m, batch: squared(m, batch).detach()),
+    evidence="1 output of an evaluation batch",
 )  # fmt: skip
 
 
@@ -371,12 +413,15 @@ def thrown_away(model: nn.Module, batch: Any) -> Any:
 
 
 def assigned(model: nn.Module, batch: Any) -> Any:
-    x, y = batch
-    x = x.to("cpu")
-    return F.mse_loss(model(x), y)
+    model.to("cpu")  # a module moves in place
+    x = batch[0].to("cpu")
+    return F.mse_loss(model(x), batch[1].cpu())
 
 
-fix("devices", "Assign the result: x = ", stepping(thrown_away), stepping(assigned))
+fix(
+    "devices", "Assign the result: x = ", stepping(thrown_away), stepping(assigned),
+    place=r"tests/doctor/test_fixes\.py:.*", evidence='`x.to("cpu")` moves a tensor',
+)  # fmt: skip
 
 
 def left_behind(*, mended: bool) -> Examine:
@@ -407,6 +452,7 @@ fix("devices", "once everything is registered", left_behind(mended=False), left_
 fix(
     "devices", "self.register_buffer(",
     *(lambda _, how=how: found(Scaled(is_buffer=how).cuda(), rows()) for how in (False, True)), needs_cuda=True,
+    also=["step"],
 )  # fmt: skip
 
 # --- settings
@@ -469,7 +515,9 @@ def deterministic(*, on: bool) -> Examine:
     return examine
 
 
-fix("reproducibility", "seed_everything(0", seeded(by_lightning=False), seeded(by_lightning=True))
+fix(
+    "reproducibility", "seed_everything(0", seeded(by_lightning=False), seeded(by_lightning=True), severity="info"
+)  # fmt: skip
 fix("reproducibility", "Trainer(deterministic=True)", deterministic(on=False), deterministic(on=True), needs_cuda=True)
 
 # --- the loss and what is kept of it
@@ -512,16 +560,22 @@ def flat(change: Callable[[Any, Any], tuple[Any, Any]]) -> Examine:
 
 
 fix("retained_graphs", "Keep numbers and not graphs", summing(lambda x: x), summing(Tensor.detach))
-fix("memory_growth", "Keep numbers, or tensors on the host", growing(lambda x: x), growing(lambda x: float(x.sum())))
+fix(
+    "memory_growth", "Keep numbers, or tensors on the host", growing(lambda x: x), growing(lambda x: float(x.sum())),
+    evidence=("9 steps after the third, by 1.00 MiB", "What piles up: `kept in ", ", a list of ", " tensors, "),
+)  # fmt: skip
 fix(
     "loss_broadcast", "target.unsqueeze(1), or prediction.squeeze(1)",
     flat(lambda p, y: (p, y)), flat(lambda p, y: (p, y.unsqueeze(1))), flat(lambda p, y: (p.squeeze(1), y)),
+    place=r".*tests/doctor/test_fixes\.py:.*", evidence="(8, 1) and (8,) broadcast to (8, 8)",
 )  # fmt: skip
 fix(
     "loss_sum", 'reduction="mean"',
     stepping(lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum"), steps=1),
     stepping(lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="mean"), steps=1),
     stepping(lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum") / len(b[0]), steps=1),
+    stepping(lambda m, b: ((m(b[0]) - b[1]) ** 2).sum() / len(b[0])),
+    place=r"tests/doctor/test_fixes\.py:.*", evidence="The gradient grows 2.00 times", effect="diverge",
 )  # fmt: skip
 
 
@@ -549,7 +603,7 @@ def with_batch(size: float) -> Examine:
 
 
 fix("loss_spikes", "lower the learning rate", with_rates(0.01, 10.0), with_rates(0.01, 0.01))
-fix("loss_spikes", "look at this batch", with_batch(1000.0), with_batch(1.0))
+fix("loss_spikes", "look at this batch", with_batch(1000.0), with_batch(1.0), severity="info", place="step 10")
 
 # --- the checks themselves
 
@@ -577,8 +631,11 @@ NOTHING = {step_trial.why_no_trial.__name__}
 @pytest.mark.parametrize("case", FIXES)
 def test_the_fix_makes_the_finding_disappear(case, monkeypatch, tmp_path):
     monkeypatch.tmp_path = tmp_path
-    findings = [one for one in case.broken(monkeypatch) if one.check == case.check and case.text in one.fix]
+    made = case.broken(monkeypatch)
+    findings = [one for one in made if one.check == case.check and case.text in one.fix]
     assert len(findings) == 1
+    assert case.left_out(findings[0]) == []
+    assert {one.check for one in made if one.is_serious} - {case.check} == set(case.facts.get("also", ()))
     for mended in case.mended:
         with pytest.MonkeyPatch.context() as patch:
             patch.tmp_path = tmp_path

@@ -23,7 +23,7 @@ from tests.tuner_runs import Small, fit
 
 
 def test_an_unknown_check_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"no check 'loss_brodcast'. Did you mean 'loss_broadcast'\? .*shared_memory"):
+    with pytest.raises(ValueError, match=r"'loss_brodcast'.* 'loss_broadcast'\? .*shared_memory"):
         selected_checks("loss_brodcast", ())
     with pytest.raises(ValueError, match="no check 'nothing'"):
         diagnose(network(), rows(), step=squared, ignore=["nothing"])
@@ -55,7 +55,7 @@ def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_othe
         ("devices", "warning"),
         ("trial", "info"),
     ]
-    assert 'The step raised KeyError: "the user\'s own mistake"' in findings[0].evidence
+    assert 'KeyError: "the user\'s own mistake"' in findings[0].evidence
     assert 'mistake". Training ends there' in str(findings[0])
     assert findings[0].place.startswith("tests/doctor/test_trials_and_report.py:")
 

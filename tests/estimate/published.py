@@ -16,28 +16,27 @@ from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import classify
+from tests.lightning_models import trainer
 from tests.zoo import torchvision_models
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "published-peaks.json"
 
 
-def runs() -> list[dict[str, Any]]:
+def runs():
     if not SHARED.is_file():
         pytest.skip("shared/data/published-peaks.json is not here")
-    found: list[dict[str, Any]] = json.loads(SHARED.read_text())["runs"]
-    return found
+    return json.loads(SHARED.read_text())["runs"]
 
 
 # The GPU of these runs, on whose multiprocessors the workspaces of reductions depend.
 MEASURED_ON = GpuShape.of(find_gpu("RTX 3060"))
 
 
-def model_of(run: dict[str, Any]) -> nn.Module:
+def model_of(run):
     """The model of a run, on the current device."""
     name, _, arguments = run["model"].partition("(")
     models = torchvision_models()
-    made: nn.Module = models.MNASNet(1.0, num_classes=10) if arguments.startswith("1.0") else getattr(models, name)()
-    return made
+    return models.MNASNet(1.0, num_classes=10) if arguments.startswith("1.0") else getattr(models, name)()
 
 
 class InTheirOrder(L.LightningModule):
@@ -96,9 +95,6 @@ def real_reserved(run: dict[str, Any]) -> int:
         model = InTheirOrder(model_of(run), run["optimizer"])
     model.to_empty(device="cpu")  # without a page of the host
     size = run["batch_size"]
-    trainer = L.Trainer(
-        accelerator="cuda", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, Copies((torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long))))
+    batches = Copies((torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long)))
+    trainer(None, accelerator="cuda", devices=1, logger=False).fit(model, batches)
     return torch.cuda.max_memory_reserved()

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools import VirtualDevice
+from tests.lightning_models import trainer
 
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -63,20 +64,9 @@ def peaks_of_fit(module, batch, *, steps=2, accumulate=1, clip=None, precision="
     device = VirtualDevice()
     with device:
         device.track(module)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=strategy,
-            max_epochs=1,
-            accumulate_grad_batches=accumulate,
-            gradient_clip_val=clip,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
-        trainer.fit(module, DataLoader(Batches(batch, steps * accumulate), batch_size=None))
+        options |= {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+        run = trainer(None, devices=1, strategy=strategy, logger=False, **options)
+        run.fit(module, DataLoader(Batches(batch, steps * accumulate), batch_size=None))
     stats = device.stats()
     return stats.peak_allocated, stats.peak_reserved
 

@@ -71,7 +71,7 @@ def test_packed_sequences_have_the_memory_of_their_own_lengths(kind, precision):
 
 def test_lbfgs_is_refused_with_what_it_would_keep():
     model = mlp(512, 512)  # 1 MiB and a bias
-    with pytest.raises(ValueError, match=r"LBFGS is not estimated.*200 vectors.*history_size=100\): 200 MiB"):
+    with pytest.raises(ValueError, match=r"LBFGS .*200 vectors.*history_size=100\): 200 MiB"):
         estimate_memory(model, torch.ones(2, 512), step=total, optimizer=torch.optim.LBFGS)
 
 
@@ -131,7 +131,7 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
     made = estimate_memory(mlp(1024, 1024), torch.ones(1, 1024), step=total, capacity="1MiB")
     assert not made.fits("1MiB")
     report = made.to_markdown()
-    assert "parameters and buffers alone take 4.00 MiB, 3.00 MiB more than its 1.00 MiB" in report
+    assert "take 4.00 MiB, 3.00 MiB more than its 1.00 MiB" in report
     assert made.shortfall("1MiB") == made.peak_allocated - 2**20
     assert made.max_batch_size("1MiB") == 0
 
@@ -139,61 +139,69 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stage": "fit"}, "Unknown stage 'fit'. Accepted are 'train', 'val', 'test', 'predict'"),
-        ({"precision": "fp16"}, "Unknown precision 'fp16'. Accepted are '32-true'"),
+        ({"stage": "fit"}, "'fit'. Accepted are 'train', 'val', 'test', 'predict'"),
+        ({"precision": "fp16"}, "'fp16'. Accepted are '32-true'"),
         ({"device": "mps"}, "Unknown device 'mps'"),
-        ({"engine": "gpu"}, "Unknown engine 'gpu'. Accepted are 'simulation' and 'cuda'"),
-        ({"engine": "cuda", "device": "cpu"}, "runs the operators of CUDA: leave device='cpu' out, or the engine"),
-        ({"steps": 0}, "steps is 0: it has to be a whole number of at least 1"),
+        ({"engine": "gpu"}, "'gpu'. Accepted are 'simulation' and 'cuda'"),
+        ({"engine": "cuda", "device": "cpu"}, "leave device='cpu' out"),
+        ({"steps": 0}, "steps is 0: .*at least 1"),
         ({"accumulate": 1.5}, "accumulate is 1.5"),
-        ({"step": None}, "is no LightningModule.*Pass step=lambda model, batch"),
+        ({"step": None}, "is no LightningModule.*Pass step="),
         ({"capacity": "24"}, "Not a capacity: '24'"),
         ({"allocator": "expandable:True"}, "expandable"),
         ({"ddp_bucket_mb": 0}, "ddp_bucket_mb is 0"),
         ({"steps": True}, "steps is True"),
-        ({"clip": -1.0}, "clip is -1.0: it has to be the norm"),
-        ({"optimizer": torch.optim.SGD(mlp(4, 4).parameters())}, "holds none of the parameters of Sequential"),
+        ({"clip": -1.0}, "clip is -1.0: .*the norm"),
+        ({"optimizer": torch.optim.SGD(mlp(4, 4).parameters())}, "none of the parameters of Sequential"),
+        ({"model": nn.LazyLinear(3)}, "no shape yet.*once"),
+        ({"model": Gan(), "step": None, "clip": 1.0}, "Gan optimizes manually.*accumulate and clip"),
+        ({"model": Gan(), "step": None, "accumulate": 2}, "Gan optimizes manually.*accumulate and clip"),
+        ({"strategy": "fsdp3", "devices": 8}, r"'fsdp3'\. Accepted are 'ddp', 'fsdp', 'fsdp2'\."),
+        ({"strategy": "deepspeed_stage_3", "devices": 8}, "DeepSpeed's engine"),
+        ({"strategy": "fsdp2"}, "strategy='fsdp2' and devices=1 "),
+        ({"devices": 8}, "strategy=None and devices=8 "),
+        ({"strategy": "ddp", "devices": 2.5}, r"devices is 2\.5: .*number of ranks"),
+        ({"strategy": "ddp", "devices": 2, "shard": print}, 'shard belongs to strategy="fsdp2"'),
+        ({"strategy": "fsdp2", "devices": 8, "device": "cpu"}, "leave device='cpu' out"),
+        ({"strategy": "fsdp2", "devices": 8, "precision": "16-mixed"}, '"bf16-mixed" takes the same'),
+        ({"strategy": "fsdp", "devices": 8, "clip": 1.0}, "clip .* FSDP 1"),
     ],
+    ids=str,
 )
 def test_bad_arguments_name_what_is_accepted(changes, message):
-    arguments = {"step": total} | changes
     with pytest.raises(ValueError, match=message):
-        estimate_memory(mlp(4, 4), torch.ones(1, 4), **arguments)
+        estimate_memory(**({"model": mlp(4, 4), "batch": torch.ones(2, 4), "step": total} | changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "Adam"}, "optimizer is 'Adam': pass an optimizer, its class such as torch.optim.AdamW"),
-        ({"step": 3}, r"step must be a function.* got int"),
-        ({"optimizer": lambda _parameters: 3}, "optimizer returned 3: it has to return a torch.optim.Optimizer"),
+        ({"optimizer": "Adam"}, "optimizer is 'Adam': .*torch.optim.AdamW"),
+        (
+            {"strategy": "fsdp", "devices": 8, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
+            "SGD .* whole parameters",
+        ),
+        ({"step": 3}, "step must be a function.* got int"),
+        ({"optimizer": lambda _parameters: 3}, "optimizer returned 3: .*torch.optim.Optimizer"),
+        ({"step": lambda m, b: m(b)}, r"shape \[2, 4\].*return the loss"),
+        ({"model": lambda x: x}, "model must be an nn.Module, got function"),
     ],
+    ids=str,
 )
-def test_an_argument_of_a_wrong_type_raises_an_error_that_names_the_types(changes, message):
+def test_arguments_of_a_wrong_type_raise_an_error_that_names_the_types(changes, message):
     with pytest.raises(TypeError, match=message):
-        estimate_memory(mlp(4, 4), torch.ones(1, 4), **({"step": total} | changes))
-
-
-def test_a_step_without_a_loss_raises_an_error_that_says_what_to_return():
-    with pytest.raises(TypeError, match=r"returned a tensor of shape \[2, 4\].*has to return the loss"):
-        estimate_memory(mlp(4, 4), torch.ones(2, 4), step=lambda m, b: m(b))
+        estimate_memory(**({"model": mlp(4, 4), "batch": torch.ones(2, 4), "step": total} | changes))
 
 
 def test_a_stage_that_the_module_lacks_is_named():
     batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
     # It inherits a test_step from Lightning, which does nothing.
-    with pytest.raises(ValueError, match="Classifier has no test_step, which stage='test' runs"):
+    with pytest.raises(ValueError, match=r"Classifier has no test_step.*stage='test'"):
         estimate_memory(Classifier(), batch, stage="test")
     module = Classifier()
     module.validation_step = None
-    with pytest.raises(ValueError, match="Classifier has no validation_step, which stage='val' runs"):
+    with pytest.raises(ValueError, match=r"Classifier has no validation_step.*stage='val'"):
         estimate_memory(module, batch, stage="val")
-
-
-@pytest.mark.parametrize("changes", [{"clip": 1.0}, {"accumulate": 2}])
-def test_manual_optimization_clips_and_accumulates_by_itself(changes):
-    with pytest.raises(ValueError, match=r"Gan optimizes manually.*leave accumulate and clip out"):
-        estimate_memory(Gan(), torch.zeros(4, 64), **changes)
 
 
 def test_a_model_that_makes_parameters_in_configure_model_is_refused_with_the_reason():
@@ -206,22 +214,12 @@ def test_a_model_that_makes_parameters_in_configure_model_is_refused_with_the_re
             self.network = mlp(32, 4)
 
     batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"Later has no parameters to train.*configure_model or setup, call that"):
+    with pytest.raises(ValueError, match=r"Later has no parameters.*configure_model"):
         estimate_memory(Later(), batch)
     module = Later()
     with torch.device("meta"):
         module.configure_model()
     assert estimate_memory(module, batch).parameter_count == 32 * 4 + 4
-
-
-def test_a_lazy_module_is_refused_until_it_has_run_once():
-    with pytest.raises(ValueError, match=r"has no shape yet.*Run the model once"):
-        estimate_memory(nn.LazyLinear(3), torch.ones(2, 4), step=total)
-
-
-def test_an_object_that_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"model must be an nn.Module, got function"):
-        estimate_memory(lambda x: x, torch.ones(2, 4), step=total)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
@@ -230,44 +228,19 @@ def test_the_engine_of_cuda_without_its_device_names_the_way_to_start_one():
         estimate_memory(mlp(4, 4), torch.zeros(2, 4), step=total, stage="val", engine="cuda")
 
 
-def refused(**options):
-    return estimate_memory(mlp(64, 64), torch.ones(4, 64), step=total, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": "fsdp3", "devices": 8}, r"Unknown strategy 'fsdp3'\. Accepted are 'ddp', 'fsdp', 'fsdp2'\."),
-        ({"strategy": "deepspeed_stage_3", "devices": 8}, r"DeepSpeed's engine keeps .* buffers of its own"),
-        ({"strategy": "fsdp2"}, r"strategy='fsdp2' and devices=1 do not go together: give both"),
-        ({"devices": 8}, r"strategy=None and devices=8 do not go together"),
-        ({"strategy": "ddp", "devices": 2.5}, r"devices is 2\.5: it has to be the number of ranks"),
-        ({"strategy": "ddp", "devices": 2, "shard": print}, r'shard belongs to strategy="fsdp2"'),
-        ({"strategy": "fsdp2", "devices": 8, "device": "cpu"}, r"leave device='cpu' out"),
-        ({"strategy": "fsdp2", "devices": 8, "precision": "16-mixed"}, r'"bf16-mixed" takes the same memory'),
-        ({"strategy": "fsdp", "devices": 8, "clip": 1.0}, r"clip is not estimated under FSDP 1"),
-        (
-            {"strategy": "fsdp", "devices": 8, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
-            r"The SGD that was passed holds whole parameters",
-        ),
-    ],
-    ids=str,
-)
-def test_a_strategy_that_cannot_be_estimated_is_refused_with_the_reason(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        refused(**options)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no device that computes nothing")
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_sharding_needs_pytorchs_cuda_code_and_the_message_says_how_to_get_it(strategy):
     with pytest.raises(CudaRunError, match=rf'strategy="{strategy}" needs .*`memtools estimate --strategy {strategy} '):
-        refused(strategy=strategy, devices=8)
+        estimate_memory(mlp(64, 64), torch.ones(4, 64), step=total, strategy=strategy, devices=8)
 
 
 def test_a_rank_of_ddp_is_simulated_anywhere():
-    made = refused(strategy="ddp", devices=8, optimizer=torch.optim.SGD)
-    assert made.peak_allocated == refused(ddp_bucket_mb=25, optimizer=torch.optim.SGD).peak_allocated
+    made, simulated = (
+        estimate_memory(mlp(64, 64), torch.ones(4, 64), step=total, optimizer=torch.optim.SGD, **options)
+        for options in ({"strategy": "ddp", "devices": 8}, {"ddp_bucket_mb": 25})
+    )
+    assert made.peak_allocated == simulated.peak_allocated
     assert made.notes == ("One of 8 ranks under DDP.",)
 
 
@@ -279,5 +252,5 @@ def test_a_graph_that_cannot_be_cut_by_rows_is_estimated_and_its_largest_batch_i
 
     graph = torch.randn(40, 8), torch.randint(0, 40, (2, 90)), torch.arange(40) // 10
     made = estimate_memory(nn.Linear(8, 8), graph, step=step, optimizer=torch.optim.SGD)
-    with pytest.raises(ValueError, match=r"The batch cannot be resized: .* \(IndexError: .*batches of several sizes"):
+    with pytest.raises(ValueError, match=r"cannot be resized: .* \(IndexError: .*several sizes"):
         made.max_batch_size("17MiB")

@@ -272,7 +272,7 @@ def test_a_compiled_model_is_estimated_as_its_eager_step_with_a_note():
     in_part = estimate(part, rows, torch.optim.SGD)
     for made in (whole, in_part):
         assert made.composition == plain.composition
-        assert made.notes == ("torch.compile is left out: these are the figures of the eager step.",)
+        assert [note.startswith("torch.compile is left out") for note in made.notes] == [True]
     assert [module.name for module in whole.modules] == ["", "0", "1"]
     batch = torch.zeros(16, 32), torch.zeros(16, dtype=torch.long)
     compiled = estimate_memory(torch.compile(Classifier()), batch)

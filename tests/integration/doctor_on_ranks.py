@@ -37,7 +37,7 @@ def main(root: Path, kind: str) -> None:
     except TrainingMistakeError as error:
         said = str(error)
     rank = run.global_rank
-    (root / f"{rank}.json").write_text(json.dumps({"said": said, "steps": run.global_step}))
+    (root / f"rank{rank}.json").write_text(json.dumps({"said": said, "steps": run.global_step}))
     torch.save(model.state_dict(), root / f"{rank}.pt")
 
 

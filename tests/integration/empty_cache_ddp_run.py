@@ -34,7 +34,6 @@ class Uneven(Regression):
             # More than what gloo's thread may still hold of a broadcast, some 512 bytes, or not.
             self.outputs.append(self.net(batch[0]).repeat(1, 4096))
         device = VirtualDevice.current()
-        assert device is not None
         self.reserved_mib.append((device.stats().reserved or 0) / MIB)
 
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from tests.lightning_models import trainer
 
 BAD = 5
 
@@ -130,23 +131,13 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     model = Net(fails, **module)
     saver = ModelCheckpoint(folder / name, every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
     defaults: dict[str, Any] = {"strategy": "ddp"}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder / name,
-        callbacks=[HaltOnNaN(directory=str(folder / name / "memtools"), **callback), saver],
-        **(defaults | options()),
-    )
+    halt = HaltOnNaN(directory=str(folder / name / "memtools"), **callback)
+    defaults |= {"enable_checkpointing": True, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    run = trainer(folder / name, halt, saver, devices=2, logger=False, **(defaults | options()))
     begin = time.monotonic()
     seen: dict[str, Any] = {"scenario": name}
     try:
-        trainer.fit(model, loader(rank, is_dirty=fails in {"sample", "talks"}), loader(rank, is_dirty=False))
+        run.fit(model, loader(rank, is_dirty=fails in {"sample", "talks"}), loader(rank, is_dirty=False))
     except NonFiniteError as error:
         seen |= {"step": error.step, "batch_idx": error.batch_idx, "rank": error.rank, "cause": error.cause,
                  "stage": error.stage, "message": str(error), "checkpoint": str(error.checkpoint_path),
@@ -154,7 +145,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
                  "operation": error.explanation and error.explanation.operation}  # fmt: skip
     return seen | {
         "seconds": time.monotonic() - begin,
-        "global_step": trainer.global_step,
+        "global_step": run.global_step,
         "digest": digest(model),
         "finite": all(bool(torch.isfinite(b).all()) for b in model.buffers()),
     }

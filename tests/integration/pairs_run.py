@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_memtools
@@ -57,9 +57,8 @@ class Model(L.LightningModule):
         self.batch_size = 2
         self.net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch).square().mean()
-        return loss
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
 
     validation_step = training_step
 

@@ -13,11 +13,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 
 from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes
 from tests.callbacks.spike_models import AT, Spiking, as_loader, batches, labels_times
+from tests.lightning_models import trainer
 
 ACTIONS = ("report", "skip", "rollback", "halt")
 
@@ -29,14 +29,11 @@ def run(action: Any, folder: Path, rank: int) -> dict[str, Any]:
     made = [labels_times(30 if rank and index == AT else 1)(batch) for index, batch in enumerate(batches())]
     options = {"action": "skip", "max_actions": 0} if action == "halt" else {"action": action, "every_n_steps": 20}
     spikes: Any = LossSpikes(**options, directory=str(folder / action))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, default_root_dir=folder,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, callbacks=[HaltOnNaN(), spikes],
-    )  # fmt: skip
+    options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    run = trainer(folder, HaltOnNaN(), spikes, logger=False, **options)
     error = ""
     try:
-        trainer.fit(model, as_loader(made))
+        run.fit(model, as_loader(made))
     except LossSpikeError as raised:
         error = str(raised)
     state = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
@@ -44,7 +41,7 @@ def run(action: Any, folder: Path, rank: int) -> dict[str, Any]:
         "error": error,
         "spikes": [(one.step, one.done, one.loss, one.norm, one.taken_back) for one in spikes.spikes],
         "capsules": [None if one.capsule is None else one.capsule.name for one in spikes.spikes],
-        "global_step": trainer.global_step,
+        "global_step": run.global_step,
         "digest": hashlib.sha256(state).hexdigest(),
     }
 

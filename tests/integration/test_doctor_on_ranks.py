@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
-from tests.two_processes import run_ranks
+from tests.two_processes import seen_by_ranks
 
 SCRIPT = Path(__file__).with_name("doctor_on_ranks.py")
 
 
 def ran(folder, kind):
     folder.mkdir()
-    ends = run_ranks(SCRIPT, folder, kind, timeout_s=240)
-    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return seen_by_ranks(SCRIPT, folder, kind, timeout_s=240)
 
 
 def test_a_mistake_on_one_rank_ends_training_on_both_at_the_same_step(tmp_path):

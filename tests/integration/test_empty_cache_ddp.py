@@ -19,9 +19,8 @@ def root(tmp_path_factory):
     return root
 
 
-def left_by(root: Path, rank: int) -> dict[str, list[float]]:
-    left: dict[str, list[float]] = json.loads((root / f"rank{rank}.json").read_text())
-    return left
+def left_by(root, rank):
+    return json.loads((root / f"rank{rank}.json").read_text())
 
 
 def test_each_rank_gives_back_what_is_worth_it_there(root):

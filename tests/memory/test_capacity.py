@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,10 +11,9 @@ from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
 GIB = 2**30
 
 
-def rows() -> list[dict[str, Any]]:
+def rows():
     path = Path(sizes.__file__).with_name("gpus.json")
-    gpus: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["gpus"]
-    return gpus
+    return json.loads(path.read_text(encoding="utf-8"))["gpus"]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +37,7 @@ def test_names_may_be_written_as_people_write_them(text: str) -> None:
 
 
 def test_a_name_with_several_sizes_needs_one() -> None:
-    with pytest.raises(ValueError, match="'A100' comes with different sizes: write 'A100 80GB' or 'A100 40GB'"):
+    with pytest.raises(ValueError, match=r"'A100' .*'A100 80GB' or 'A100 40GB'"):
         parse_capacity("A100")
     assert parse_capacity("A100 40GB") == 42_298_834_944
 
@@ -80,12 +78,10 @@ def test_a_size_is_not_accepted_as_a_gpu() -> None:
     assert find_gpu("24GiB") is None
 
 
-def test_estimates_say_so_and_stay_below_the_shares_that_drivers_report() -> None:
+def test_estimates_say_so_and_stay_below_the_shares_that_drivers_report():
     estimate = find_gpu("RTX 3070")
-    assert estimate is not None
     assert (estimate.estimated, estimate.usable_bytes) == (True, int(8 * GIB * 0.95))
     with_ecc = find_gpu("A10")
-    assert with_ecc is not None
     assert with_ecc.usable_bytes == int(24 * GIB * 0.91)
     for row in rows():
         if row["usable_bytes"] is not None:

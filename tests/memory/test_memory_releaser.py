@@ -50,32 +50,24 @@ def collections():
     gc.callbacks.remove(note)
 
 
-def test_unreachable_tensors_are_collected_and_their_memory_is_released(device):
+@pytest.mark.parametrize(
+    ("minimum", "collects", "freed", "unaccounted"),
+    [
+        ("2MiB", True, 30, 0),
+        ("2MiB", False, 0, 30),  # without a collection unreachable tensors stay
+        ("31MiB", True, 0, 0),  # a cache below the minimum is kept
+    ],
+)
+def test_unreachable_tensors_are_collected_and_their_memory_is_released(device, minimum, collects, freed, unaccounted):
     model = nn.Linear(2, 2, bias=False)
     Cycle(30)
     assert device.stats().allocated == 30 * MIB + 512
-    released, retained = releaser(device).release(model, [])
-    assert released.freed_bytes == 30 * MIB
+    released, retained = releaser(device, minimum, collect_garbage=collects).release(model, [])
+    assert released.freed_bytes == freed * MIB
     assert released.elapsed_ms > 0
-    assert (retained.total, retained.unaccounted) == (512, 0)
-    assert device.stats().reserved == 2 * MIB
-
-
-def test_without_a_collection_unreachable_tensors_stay(device):
-    model = nn.Linear(2, 2, bias=False)
-    Cycle(30)
-    released, retained = releaser(device, collect_garbage=False).release(model, [])
-    assert released.freed_bytes == 0
-    assert retained.unaccounted == 30 * MIB
-
-
-def test_a_cache_below_the_minimum_is_kept(device):
-    model = nn.Linear(2, 2, bias=False)
-    Cycle(30)
-    released, _ = releaser(device, "31MiB").release(model, [])
-    assert released.freed_bytes == 0
-    assert device.stats().reserved == 32 * MIB
-    assert device.stats().allocated == 512
+    assert (retained.total, retained.unaccounted) == (512 + unaccounted * MIB, unaccounted * MIB)
+    assert device.stats().allocated == 512 + unaccounted * MIB
+    assert device.stats().reserved == (2 if freed else 32) * MIB
 
 
 def test_parameters_that_have_no_shape_yet_take_no_memory(device):
@@ -244,7 +236,8 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
     for _ in range(2):
         assert work.release(model, [])[0].freed_bytes == 0
     assert reader.n_tries == 1
-    assert work.cannot_empty == "odd:0 cannot empty its cache: no emptyCache on this backend"
+    assert work.cannot_empty.startswith("odd:0 ")
+    assert "no emptyCache" in work.cannot_empty
 
 
 def test_an_error_of_an_earlier_kernel_is_raised_when_the_cache_is_emptied(device):

@@ -20,7 +20,7 @@ def test_under_rocm_only_nvidias_driver_is_asked(monkeypatch):
 def test_without_pynvml_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert other_gpu_processes(0) == "not known: NVML's package is missing (pip install 'lightning_memtools[nvml]')"
+    assert "(pip install 'lightning_memtools[nvml]')" in other_gpu_processes(0)
 
 
 def through_nvml(monkeypatch, *numbers: int) -> list[GpuProcess] | str:
@@ -51,10 +51,10 @@ def test_nvml_lists_the_others_and_not_this_process(monkeypatch):
 
 def test_in_a_container_this_process_is_not_taken_for_another(monkeypatch):
     numbers_outside = through_nvml(monkeypatch, 2**22 + 1, 2**22 + 2)
-    assert (
-        numbers_outside == "not known: of the 2 that the driver lists none has this process's number, as in a container"
-    )
-    assert through_nvml(monkeypatch) == "not known: the driver lists no process, not even this one, as in a container"
+    for said, listed in ((numbers_outside, "of the 2 that"), (through_nvml(monkeypatch), "lists no process")):
+        assert said.startswith("not known: ")
+        assert listed in said
+        assert "container" in said
 
 
 def test_an_error_of_the_drivers_library_is_a_line_of_the_report(monkeypatch):

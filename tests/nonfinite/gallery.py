@@ -89,15 +89,14 @@ class Small(L.LightningModule):
         self.norm = nn.BatchNorm1d(FEATURES)
         self.last = nn.Linear(FEATURES, 3)
 
-    def body(self, x: Tensor) -> Tensor:
+    def body(self, x):
         hidden = torch.tanh(self.norm(self.first(x)))
         if self.masked:
             mask = torch.full((len(x), len(x)), -torch.inf).triu(1)
             hidden = torch.softmax(hidden @ hidden.T + mask, dim=1) @ hidden
-        out: Tensor = self.last(hidden)
-        return out
+        return self.last(hidden)
 
-    def loss(self, x: Any) -> Tensor:
+    def loss(self, x):
         return self.body(x).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -378,7 +377,7 @@ FAILING: dict[str, Case] = {
     ),
     "bad_parameter": Case(
         BadCheckpoint, good_data(), NonFiniteCause.BAD_PARAMETER, 0, operation="aten.addmm", module="last",
-        code="out: Tensor = self.last(hidden)",
+        code="return self.last(hidden)",
         tried="with 0 in the place of NaN and Inf in last.weight the step is finite",
     ),
     "one_sample": Case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.lightning_models import Regression
 
@@ -31,18 +31,28 @@ class Expanded(Regression):
         if not hasattr(self, "count"):
             self.register_buffer("count", torch.zeros(()))
         self.count += 1
-        loss: Tensor = nn.functional.mse_loss(self.net(x * self.scale - self.centre), y)
-        return loss
+        return nn.functional.mse_loss(self.net(x * self.scale - self.centre), y)
 
 
-class OneGraph(Regression):
+class TwoUpdates(Regression):
+    """Two optimizers in manual optimization, for `net` and `other`."""
+
+    automatic_optimization = False
+
+    def __init__(self, other: nn.Module, *, fused: bool) -> None:
+        super().__init__()
+        self.other, self.fused = other, fused
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=1e-3, fused=self.fused) for net in (self.net, self.other)]
+
+
+class OneGraph(TwoUpdates):
     """A GAN that sends one graph backward for two updates, through normalisation in evaluation mode."""
 
     def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-        self.automatic_optimization = False
-        self.other = nn.Sequential(nn.utils.spectral_norm(nn.Linear(1, 4)), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        normalized = nn.utils.spectral_norm(nn.Linear(1, 4))
+        super().__init__(nn.Sequential(normalized, nn.BatchNorm1d(4), nn.Linear(4, 1)), fused=fused)
 
     def training_step(self, batch, batch_idx):
         x, _ = batch
@@ -59,18 +69,12 @@ class OneGraph(Regression):
         self.manual_backward(made.square().mean())
         first.step()
 
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(net.parameters(), lr=1e-3, fused=self.fused) for net in (self.net, self.other)]
 
-
-class BufferInGraph(Regression):
+class BufferInGraph(TwoUpdates):
     """The graph of the first update needs a buffer again for the second."""
 
     def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-        self.automatic_optimization = False
-        self.other = nn.Linear(4, 1)
+        super().__init__(nn.Linear(4, 1), fused=fused)
         self.register_buffer("scale", torch.full((4,), 2.0))
 
     def training_step(self, batch, batch_idx):
@@ -84,9 +88,6 @@ class BufferInGraph(Regression):
         # The second backward reads `scale` and the weights of `other`, neither of which the first update writes.
         self.manual_backward((self.scale * self.other.weight).square().mean())
         second.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(net.parameters(), lr=1e-3, fused=self.fused) for net in (self.net, self.other)]
 
 
 class Shared(BufferInGraph):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from tests.lightning_models import trainer
 
 
 def state_bits(model: L.LightningModule, optimizers: list[Optimizer]) -> dict[str, Any]:
@@ -79,3 +86,14 @@ class Observer(L.Callback):
             if self.batch_idx is None:
                 self.batch_idx = trainer.fit_loop.epoch_loop.batch_idx
         self._losses = []
+
+
+def error_at_halt(
+    model: L.LightningModule, data: Any, root: Path, *callbacks: L.Callback, options: Any = None, **arguments: Any
+) -> NonFiniteError:
+    """Train on a loader or a list of batches until HaltOnNaN(**arguments) halts; its files go into `root`/out."""
+    halt = HaltOnNaN(**({"directory": str(root / "out")} | arguments))
+    run = trainer(root, *callbacks, halt, **({"logger": False} | (options or {})))
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, DataLoader(data, batch_size=None) if isinstance(data, list) else data)  # type: ignore[arg-type]
+    return caught.value

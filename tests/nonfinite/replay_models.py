@@ -10,13 +10,11 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.lightning_models import half
+from tests.nonfinite.observe import error_at_halt
 
 BAD = 7
 
@@ -71,11 +69,10 @@ class Everything(L.LightningModule):
 class ReadsRate(Everything):
     """Its loss depends on the learning rate, which a scheduler moves, and on where training is."""
 
-    def finite(self, x: Tensor) -> Tensor:
+    def finite(self, x):
         optimizer: Any = self.optimizers()
         rate = optimizer.param_groups[0]["lr"]
-        loss: Tensor = super().finite(x) * (1 + 100 * rate) + 0.01 * self.global_step * self.last.bias.sum()
-        return loss
+        return super().finite(x) * (1 + 100 * rate) + 0.01 * self.global_step * self.last.bias.sum()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -86,10 +83,9 @@ class ReadsRate(Everything):
 class Double(Everything):
     """Draws numbers of the default type, and gives a loss whose last bits float32 does not have."""
 
-    def finite(self, x: Tensor) -> Tensor:
+    def finite(self, x):
         noisy = x + 0.1 * torch.randn(x.shape)
-        loss: Tensor = super().finite(x) + self.last(self.net(noisy)).square().mean()
-        return loss
+        return super().finite(x) + self.last(self.net(noisy)).square().mean()
 
 
 class ManualEverything(Everything):
@@ -142,11 +138,6 @@ class TwiceManual(ManualEverything):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def half(scale: float = 2.0**10) -> MixedPrecision:
-    """16-mixed on the CPU, which Lightning offers only by hand."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
-
-
 # Name: module, and options of the Trainer.
 RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, Any]]]] = {
     "plain": (Everything, dict),
@@ -191,10 +182,5 @@ def halted(
     make, options = RUNS[name]
     model, recorder = make(), Recorder()
     arguments = {"directory": str(root / "memtools")} | arguments
-    run = trainer(root, recorder, HaltOnNaN(**arguments), logger=False, **(options() | (more or {})))
-    dataset: Any = batches()
-    try:
-        run.fit(model, DataLoader(dataset, batch_size=None))
-    except NonFiniteError as error:
-        return error, recorder, model
-    raise AssertionError("it must halt")
+    error = error_at_halt(model, batches(), root, recorder, options=options() | (more or {}), **arguments)
+    return error, recorder, model

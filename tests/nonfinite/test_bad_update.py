@@ -11,9 +11,8 @@ import torch
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
-from tests.nonfinite.observe import differences, state_bits
+from tests.nonfinite.observe import differences, error_at_halt, state_bits
 
 BAD = 3
 
@@ -70,13 +69,10 @@ def test_an_update_that_is_made_bad_after_backward_is_held_back_and_named(
 ) -> None:
     model, before = kind(), Before()
     model.fused = fused
-    run = trainer(tmp_path, before, HaltOnNaN(), logger=False)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, loader(64))
-    error = caught.value
+    error = error_at_halt(model, loader(64), tmp_path, before)
     assert (error.step, error.cause) == (BAD, NonFiniteCause.UPDATE)
     assert NAMES[kind] in str(error)
-    changed = differences(before.state, state_bits(model, run.optimizers))
+    changed = differences(before.state, state_bits(model, model.trainer.optimizers))
     assert changed in ([], ["optimizer0.lr0"]), "the rate is the user's own"
 
 
@@ -115,9 +111,8 @@ def test_a_rerun_cannot_put_everything_back_so_that_state_is_to_be_looked_at_bef
     source: str, tmp_path: Path
 ) -> None:
     STREAM.clear()
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Streams(source), loader(64))
-    assert caught.value.cause == NonFiniteCause.NOT_REPRODUCIBLE
-    state, _, suspects = str(caught.value).partition("suspect kernels")
-    assert "besides weights, buffers and the batch (iterators, files" in state
+    error = error_at_halt(Streams(source), loader(64), tmp_path)
+    assert error.cause == NonFiniteCause.NOT_REPRODUCIBLE
+    state, _, suspects = str(error).partition("suspect kernels")
+    assert "besides weights, buffers and the batch" in state
     assert "the hardware" in suspects

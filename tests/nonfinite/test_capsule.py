@@ -18,7 +18,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, replay
 from lightning_memtools.cli.main import main
@@ -31,7 +30,7 @@ from lightning_memtools.state.capsule.capsule_file import (
     read_capsule,
     to_plain,
 )
-from tests.lightning_models import trainer
+from tests.nonfinite.observe import error_at_halt
 from tests.nonfinite.replay_models import batches, halted
 
 
@@ -56,7 +55,7 @@ def refusal(path: Path, **arguments: Any) -> str:
 
 def test_another_file_is_no_capsule(tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
-    with pytest.raises(CapsuleError, match=r"train.py is no capsule of HaltOnNaN: those are zip files"):
+    with pytest.raises(CapsuleError, match=r"train.py is no capsule.*zip files"):
         read_capsule(tmp_path / "train.py")
 
 
@@ -66,10 +65,10 @@ def test_a_truncated_capsule_says_so_and_what_is_still_known(share, capsule):
     capsule.write_bytes(whole[: int(share * len(whole))])
     said = refusal(capsule)
     assert f"it is truncated: {int(share * len(whole))} bytes of {len(whole)}" in said
-    assert "Still known: loss is inf at step 7 (batch 7, rank 0)." in said
-    assert "Operation: The first bad value was made by torch.log in Everything.bad" in said
+    assert "loss is inf at step 7 (batch 7, rank 0)" in said
+    assert "torch.log in Everything.bad" in said
     capsule.with_suffix(".json").unlink()
-    assert "the small JSON beside it is missing too" in refusal(capsule)
+    assert "JSON beside it is missing" in refusal(capsule)
 
 
 def test_another_version_is_named_with_what_is_still_known(capsule):
@@ -77,8 +76,8 @@ def test_another_version_is_named_with_what_is_still_known(capsule):
     torch.save(saved | {"version": 99}, capsule)
     capsule.with_suffix(".json").unlink()
     said = refusal(capsule)
-    assert "is of capsule version 99; this lightning_memtools reads version 1" in said
-    assert "Still known: loss is inf at step 7" in said, "the capsule itself tells"
+    assert "version 99; this lightning_memtools reads version 1" in said
+    assert "loss is inf at step 7" in said, "the capsule itself tells"
 
 
 def test_files_that_are_no_capsules(capsule, tmp_path):
@@ -107,7 +106,7 @@ def test_a_class_that_cannot_be_imported(name, told, capsule, capsys):
     assert main(["replay", str(capsule), "--model", "Everything"]) == 1
     assert "write --model package.Class" in capsys.readouterr().err
     assert main(["replay", str(capsule), "--model", "tests.nonfinite.replay_models.Everything"]) == 0
-    assert "Bit for bit the same as in the step" in capsys.readouterr().out
+    assert "Bit for bit the same" in capsys.readouterr().out
 
 
 class Unsaved(L.LightningModule):
@@ -126,11 +125,7 @@ class Unsaved(L.LightningModule):
 
 def halt(model: L.LightningModule, root: Path, data: Any = None, **arguments: Any) -> NonFiniteError:
     dataset: Any = batches() if data is None else data
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(root, HaltOnNaN(directory=str(root / "memtools"), **arguments), logger=False).fit(
-            model, DataLoader(dataset, batch_size=None)
-        )
-    return caught.value
+    return error_at_halt(model, dataset, root, directory=str(root / "memtools"), **arguments)
 
 
 def make_unsaved() -> Unsaved:
@@ -140,12 +135,12 @@ def make_unsaved() -> Unsaved:
 def test_a_module_without_saved_hyperparameters_has_to_be_given(tmp_path, capsys):
     path = halt(make_unsaved(), tmp_path).capsule_path
     said = refusal(path)
-    assert "an argument of its constructor was not saved: net" in said
+    assert "not saved: net" in said
     assert "replay(path, model=my_module)" in said
     assert "save_hyperparameters()" in said
     assert replay(path, model=make_unsaved()).exact
     wrong = refusal(path, model=Unsaved(nn.Linear(6, 4)))
-    assert "This is not the module that the step ran with: net.weight (shape), net.bias (shape) differ" in wrong
+    assert "net.weight (shape), net.bias (shape) differ" in wrong
     assert main(["replay", str(path), "--model", "tests.nonfinite.test_capsule.make_unsaved"]) == 0
 
 
@@ -157,9 +152,9 @@ def test_hyperparameters_that_no_file_can_hold_are_named(tmp_path):
 
     Saved.__module__, Saved.__qualname__ = __name__, "SavedAgain"
     globals()["SavedAgain"] = Saved
-    with pytest.warns(UserWarning, match="is an instance of `nn.Module`"):
+    with pytest.warns(UserWarning, match="`nn.Module`"):
         model = Saved(nn.Linear(6, 3))
-    assert "cannot be held by a file: net" in refusal(halt(model, tmp_path).capsule_path)
+    assert "held by a file: net" in refusal(halt(model, tmp_path).capsule_path)
 
 
 PARTS = """
@@ -245,14 +240,14 @@ def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
     assert found.is_finite
     assert not found.exact
     assert found.changed == (str(parts),)
-    assert f"The code has changed since: {parts}." in found.summary()
-    assert "The step is finite now. What was found when it was not:\nCause: domain error" in found.summary()
+    assert f"changed since: {parts}." in found.summary()
+    assert "The step is finite now." in found.summary()
+    assert "Cause: domain error" in found.summary()
 
     parts.write_text(PARTS.replace("torch.log(", "torch.rsqrt("))
     sys.modules.pop("parts_of_this_test")
     sys.modules.pop("train_this_test")
     found = replay(path, trust=True)
-    assert found.explanation is not None
     assert found.explanation.operation == "aten.rsqrt", "what was found then is not what is so now"
 
 
@@ -261,7 +256,7 @@ def test_a_script_that_would_train_or_is_not_here_is_refused(tmp_path):
     path, _ = run_script(tmp_path, guard="if True:", save="")
     assert "and would train" in refusal(path)
     (tmp_path / "src" / "train_this_test.py").unlink()
-    assert "train_this_test.py, which is not here" in refusal(path)
+    assert "train_this_test.py" in refusal(path)
 
 
 def test_what_does_not_fit_is_left_out_and_named(tmp_path):
@@ -269,15 +264,15 @@ def test_what_does_not_fit_is_left_out_and_named(tmp_path):
     model.net = nn.Sequential(nn.Linear(6, 40_000), nn.Linear(40_000, 3))
     # Digests of the user's files, here of all tests that were imported, have to fit too.
     error = halt(model, tmp_path, max_bytes="500KB")
-    assert "without weights and buffers (1.53 MiB, for max_bytes)" in str(error), str(error)
+    assert "(1.53 MiB, for max_bytes)" in str(error), str(error)
     assert error.capsule_path.stat().st_size <= 500_000
     found = replay(error.capsule_path, model=model)
     assert found.exact, "the halted module still has those weights"
-    assert "The capsule holds no weights (max_bytes): the module's own were used." in found.doubts
+    assert any("no weights (max_bytes)" in doubt for doubt in found.doubts)
 
     error = halt(model, tmp_path / "tiny", max_bytes="100B")
     assert error.capsule_path is None
-    assert "could not be written: ValueError: without weights it still takes" in str(error)
+    assert "ValueError: without weights" in str(error)
     assert not [*(tmp_path / "tiny").rglob("*capsule*")]
 
 
@@ -337,7 +332,7 @@ def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
     assert not [*tmp_path.rglob("*capsule*")]
     error, *_ = halted("plain", tmp_path / "unexplained", explain=False)
     assert error.explanation is None
-    assert "Operation: not asked for (explain=False)" in str(error)
+    assert "(explain=False)" in str(error)
     found = replay(error.capsule_path)
     assert found.exact
     assert found.explanation.operation == "aten.log", "then the replay seeks it"
@@ -350,7 +345,7 @@ def test_an_unfinished_file_is_not_left_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", fails)
     error, *_ = halted("plain", tmp_path, save_last_good=False)
-    assert "could not be written: OSError: disk full" in str(error)
+    assert "OSError: disk full" in str(error)
     assert [path.name for path in (tmp_path / "memtools").iterdir()] == ["nonfinite-step7-report.md"]
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.nonfinite.observe import error_at_halt
 
 BAD = 2
 
@@ -40,9 +39,7 @@ def error(tmp_path_factory: pytest.TempPathFactory) -> NonFiniteError:
     root = tmp_path_factory.mktemp("all_nan")
     L.seed_everything(0, verbose=False)
     batches: Any = [torch.randn(8, 4) for _ in range(4)]
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(root, HaltOnNaN(directory=str(root)), logger=False).fit(AllNaN(), DataLoader(batches, batch_size=None))
-    return caught.value
+    return error_at_halt(AllNaN(), batches, root, directory=str(root))
 
 
 def changed(error: NonFiniteError, path: Path, change: Any) -> Path:
@@ -53,7 +50,7 @@ def changed(error: NonFiniteError, path: Path, change: Any) -> Path:
 
 
 def test_the_values_up_to_the_first_nan_are_compared(error: NonFiniteError) -> None:
-    assert "Run again: all losses and gradients are NaN or Inf again" in str(error)
+    assert "are NaN or Inf again" in str(error)
     again = replay(error.capsule_path or "", model=AllNaN())
     assert again.says_nothing
     assert again.exact, again.summary()
@@ -91,16 +88,15 @@ def test_the_samples_beside_a_nan_in_the_batch_are_compared(n_bad: int, is_exact
     batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     batch[:n_bad] = torch.nan
     data: Any = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(tmp_path, HaltOnNaN(directory=str(tmp_path)), logger=False).fit(FirstLayer(), data)
-    again = replay(caught.value.capsule_path or "", model=FirstLayer())
+    error = error_at_halt(FirstLayer(), data, tmp_path, directory=str(tmp_path))
+    again = replay(error.capsule_path or "", model=FirstLayer())
     assert again.says_nothing
     assert (again.exact, again.n_values) == (is_exact, int(is_exact))
 
     def other(saved: dict[str, Any]) -> None:
         saved["micro"][0]["batch"][7, 2] += 1e-6
 
-    assert not replay(changed(caught.value, tmp_path / "other.pt", other), model=FirstLayer()).exact
+    assert not replay(changed(error, tmp_path / "other.pt", other), model=FirstLayer()).exact
 
 
 def test_without_such_values_nothing_is_called_exact(error: NonFiniteError, tmp_path: Path) -> None:

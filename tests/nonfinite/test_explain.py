@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,18 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_memtools import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import Explanation, NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
 from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, bad_data, good_data
+from tests.nonfinite.observe import error_at_halt
 
 
 def explained(model: L.LightningModule, batches: list[Any], root: Path, **options: Any) -> Explanation:
     dataset: Any = batches
-    run = trainer(root, HaltOnNaN(save_last_good=False, capsule=False), logger=False, **options)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(dataset, batch_size=None))
-    assert caught.value.batch_idx == BAD_BATCH
-    found = caught.value.explanation
-    assert found is not None, str(caught.value)
+    error = error_at_halt(model, dataset, root, save_last_good=False, capsule=False, options=options)
+    assert error.batch_idx == BAD_BATCH
+    found = error.explanation
+    assert found is not None, str(error)
     return found
 
 
@@ -104,7 +100,7 @@ def test_a_number_of_the_code_is_named(tmp_path):
     found = explained(Weighted(), good_data(), tmp_path)
     assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.mul")
     assert "and the number nan" in found.what
-    assert found.advice == "look at where that number comes from."
+    assert "where that number comes from" in found.advice
     assert found.confirmed.endswith("the step is finite")
 
 
@@ -117,12 +113,9 @@ def test_rounding_is_told_from_overflow(tmp_path):
             return -torch.log(1 - certain.bfloat16()).float().mean()
 
     found = explained(Rounds(), good_data(), tmp_path)
-    assert (found.cause, found.operation, found.confirmed) == (
-        NonFiniteCause.LOW_PRECISION,
-        "aten.log",
-        "in float32 the step is finite",
-    )
-    assert "rounding to a 16-bit type gave this operation an input outside of its domain" in found.because
+    assert (found.cause, found.operation) == (NonFiniteCause.LOW_PRECISION, "aten.log")
+    assert found.confirmed == "in float32 the step is finite"
+    assert "rounding to a 16-bit type" in found.because
     assert "65504" not in found.because
 
 
@@ -132,16 +125,10 @@ def test_an_overflow_in_every_sample_points_to_the_weights(tmp_path):
             return (self.body(batch) * (1e30 if batch_idx == BAD_BATCH else 1)).square().mean()
 
     found = explained(Grows(), good_data(), tmp_path)
-    assert (found.cause, found.operation, found.confirmed) == (
-        NonFiniteCause.OVERFLOW,
-        "aten.pow",
-        "in float64 the step is finite",
-    )
+    assert (found.cause, found.operation) == (NonFiniteCause.OVERFLOW, "aten.pow")
+    assert found.confirmed == "in float64 the step is finite"
     assert found.samples == tuple(range(8))
-    assert found.advice == (
-        "keep the inputs of pow smaller: normalize or clamp them. "
-        "Every sample is affected, so look at the weights and the learning rate (now 0.01) too."
-    )
+    assert re.search(r"inputs of pow smaller.*weights.*learning rate \(now 0\.01\)", found.advice)
 
 
 class Running(Small):
@@ -164,7 +151,7 @@ def test_a_tensor_that_the_step_itself_made_bad_is_not_named_as_the_cause(tmp_pa
     assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.div")
     assert found.line == line_of(Running, "weights / weights.sum()")
     tried = found.confirmed.split("; ")
-    assert tried[0] == 'with 0 in the place of NaN in state["mean"] the step is bad too'
+    assert 'NaN in state["mean"] the step is bad' in tried[0]
     assert tried[-1].endswith("the step is finite")
 
 
@@ -175,19 +162,14 @@ def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
                 pl_module.state["mean"][1] = torch.nan
 
     dataset: Any = good_data()
-    run = trainer(tmp_path, Breaks(), HaltOnNaN(directory=str(tmp_path)), logger=False)
     model = Running()
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(dataset, batch_size=None))
-    found = caught.value.explanation
-    assert found is not None
-    assert (found.cause, found.confirmed) == (
-        NonFiniteCause.BAD_PARAMETER,
-        'with 0 in the place of NaN in state["mean"] the step is finite',
-    )
-    assert 'in attribute state["mean"], first used by torch.mul in Running.loss (' in found.what
+    error = error_at_halt(model, dataset, tmp_path, Breaks(), directory=str(tmp_path))
+    found = error.explanation
+    assert found.cause == NonFiniteCause.BAD_PARAMETER
+    assert found.confirmed.endswith('NaN in state["mean"] the step is finite')
+    assert 'state["mean"], first used by torch.mul in Running.loss (' in found.what
     assert "register_buffer" in found.advice
-    assert 'without attribute state["mean"] (a tensor that is no buffer)' in str(caught.value)
+    assert 'attribute state["mean"] (a tensor that is no' in str(error)
     assert model.state["mean"].isnan().tolist() == [False, True, False], "it is as it was"
 
 
@@ -206,6 +188,6 @@ def test_a_tensor_from_elsewhere_is_named_as_such(tmp_path):
     finally:
         OUTSIDE.fill_(1)
     assert found.cause == NonFiniteCause.BAD_PARAMETER
-    assert "The first bad value was in a tensor from elsewhere, first used by torch." in found.what
+    assert "in a tensor from elsewhere" in found.what
     assert found.line == line_of(Takes, "OUTSIDE[1] = torch.nan")
-    assert "a global, or one made from numbers in the code" in found.because
+    assert "a global, or one made" in found.because

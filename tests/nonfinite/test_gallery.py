@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.state.random_state import RandomState
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery
 from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case
 from tests.nonfinite.healthy_models import HEALTHY as ODD
-from tests.nonfinite.observe import Observer, differences, state_bits
+from tests.nonfinite.observe import Observer, differences, error_at_halt, state_bits
 from tests.nonfinite.user_models import CASES
 
 FUSABLE = [name for name, case in FAILING.items() if hasattr(case.make, "fused")]
@@ -52,22 +51,18 @@ def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, 
     L.seed_everything(0, verbose=False)
     model = case.make()
     model.fused = fused
-    run = trainer(tmp_path, HaltOnNaN(), logger=False, **case.options)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, case.loader())
-    error = caught.value
+    error = error_at_halt(model, case.loader(), tmp_path, options=case.options)
     assert error.step == observer.first_bad
     assert error.batch_idx == observer.batch_idx
     assert error.cause == case.cause
     assert (error.rank, error.stage) == (0, "train")
     found = error.explanation
-    assert found is not None
     assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
     assert (Path(found.file or ""), found.line) == (Path(gallery.__file__), case.line)
     assert case.tried in found.confirmed
     assert "the step is bad" not in found.confirmed.rpartition("; ")[2], "what was tried last is what confirms it"
-    assert differences(observer.before, state_bits(model, run.optimizers)) == []
-    assert run.global_step == observer.first_bad * len(run.optimizers) + (name == "manual")
+    assert differences(observer.before, state_bits(model, model.trainer.optimizers)) == []
+    assert model.trainer.global_step == observer.first_bad * len(model.trainer.optimizers) + (name == "manual")
     if case.cause is not None and name != "bad_parameter":
         assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 

@@ -19,7 +19,7 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.healthy_models import HEALTHY, Expanded, Lazy
-from tests.nonfinite.observe import Observer, differences, state_bits
+from tests.nonfinite.observe import Observer, differences, error_at_halt, state_bits
 
 SKIPS = pytest.mark.parametrize("max_skips", [0, 3])
 
@@ -76,7 +76,7 @@ def test_a_bad_validation_loss_still_halts_and_names_its_loader(tmp_path: Any) -
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             return self.loss(batch) * (torch.nan if (batch_idx, dataloader_idx) == (2, 1) else 1.0)
 
-    with pytest.raises(NonFiniteError, match=r"outputs from batch 6 on \(batch 2 of data loader 1\)"):
+    with pytest.raises(NonFiniteError, match=r"batch 6 on \(batch 2 of data loader 1\)"):
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLoss(), loader(), [loader(), loader()])
 
 
@@ -86,7 +86,7 @@ def test_a_loss_that_validation_logs_as_nan_halts(tmp_path: Any) -> None:
             self.log("val_loss", self.loss(batch) * torch.nan)
             self.log("val_recall", torch.tensor(torch.nan))
 
-    with pytest.raises(NonFiniteError, match="gave values that are not finite: metric val_loss = nan\\.") as caught:
+    with pytest.raises(NonFiniteError, match="metric val_loss = nan") as caught:
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLog(), loader(), loader())
     assert caught.value.stage == "val"
 
@@ -140,7 +140,7 @@ def test_metrics_appear_in_the_report_of_a_later_halt(tmp_path: Any) -> None:
         def training_step(self, batch, batch_idx):
             return self.loss(batch) * (torch.nan if self.current_epoch else 1.0)
 
-    with pytest.raises(NonFiniteError, match="Metrics that were not finite in evaluation: metric recall"):
+    with pytest.raises(NonFiniteError, match="metric recall"):
         trainer(tmp_path, HaltOnNaN(), logger=False, max_epochs=2).fit(Later(), loader(), loader())
 
 
@@ -178,9 +178,8 @@ def test_a_step_is_skipped_under_clipping(algorithm: str, fused: bool, tmp_path:
 @pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized).*")
 def test_lazy_modules_are_finite_after_a_halt(tmp_path: Any) -> None:
     model = spoiled(Lazy)()
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(tmp_path, HaltOnNaN(), logger=False).fit(model, loader(64))
-    assert caught.value.step == 5
+    error = error_at_halt(model, loader(64), tmp_path)
+    assert error.step == 5
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
@@ -191,16 +190,13 @@ def test_odd_buffers_are_restored_at_a_halt(tmp_path: Any) -> None:
     trainer(tmp_path, observer, logger=False).fit(make(), loader(64))
     L.seed_everything(0, verbose=False)
     model = make()
-    run = trainer(tmp_path, HaltOnNaN(), logger=False)
-    with pytest.raises(NonFiniteError):
-        run.fit(model, loader(64))
-    assert differences(observer.before, state_bits(model, run.optimizers)) == []
+    error_at_halt(model, loader(64), tmp_path)
+    assert differences(observer.before, state_bits(model, model.trainer.optimizers)) == []
 
 
 def test_buffers_of_the_bad_first_step_are_as_before_it(tmp_path: Any) -> None:
     model = spoiled(Expanded, bad=0)()
-    with pytest.raises(NonFiniteError):
-        trainer(tmp_path, HaltOnNaN(), logger=False).fit(model, loader())
+    error_at_halt(model, loader(), tmp_path)
     assert model.centre is None
     assert not hasattr(model, "count")
     assert torch.equal(model.scale, torch.ones(4))
@@ -225,9 +221,6 @@ def test_a_trainer_can_be_pickled_and_copied_during_fit(tmp_path: Any) -> None:
 
 
 def test_the_printed_command_can_be_pasted_into_a_shell(tmp_path: Any) -> None:
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "my run; rm")), logger=False).fit(
-            spoiled(Regression, 1)(), loader()
-        )
-    assert f"memtools replay {quote(str(caught.value.capsule_path))}" in str(caught.value)
-    assert "'" in quote(str(caught.value.capsule_path))
+    error = error_at_halt(spoiled(Regression, 1)(), loader(), tmp_path, directory=str(tmp_path / "my run; rm"))
+    assert f"memtools replay {quote(str(error.capsule_path))}" in str(error)
+    assert "'" in quote(str(error.capsule_path))

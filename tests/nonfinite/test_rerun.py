@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_memtools import HaltOnNaN, VirtualDevice
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import differences, state_bits
-from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches, half
+from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches
 
 
 class Counting(Everything):
@@ -168,7 +168,7 @@ def test_a_fault_that_happens_once_is_not_reproducible(accumulate, tmp_path, mon
     monkeypatch.setattr(Flaky, "flips", 1)
     error, _ = halt(Flaky(), tmp_path, logger=False, accumulate_grad_batches=accumulate)
     assert error.cause == NonFiniteCause.NOT_REPRODUCIBLE
-    assert "the same weights, batch and random numbers gave a finite loss and finite gradients, twice" in str(error)
+    assert "gave a finite loss and finite gradients, twice" in str(error)
     assert "the hardware" in str(error)
     assert error.explanation.operation == ""
 
@@ -182,7 +182,7 @@ def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp
 
     error, _ = halt(Changes(), tmp_path, logger=False)
     assert error.cause == NonFiniteCause.DOMAIN
-    assert "Operation: not found: run again it was finite, but it could not be run exactly: batch 7" in str(error)
+    assert "could not be run exactly: batch 7" in str(error)
 
 
 def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path,
 
     error, _ = halt(Once(), tmp_path, logger=False)
     assert error.step == BAD
-    assert "Operation: not found: the step could not be run again: KeyError: 'only once'" in str(error)
+    assert "KeyError: 'only once'" in str(error)
     assert "detect_anomaly" in str(error), "then that is the advice again"
     assert "detect_anomaly" not in str(halt(Everything(), tmp_path, logger=False)[0])
 

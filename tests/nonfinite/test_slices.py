@@ -72,7 +72,6 @@ def test_memory_that_is_given_to_another_tensor_is_not_confused():
 
 def test_value_counts_are_those_of_the_operations_inputs():
     values = values_of(torch.tensor([[0.0, -5.0], [torch.nan, 2.0], [0.0, 0.0]]))
-    assert values is not None
     assert (values.n_elements, values.n_zeros, values.n_bad, values.n_negative) == (6, 3, 1, 1)
     assert (values.largest, values.smallest) == (5.0, -5.0)
     assert values.samples == (1,), "of a bad tensor, where it is bad"
@@ -91,7 +90,6 @@ def test_the_line_of_an_operation_is_the_innermost_outside_of_torch():
     with trace.watching():
         model(X)
     place = trace.events[0].place
-    assert place is not None
     assert (place.file, place.function) == (__file__, "forward")
 
 
@@ -127,7 +125,6 @@ def test_wide_computes_everything_in_a_wider_type_and_leaves_the_weights_alone(d
             cast = torch.mm(torch.ones(1, 2), torch.ones(2, 1))
         assert cast.dtype == dtype
         out.sum().backward()
-        assert net.weight.grad is not None
         assert net.weight.grad.isfinite().all()
     for parameter, pointer, value in before:
         assert (parameter.dtype, parameter.data_ptr()) == (torch.float16, pointer)

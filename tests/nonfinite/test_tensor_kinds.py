@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
-from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
@@ -20,14 +19,13 @@ from lightning_memtools.nonfinite.bad_step import MicroBatch, bad_inputs, digest
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.evaluation_guard import OutputWatch
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.nonfinite.interventions import cleaned
 from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, StorageKeys, kinds_of, values_of
 from lightning_memtools.state.capsule.capsule_file import from_plain, to_plain
 from lightning_memtools.state.starts import versions_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from tests.lightning_models import Regression, loader, trainer
-from tests.nonfinite.observe import differences, state_bits
+from tests.nonfinite.observe import differences, error_at_halt, state_bits
 from tests.nonfinite.tensor_kinds import KINDS
 
 # Sparse and nested tensors warn that they are in beta.
@@ -109,10 +107,9 @@ class Quantizes(Regression):
 def test_a_step_that_quantizes_is_run_again(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quantizes, "seen", [])
     trainer(tmp_path, HaltOnNaN(), logger=False).fit(Quantizes(), loader(16))
-    with pytest.raises(NonFiniteError) as caught:
-        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Quantizes(1, again=again), loader(32))
-    assert caught.value.step == 1
-    assert (caught.value.cause == NonFiniteCause.NOT_REPRODUCIBLE) == (not again)
+    error = error_at_halt(Quantizes(1, again=again), loader(32), tmp_path)
+    assert error.step == 1
+    assert (error.cause == NonFiniteCause.NOT_REPRODUCIBLE) == (not again)
 
 
 class ZeroGradient(Regression):
@@ -150,14 +147,11 @@ def test_gradients_without_memory_are_left_alone(options: dict[str, Any], tmp_pa
     assert differences(*ends) == []
 
 
-def test_a_step_whose_gradients_have_no_memory_is_explained_and_replayed(tmp_path: Path) -> None:
-    run = trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "out")), logger=False)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(ZeroGradient(1), loader(24))
-    assert caught.value.step == 1
-    assert caught.value.explanation is not None
-    assert caught.value.explanation.operation == "aten.log"
-    again = replay(caught.value.capsule_path or "", model=ZeroGradient(1))
+def test_a_step_whose_gradients_have_no_memory_is_explained_and_replayed(tmp_path):
+    error = error_at_halt(ZeroGradient(1), loader(24), tmp_path)
+    assert error.step == 1
+    assert error.explanation.operation == "aten.log"
+    again = replay(error.capsule_path or "", model=ZeroGradient(1))
     assert again.exact, again.mismatches
 
 
@@ -193,18 +187,15 @@ class Penalty(L.LightningModule):
 
 
 @pytest.mark.parametrize("loss", ["l1", "abs"])
-def test_a_double_backward_through_abs_is_traced_and_replayed(loss: str, tmp_path: Path) -> None:
+def test_a_double_backward_through_abs_is_traced_and_replayed(loss, tmp_path):
     batches: Any = list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0)))
     batches[2][3] = 0.0
     L.seed_everything(0, verbose=False)
-    run = trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "out")), logger=False)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(Penalty(loss), DataLoader(batches, batch_size=None))
-    assert caught.value.step == 2
-    assert caught.value.explanation is not None
-    assert caught.value.explanation.operation == "aten.log"
-    assert caught.value.explanation.samples == (3,)
-    assert caught.value.capsule_path is not None
-    again = replay(caught.value.capsule_path)
+    error = error_at_halt(Penalty(loss), batches, tmp_path)
+    assert error.step == 2
+    assert error.explanation.operation == "aten.log"
+    assert error.explanation.samples == (3,)
+    assert error.capsule_path is not None
+    again = replay(error.capsule_path)
     assert not again.is_finite
     assert again.mismatches == ()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from tests.lightning_models import trainer
+from tests.nonfinite.observe import error_at_halt
 
 BAD = 2
 
@@ -60,18 +56,14 @@ class ToggledGAN(L.LightningModule):
 
 @pytest.mark.parametrize("fails", [0, 1])
 @pytest.mark.parametrize("way", ["toggle_optimizer", "toggle_model"])
-def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way: str, fails: int, tmp_path: Path) -> None:
+def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way, fails, tmp_path):
     batches: Any = list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0)))
     batches[BAD][3] = 0.0
     L.seed_everything(0, verbose=False)
     model = ToggledGAN(way=way, fails=fails)
     flags = {name: each.requires_grad for name, each in model.named_parameters()}
-    run = trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "out")), logger=False)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, DataLoader(batches, batch_size=None))
-    error = caught.value
+    error = error_at_halt(model, batches, tmp_path)
     assert error.step == BAD
-    assert error.explanation is not None
     assert error.explanation.operation == "aten.log"
     assert error.cause == NonFiniteCause.DOMAIN
     assert {name: each.requires_grad for name, each in model.named_parameters()} == flags, "not mid-toggle"

@@ -43,9 +43,8 @@ class Net(L.LightningModule):
         self.layers = nn.Sequential(*[Gain() for _ in range(4)])
         self.n_batches = n_batches
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+    def forward(self, x):
+        return self.layers(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch).square().mean()
@@ -131,51 +130,50 @@ class FitOn:
         return run
 
 
-def exhibit(*cause: str, advice: Iterable[str], **options: Any) -> Callable[[Callable[..., object]], None]:
-    def add(run: Callable[..., object]) -> None:
-        name = run.__name__
-        EXHIBITS[name] = Exhibit(run, cause, advice, **options)
+def exhibit(*cause: str, advice: Iterable[str], fit_options: Any = None, **options: Any) -> Callable[[Any], Any]:
+    """Show a function as its `run`, or a module that is trained: made with `mended`, and with the options given."""
+
+    def add(run: Any) -> Any:
+        def train(fit: FitOn, *, mended: bool) -> None:
+            fit(run(mended=mended), **(fit_options or {}))
+
+        EXHIBITS[run.__name__] = Exhibit(train if isinstance(run, type) else run, cause, advice, **options)
+        return run
 
     return add
+
+
+class Case(Net):
+    """A module with a mistake, which is mended or not."""
+
+    def __init__(self, *, mended: bool, n_batches: int = 24) -> None:
+        super().__init__(n_batches)
+        self.mended = mended
+        self.kept: list[Any] = []
 
 
 # --- what the run itself keeps
 
 
-class KeepsOutputs(Net):
-    def __init__(self, *, detaches: bool) -> None:
-        super().__init__()
-        self.detaches = detaches
-        self.outs: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+@exhibit("`KeepsOutputs.kept` holds", advice=("list", "detach"))
+class KeepsOutputs(Case):
+    def training_step(self, batch, batch_idx):
         out = self(batch)
-        self.outs.append(float(out.detach().mean()) if self.detaches else out)
+        self.kept.append(float(out.detach().mean()) if self.mended else out)
         return out.square().mean()
 
 
-@exhibit("`KeepsOutputs.outs` holds", advice=("list", "detach"))
-def outputs_kept_in_training(fit: FitOn, *, mended: bool) -> None:
-    fit(KeepsOutputs(detaches=mended))
+@exhibit("`KeepsValidationOutputs.kept` holds", advice=("list", ".cpu()"), fit_options={"validate": True})
+class KeepsValidationOutputs(Case):
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended, n_batches=32)
 
-
-class KeepsValidationOutputs(Net):
-    def __init__(self, *, on_host: bool) -> None:
-        super().__init__(32)
-        self.on_host = on_host
-        self.outs: list[dict[str, Any]] = []
-
-    def sizes(self) -> list[int]:
+    def sizes(self):
         return [16]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         out = self(batch)
-        self.outs.append({"mean": float(out.mean()), "logits": None if self.on_host else out})
-
-
-@exhibit("`KeepsValidationOutputs.outs` holds", advice=("list", ".cpu()"))
-def outputs_of_one_validation_epoch(fit: FitOn, *, mended: bool) -> None:
-    fit(KeepsValidationOutputs(on_host=mended), validate=True)
+        self.kept.append({"mean": float(out.mean()), "logits": None if self.mended else out})
 
 
 class KeepsAtEpochEnd(L.Callback):
@@ -193,70 +191,49 @@ def tensors_a_callback_keeps_at_each_epochs_end(fit: FitOn, *, mended: bool) -> 
     fit(Net(2), KeepsAtEpochEnd(keeps=not mended), max_epochs=12)
 
 
-class HistoryFrom51(Net):
-    def __init__(self, *, keeps: bool) -> None:
-        super().__init__(80)
-        self.keeps = keeps
-        self.history: list[Tensor] = []
+@exhibit("`HistoryFrom51.kept` holds", advice=("list",))
+class HistoryFrom51(Case):
+    """Begins at step 51 of one epoch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended, n_batches=80)
+
+    def training_step(self, batch, batch_idx):
         out = self(batch)
-        if batch_idx >= 50 and self.keeps:
-            self.history.append(out.detach())
+        if batch_idx >= 50 and not self.mended:
+            self.kept.append(out.detach())
         return out.square().mean()
 
 
-@exhibit("`HistoryFrom51.history` holds", advice=("list",))
-def a_history_that_begins_at_step_51_of_one_epoch(fit: FitOn, *, mended: bool) -> None:
-    fit(HistoryFrom51(keeps=not mended))
+@exhibit("`KeepsLogProbabilities.kept` holds", advice=("autograd graph", "detach"))
+class KeepsLogProbabilities(Case):
+    """The losses of an agent: small, each with the large graph of a forward pass that is never run backward."""
 
-
-class KeepsLogProbabilities(Net):
-    """The losses of an agent, each with the graph of a forward pass that is never run backward."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        super().__init__()
-        self.log_probs: list[Tensor] = []
-        self.keeps = keeps
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         value = self(batch).mean()
-        self.log_probs.append(value if self.keeps else value.detach())
+        self.kept.append(value.detach() if self.mended else value)
         return self(batch).square().mean()
 
 
-@exhibit("`KeepsLogProbabilities.log_probs` holds", advice=("autograd graph", "detach"))
-def small_losses_with_large_graphs(fit: FitOn, *, mended: bool) -> None:
-    fit(KeepsLogProbabilities(keeps=not mended))
-
-
-class HookedNet(Net):
-    def __init__(self, *, keeps: bool) -> None:
-        super().__init__()
+@exhibit("`seen", "hold", advice=("closure of", "look"))
+class HookedNet(Case):
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended)
         seen: list[Tensor] = []
 
         def look(_module: Any, _args: Any, out: Tensor) -> None:
-            seen.append(out.detach() if keeps else out.detach().mean())
+            seen.append(out.detach().mean() if mended else out.detach())
 
         self.layers[1].register_forward_hook(look)
-
-
-@exhibit("`seen", "hold", advice=("closure of", "look"))
-def a_hooks_closure(fit: FitOn, *, mended: bool) -> None:
-    fit(HookedNet(keeps=not mended))
 
 
 GLOBAL_OUTS: list[Tensor] = []
 
 
-class FillsGlobal(Net):
-    def __init__(self, *, keeps: bool) -> None:
-        super().__init__()
-        self.keeps = keeps
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+class FillsGlobal(Case):
+    def training_step(self, batch, batch_idx):
         out = self(batch)
-        if self.keeps:
+        if not self.mended:
             GLOBAL_OUTS.append(out.detach())
         return out.square().mean()
 
@@ -264,30 +241,25 @@ class FillsGlobal(Net):
 @exhibit("gallery.GLOBAL_OUTS` holds", advice=("list",))
 def a_global_list(fit: FitOn, *, mended: bool) -> None:
     try:
-        fit(FillsGlobal(keeps=not mended))
+        fit(FillsGlobal(mended=mended))
     finally:
         GLOBAL_OUTS.clear()
 
 
-class KeepsPredictions(Net):
+@exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
+class KeepsPredictions(Case):
     """A metric that nobody resets keeps all predictions."""
 
-    def __init__(self, *, resets: bool) -> None:
-        super().__init__()
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended)
         self.metric = CatMetric()
-        self.resets = resets
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         out = self(batch)
         self.metric.update(out.detach())
-        if self.resets:
+        if self.mended:
             self.metric.reset()
         return out.square().mean()
-
-
-@exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
-def a_metric_that_nobody_resets(fit: FitOn, *, mended: bool) -> None:
-    fit(KeepsPredictions(resets=mended))
 
 
 class DataOnDevice(L.LightningDataModule):
@@ -401,26 +373,20 @@ class KeepsNothing(Net):
         return [48]
 
 
-class NoHandle(Net):
+@exhibit("Probably out of memory", "`NoHandle.kept` holds", advice=("list",), capacity_mib=56, on_cuda=False)
+class NoHandle(Case):
     """cuBLAS cannot make its handle on a device that is nearly full."""
 
-    def __init__(self, *, full: bool) -> None:
-        super().__init__(4)
-        self.full = full
-        self.kept: list[Tensor] = []
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended, n_batches=4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if self.full:
+        if not self.mended:
             self.kept.append(torch.zeros(14 * MIB, dtype=torch.uint8, device=self.device))
             if batch_idx == 2:
                 raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
         return loss
-
-
-@exhibit("Probably out of memory", "`NoHandle.kept` holds", advice=("list",), capacity_mib=56, on_cuda=False)
-def a_library_without_room_for_its_handle(fit: FitOn, *, mended: bool) -> None:
-    fit(NoHandle(full=not mended))
 
 
 # --- memory in pieces
@@ -515,43 +481,40 @@ def a_copy_that_is_made_while_saving(fit: FitOn, *, mended: bool) -> None:
 # --- evaluation, prediction and other programs
 
 
-class WideEvaluation(Net):
+class WideEvaluation(Case):
     """Its batches of evaluation are larger than those of training."""
 
-    def __init__(self, *, n: int) -> None:
-        super().__init__(2)
-        self.n = n
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended, n_batches=2)
 
-    def val_dataloader(self) -> Any:
-        return loader([self.n] * 2)
+    def val_dataloader(self):
+        return loader([64 if self.mended else 240] * 2)
 
-    predict_dataloader = val_dataloader
 
-    def predict_step(self, batch: Any) -> Any:
+@exhibit("sanity check, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
+         fit_options={"validate": True, "num_sanity_val_steps": 1})  # fmt: skip
+class WideSanityCheck(WideEvaluation):
+    pass
+
+
+@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
+         fit_options={"validate": True})  # fmt: skip
+class WideValidation(WideEvaluation):
+    pass
+
+
+class PredictsMuch(Net):
+    def predict_dataloader(self):
+        return loader([16] * 40)
+
+    def predict_step(self, batch):
         return self(batch)
 
 
-@exhibit("sanity check, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40)
-def a_sanity_check_of_large_batches(fit: FitOn, *, mended: bool) -> None:
-    fit(WideEvaluation(n=64 if mended else 240), validate=True, num_sanity_val_steps=1)
-
-
-@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40)
-def a_first_validation_of_large_batches(fit: FitOn, *, mended: bool) -> None:
-    fit(WideEvaluation(n=64 if mended else 240), validate=True)
-
-
-class PredictsMuch(WideEvaluation):
-    def val_dataloader(self) -> Any:
-        return loader([16] * 40)
-
-    predict_dataloader = val_dataloader
-
-
 # On a GPU, Lightning moves predictions to the host.
-@exhibit("Predictions that are kept hold", advice=("return_predictions=False",), on_cuda=False)
+@exhibit("Predictions that are kept hold", advice=("return_predictions=False", "is enough"), on_cuda=False)
 def predictions_that_are_kept(fit: FitOn, *, mended: bool) -> None:
-    fit.trainer().predict(PredictsMuch(n=16), return_predictions=not mended)
+    fit.trainer().predict(PredictsMuch(), return_predictions=not mended)
 
 
 @exhibit("others (simulated) (pid 0) holds", advice=("Stop others",), capacity_mib=64, on_cuda=False)
@@ -571,7 +534,7 @@ class Activations(Net):
         super().__init__(2)
         self.batch = batch
 
-    def sizes(self) -> list[int]:
+    def sizes(self):
         return [self.batch] * self.n_batches
 
 
@@ -580,25 +543,21 @@ def a_batch_that_is_too_large(fit: FitOn, *, mended: bool) -> None:
     fit(Activations(32 if mended else 96), accumulate_grad_batches=3 if mended else 1)
 
 
+@exhibit("Optimizer state takes", advice=("Replace Adam with",), capacity_mib=76, on_cuda=False)
 class TooMuchState(LargeNet):
     """Adam's states, and what its first step takes beside them, are most of the memory."""
 
-    def __init__(self, *, fused: bool) -> None:
+    def __init__(self, *, mended: bool) -> None:
         super().__init__(table_mib=16)
-        self.fused = fused
+        self.mended = mended
 
-    def sizes(self) -> list[int]:
+    def sizes(self):
         return [1] * 2
 
-    def configure_optimizers(self) -> Any:
-        if self.fused:
+    def configure_optimizers(self):
+        if self.mended:
             return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
         return torch.optim.Adam(self.parameters())
-
-
-@exhibit("Optimizer state takes", advice=("Replace Adam with",), capacity_mib=76, on_cuda=False)
-def an_optimizer_with_a_large_state(fit: FitOn, *, mended: bool) -> None:
-    fit(TooMuchState(fused=mended))
 
 
 class Adversaries(Activations):

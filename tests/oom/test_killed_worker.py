@@ -52,7 +52,7 @@ def test_a_worker_killed_with_a_batch_on_its_way_gets_the_same_page(tmp_path):
     run = trainer(tmp_path, OOMReport())
     with pytest.raises((OSError, EOFError)) as raised:
         run.fit(Regression(), loader)
-    assert "A loader worker died: host memory ran out" in raised.value.__notes__[-1]
+    assert "host memory ran out" in raised.value.__notes__[-1]
     (page,) = (Path(run.log_dir) / "memtools").glob("oom-worker-train-step*.md")
     text = page.read_text()
     assert f"{type(raised.value).__name__}: " in text
@@ -67,7 +67,7 @@ def test_an_error_of_the_users_files_is_no_dead_worker():
 @pytest.mark.parametrize(
     ("number", "headline", "action"),
     [
-        (signal.SIGKILL, "A loader worker died: host memory ran out", "Use fewer workers"),
+        (signal.SIGKILL, "host memory ran out", "Use fewer workers"),
         (signal.SIGBUS, "the shared memory of loader workers (/dev/shm) ran out", "--shm-size"),
     ],
 )

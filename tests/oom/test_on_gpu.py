@@ -14,10 +14,9 @@ import torch
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import OOMReport
-from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.oom.failure_capture import observe
 from tests.lightning_models import trainer
-from tests.oom_models import Layers
+from tests.oom_models import Layers, place_of, sizes_in
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -51,14 +50,8 @@ def attempt(root: Path, call: str, **sizes: Any) -> str | None:
     try:
         getattr(run, {"val": "fit"}.get(call, call))(Layers(**sizes))
     except torch.OutOfMemoryError as error:
-        return Path(error.__notes__[-1].splitlines()[-1].removeprefix("Report: ")).read_text()
+        return place_of(error).read_text()
     return None
-
-
-def sizes_in(report: str, title: str) -> dict[str, int]:
-    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
-    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
-    return {name: parse_size(size) for name, size in rows}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,7 +73,6 @@ def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_n
         torch.device("cuda", 0),
         lambda *_: seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"])),
     )
-    assert stop is not None
     try:
         report = attempt(tmp_path, call, **sizes)
     finally:
@@ -101,7 +93,6 @@ def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_n
     wide = sizes.get("wide", 4)
     assert next(iter(sizes_in(report, "Modules with the most activations"))) == f"net.{wide}.0"
     found = re.search(rf"batches of (\d+) instead of {sizes[key]}", report)
-    assert found is not None
     size = int(found[1])
     assert attempt(tmp_path, call, **(sizes | {key: size})) is None
     assert attempt(tmp_path, call, **(sizes | {key: size + 1})) is not None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.oom.recorded_history import with_empty_cache, with_expandable_segments, with_more_memory
-from tests.oom.programs import MIB, Program, carry_out
+from tests.oom.programs import MIB, carry_out
 
 
 def cut_segments(n: int, large: int, small: int) -> list[tuple[str, int]]:
@@ -32,7 +32,7 @@ def test_a_trace_where_expandable_segments_help():
     assert run.failed_at == len(HELPED) - 1
     verdict = with_expandable_segments(run.history)
     assert verdict.served
-    assert verdict.why == "the request would have been served"
+    assert "would have been served" in verdict.why
     assert carry_out(HELPED, 300 * MIB, "expandable_segments:True").failed_at is None
 
 
@@ -60,13 +60,12 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(ACTIONS, max_size=60), st.integers(40, 160))
-def test_the_verdict_agrees_with_the_same_program_under_that_setting(program: Program, capacity: int):
+def test_the_verdict_agrees_with_the_same_program_under_that_setting(program, capacity):
     program = [*program, ("malloc", capacity * MIB // 2), ("malloc", capacity * MIB // 2)]
     run = carry_out(program, capacity * MIB)
     if run.failed_at is None:
         return
     failed = run.history.failed
-    assert failed is not None
     assert failed.is_complete
     # Replayed as it was, the request fails in the same state.
     again = replay(failed.trace)
@@ -109,13 +108,12 @@ def test_more_memory_helps_from_where_it_is_enough():
 def test_a_history_that_is_cut_off_gives_no_verdict(max_entries):
     run = carry_out(HELPED, 300 * MIB, max_entries=max_entries)
     failed = run.history.failed
-    assert failed is not None
     assert not failed.is_complete
     # What is in use is known all the same.
     assert replay(failed.trace).stats.requested == run.allocator.stats().requested
     verdict = with_expandable_segments(run.history)
     assert verdict.served is None
-    assert "does not reach back far enough" in verdict.why
+    assert "not reach back" in verdict.why
     assert with_empty_cache(run.history, 0).served is None
 
 
@@ -123,4 +121,4 @@ def test_a_history_without_a_failure_gives_none():
     history = carry_out(CUT_BY_TRAINING, 300 * MIB).history
     for verdict in (with_expandable_segments(history), with_empty_cache(history, 0), with_more_memory(history, 1)):
         assert verdict.served is None
-        assert verdict.why == "the recorded history does not hold the failed request"
+        assert "not hold the failed request" in verdict.why

@@ -113,7 +113,7 @@ def test_what_an_evaluation_step_returned_is_joined_or_refused_but_never_cut_sho
     assert predicted.tolist() == [0, 0, 1, 1]
     assert targets.tolist() == [1, 1, 0, 0]
     assert join_parts([{"n": 2}, {"n": 2}], counts, is_strict=True) == {"n": 4}
-    with pytest.raises(CannotSplitError, match="values of Tensor that differ and cannot be joined"):
+    with pytest.raises(CannotSplitError, match="values of Tensor that differ"):
         join_parts([{"correct": torch.tensor(1)}, {"correct": torch.tensor(2)}], counts, is_strict=True)
 
 
@@ -272,7 +272,7 @@ def test_columns_stay_columns_also_where_there_are_as_many_as_samples():
         (rows(2, 1), [{"boxes": rows(2)}, {"boxes": rows(2)}]),
         {"x": rows(2), "words": [("a", "b"), ("c", "d")]},
     ):
-        with pytest.raises(CannotSplitError, match=r"2 items of .*, which may be samples or columns"):
+        with pytest.raises(CannotSplitError, match=r"2 items of .*, .*samples or columns"):
             split_batch(batch, 2)
 
 

@@ -98,5 +98,5 @@ def test_a_bucket_that_fails_while_it_is_sent_is_not_sent_again(at):
         loss.backward()
     complete = [parameter for parameter in net.parameters() if parameter.grad is not None]
     assert complete
-    assert "memory ran out while a bucket of gradients was sent" in exchange.leave(complete)
+    assert "a bucket of gradients" in exchange.leave(complete)
     assert all(parameter.grad is None for parameter in net.parameters())

@@ -66,14 +66,15 @@ def test_an_out_of_memory_report_goes_there_too(tmp_path, monkeypatch):
 
 def test_a_dry_run_keeps_no_files_and_says_so(tmp_path):
     none = report_directory(trainer(tmp_path, fast_dev_run=True))
-    assert none == NotWritten("not written: this run keeps no files (fast_dev_run)")
+    assert "(fast_dev_run)" in none.reason
+    assert not none.is_failure
     assert write_report(none, "a.md", "text") == none
     assert write_report_or_warn(none, "a.md", "text") is None  # and no warning
 
 
 def test_a_run_without_a_logger_keeps_files_only_where_the_callback_says(tmp_path):
     run = trainer(tmp_path, logger=False)
-    assert report_directory(run) == NotWritten("not written: this run keeps no files (logger=False)")
+    assert "(logger=False)" in report_directory(run).reason
     assert report_directory(run, "here") == Path("here")
 
 
@@ -82,10 +83,9 @@ def test_a_run_that_keeps_its_files_elsewhere_than_in_a_folder_says_how_to_get_r
     run = Trainer(default_root_dir="memory://runs", logger=Database())
     address = os.path.join("memory://runs", "experiment", "run7")  # noqa: PTH118
     none = report_directory(run)
-    assert none == NotWritten(
-        f"not written: this run keeps its files at {address}, and reports need a local folder, which the argument "
-        "directory= of the callback names"
-    )
+    assert address in none.reason
+    assert "directory=" in none.reason
+    assert not none.is_failure
     assert write_report(none, "a.md", "text") == none
     assert report_directory(run, str(tmp_path / "mine")) == tmp_path / "mine"
     assert list(tmp_path.iterdir()) == []
@@ -111,7 +111,7 @@ def test_a_failure_gives_the_reason(tmp_path):
     assert failed.is_failure
     assert failed.reason.startswith("could not be written: [Errno")
     assert write_report_on_rank_zero(tmp_path / "file", "a.md", "text", RankGather()) == failed
-    with pytest.warns(UserWarning, match=r"The report a\.md could not be written: .* Training goes on\."):
+    with pytest.warns(UserWarning, match=r"a\.md could not be written: "):
         assert write_report_or_warn(tmp_path / "file", "a.md", "text") is None
 
 

@@ -135,7 +135,6 @@ def test_gradients_pass_through_results_and_views():
         layer = nn.Linear(4, 4)
         for _ in range(2):
             layer(torch.ones(2, 4)).t().sum().backward()
-        assert layer.weight.grad is not None
         assert layer.weight.grad.shape == (4, 4)
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import nn
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice
 from lightning_memtools.cli.main import main
-from tests.browser import chromium, wait_until
-from tests.lightning_models import Regression, loader
-
-
-class Wide(Regression):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wide = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + self.wide(batch[0]).mean()
+from tests.browser import chromium, open_page, wait_until
+from tests.lightning_models import Wider, loader, trainer
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +17,16 @@ def page(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     for name, width, step in (("narrow", 4096, 2), ("wide", 16384, 2), ("without", 64, None)):
         with VirtualDevice():
-            trainer = L.Trainer(
-                max_steps=4, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
-                enable_checkpointing=False, enable_model_summary=False,
-                logger=TensorBoardLogger(logs, name="", version=name),
-                callbacks=[MemoryMonitor(snapshot_at_step=step), LossCurves()],
-            )  # fmt: skip
-            trainer.fit(Wide(width), loader())
+            board = TensorBoardLogger(logs, name="", version=name)
+            run = trainer(logs, MemoryMonitor(snapshot_at_step=step), LossCurves(), logger=board)
+            run.fit(Wider(width), loader())
     assert main(["report", str(logs), "-o", str(logs / "page.html")]) == 0
     return logs / "page.html"
 
 
 def test_compared_runs_show_their_curves_and_the_modules_that_differ(page, tmp_path):
     with chromium() as window:
-        window.get(page.as_uri())
-        assert wait_until(lambda: window.execute_script("return document.documentElement.dataset.ready === 'true'"))
+        open_page(window, page.as_uri())
         window.execute_script("document.getElementById('tab-compare').click()")
         text = "return document.querySelector('#memtools').innerText"
         assert wait_until(lambda: "Memory by module" in window.execute_script(text))

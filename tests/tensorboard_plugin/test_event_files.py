@@ -45,16 +45,12 @@ def test_a_short_look_finds_out_if_there_is_anything_to_show(tmp_path):
     assert directory.runs() == {}  # nothing was kept: the whole is read later
 
 
-def test_a_logger_s_prefix_is_taken_off(tmp_path):
+@pytest.mark.parametrize(("prefix", "new_style"), [("mine-", False), ("", True)])
+def test_a_logger_s_prefix_is_taken_off_and_new_style_scalars_are_numbers_too(prefix, new_style, tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_scalar("mine-memory/train/allocated_gib", 1.0, 0)
-    assert list(read(tmp_path)["."].curves) == ["memory/train/allocated_gib"]
-
-
-def test_new_style_scalars_are_numbers_too(tmp_path):
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_scalar("loss/train", 0.25, 3, new_style=True)
-    assert list(read(tmp_path)["."].curves["loss/train"].values) == [0.25]
+        writer.add_scalar(f"{prefix}loss/train", 0.25, 3, new_style=new_style)
+    curves = read(tmp_path)["."].curves
+    assert {tag: list(curve.values) for tag, curve in curves.items()} == {"loss/train": [0.25]}
 
 
 def test_what_is_written_later_is_read_later(tmp_path):
@@ -101,25 +97,14 @@ def test_a_damaged_file_is_named_and_what_comes_before_is_kept(tmp_path):
     assert "damaged" in note
 
 
-def test_a_pipe_with_the_name_of_an_event_file_is_left_alone(tmp_path):
+def test_pipes_garbage_empty_files_and_loops_of_links_do_no_harm(tmp_path):
     write_small_run(tmp_path / "good")
     os.mkfifo(tmp_path / "good" / "events.out.tfevents.pipe")
+    (tmp_path / "good" / "loop").symlink_to(tmp_path, target_is_directory=True)
+    for name, content in (("bad", os.urandom(5000)), ("empty", b"")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.out.tfevents.1").write_bytes(content)
     assert list(read(tmp_path)) == ["good"]
-
-
-def test_a_file_of_garbage_does_no_harm(tmp_path):
-    write_small_run(tmp_path / "good")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "events.out.tfevents.1").write_bytes(os.urandom(5000))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "events.out.tfevents.1").write_bytes(b"")
-    assert list(read(tmp_path)) == ["good"]
-
-
-def test_a_loop_of_links_ends(tmp_path):
-    write_small_run(tmp_path / "run")
-    (tmp_path / "run" / "loop").symlink_to(tmp_path, target_is_directory=True)
-    assert list(read(tmp_path)) == ["run"]
 
 
 def test_points_of_an_abandoned_continuation_are_dropped():

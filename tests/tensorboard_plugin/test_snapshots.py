@@ -16,7 +16,7 @@ from lightning_memtools.cli.main import main
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view, timeline_from, timeline_of
-from tests.browser import chromium, get, tensorboard, wait_until
+from tests.browser import chromium, get, open_page, tensorboard, wait_until
 from tests.lightning_models import Regression, loader, trainer
 from tests.tensorboard_plugin.logdirs import ATTACK
 
@@ -94,7 +94,7 @@ def test_the_monitor_leaves_nothing_running(tmp_path):
 
 
 def test_without_files_or_history_it_is_said(tmp_path):
-    with VirtualDevice(), pytest.warns(UserWarning, match="not written: this run keeps no files"):
+    with VirtualDevice(), pytest.warns(UserWarning, match="keeps no files"):
         trainer(tmp_path, MemoryMonitor(snapshot_at_step=1), logger=False).fit(Twins(), loader())
     with pytest.warns(UserWarning, match="cpu keeps no history"):
         trainer(tmp_path, MemoryMonitor(snapshot_at_step=1)).fit(Twins(), loader())
@@ -138,11 +138,9 @@ def test_names_of_modules_and_functions_never_become_markup(tmp_path):
         content = {"segments": [segment], "device_traces": [[labelled]], **extra}
         (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps(content))
         assert main(["snapshot", str(tmp_path / f"{name}.pickle"), "-o", str(tmp_path / f"{name}.html")]) == 0
-    ready = "return document.documentElement.dataset.ready === 'true'"
     with chromium() as window:
         for name in ("ours", "torchs"):
-            window.get((tmp_path / f"{name}.html").as_uri())
-            assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+            open_page(window, (tmp_path / f"{name}.html").as_uri())
             heads = window.execute_script(
                 "return [...document.querySelectorAll('thead th')].map((one) => one.innerText)"
             )
@@ -163,9 +161,7 @@ def test_a_pinned_segment_is_shown_with_the_block_that_keeps_it(tmp_path):
     (tmp_path / "one.pickle").write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
     assert main(["snapshot", str(tmp_path / "one.pickle"), "-o", str(tmp_path / "one.html")]) == 0
     with chromium() as window:
-        window.get((tmp_path / "one.html").as_uri())
-        ready = "return document.documentElement.dataset.ready === 'true'"
-        assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+        open_page(window, (tmp_path / "one.html").as_uri())
         shown = window.execute_script("return document.querySelector('#pins').innerText")
         assert "19.0 MiB of a segment of 20.0 MiB, for blocks of 1.00 MiB, made at train.py:7" in shown
         window.execute_script("document.querySelector('#pins summary').click()")
@@ -210,9 +206,7 @@ def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_dir
     source = run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle"
     assert main(["snapshot", str(source), "-o", str(tmp_path / "page.html")]) == 0
     with chromium() as window:
-        window.get((tmp_path / "page.html").as_uri())
-        ready = "return document.documentElement.dataset.ready === 'true'"
-        assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+        open_page(window, (tmp_path / "page.html").as_uri())
         text = window.execute_script("return document.querySelector('#memtools').innerText")
         for words in (
             "Memory over step 2",
@@ -242,9 +236,7 @@ def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_dir
 def test_the_tab_shows_the_composition_over_one_step(run_directory, tmp_path):
     with tensorboard(run_directory.parent, tmp_path / "output") as address, chromium() as window:
         get(address, "plugin/lightning_memtools/runs")
-        window.get(f"{address}/data/plugin_entry.html?name=lightning_memtools")
-        ready = "return document.documentElement.dataset.ready === 'true'"
-        assert wait_until(lambda: window.execute_script(ready), 60), window.get_log("browser")
+        open_page(window, f"{address}/data/plugin_entry.html?name=lightning_memtools")
         window.execute_script("document.getElementById('tab-composition').click()")
         text = "return document.querySelector('#view').innerText"
         assert wait_until(lambda: "Who holds the peak" in window.execute_script(text), 20), window.execute_script(text)

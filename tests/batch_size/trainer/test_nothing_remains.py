@@ -17,8 +17,8 @@ from lightning_memtools import VirtualDevice
 from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner
 from lightning_memtools.callbacks.batch_size_tuner import tune_batch_size
 from lightning_memtools.memory.sizes import MIB
-from tests.lightning_models import trainer
-from tests.tuner_runs import Constant, Data, Small, Tuner, assert_same, fit
+from tests.lightning_models import assert_same_bits, trainer
+from tests.tuner_runs import Constant, Data, Small, Tuner, fit
 
 
 class Spy(L.Callback):
@@ -51,7 +51,7 @@ def test_a_search_without_a_fit_restores_everything(tmp_path):
         callbacks = run.callbacks
         result = tune_batch_size(run, model, train_dataloaders=loader)
         assert result.sizes["train"] > 30
-        assert_same(before[0], dict(model.state_dict()))
+        assert_same_bits(before[0], dict(model.state_dict()))
         assert torch.equal(loader.generator.get_state(), before[2])
         assert loader.batch_size == 4
         assert (model.seen, spy.steps, spy.history, hasattr(spy, "kept")) == ([], 0, {"sizes": []}, False)
@@ -159,9 +159,9 @@ def test_a_search_in_the_middle_of_training_restores_the_state(tmp_path):
     assert second in sizes
     assert second < 0.8 * sizes[0]
     one, other = before[1], after[1]
-    assert_same(one[0], other[0])
+    assert_same_bits(one[0], other[0])
     for index, values in one[1].items():
-        assert_same(values, other[1][index])
+        assert_same_bits(values, other[1][index])
     assert one[2] == other[2] == -(-200 // sizes[0])
     assert run.global_step == one[2] + -(-200 // second)
     assert torch.equal(one[3], other[3])

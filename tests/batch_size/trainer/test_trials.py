@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
 from lightning_memtools.batch_size.trainer.trial_probe import TrialProbe
 from lightning_memtools.memory.sizes import MIB
-from tests.lightning_models import trainer
-from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, assert_same, everything_of, fit
+from tests.lightning_models import assert_same_bits, trainer
+from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, everything_of, fit
 
 
 def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
@@ -225,7 +225,7 @@ def test_a_search_that_max_trials_ended_says_so(tmp_path):
     fit(tmp_path, stopped)
     fit(tmp_path, ended)
     (note,) = [note for note in stopped.result.notes if "max_trials" in note]
-    assert note.startswith("The search for train ended with max_trials=2; the next size to try was ")
+    assert "search for train ended with max_trials=2" in note
     following = int(note.rstrip(".").split()[-1])
     assert stopped.result.sizes["train"] < following <= 1.02 * ended.result.sizes["train"]
     assert not any("max_trials" in note for note in ended.result.notes)
@@ -253,7 +253,7 @@ def test_checkpointing_is_applied_in_trials(tmp_path, capsys):
     assert said.count("predicted peak (simulated)") == 1, "reported for the fit, and not for each trial"
     size = tuner.result.sizes["train"]
     by_hand, other = fit(tmp_path, None, Layers(size, n=100), GradientCheckpointing(), limit_val_batches=0)
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, None, Layers(size, n=100), limit_val_batches=0)
 
@@ -272,7 +272,7 @@ class WideLayers(Layers):
 def test_a_share_that_a_small_trial_cannot_reach_does_not_end_the_search(tmp_path, capsys):
     tuner, checkpointing = Tuner(stages=("train",), max_trials=5), GradientCheckpointing(memory_budget=0.75)
     fit(tmp_path, tuner, WideLayers(n=100), checkpointing)
-    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*Next: raise the budget or let"):
+    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*raise the budget"):
         fit(tmp_path, None, WideLayers(2, n=100), GradientCheckpointing(memory_budget=0.75), limit_val_batches=0)
     plan = checkpointing.plan
     assert tuner.result.sizes["train"] > 10
@@ -303,7 +303,7 @@ def test_watching_callbacks_report_nothing_of_trials(tmp_path, capsys):
     assert "OOMReport" not in capsys.readouterr().out
     by_hand, other = fit(roots[1], None, Small(batch_size=size), *watching(), logger=CSVLogger(roots[1]),
                          limit_val_batches=0)  # fmt: skip
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
     for one, wanted in zip(*map(logged, roots), strict=True):
         assert one == wanted
 

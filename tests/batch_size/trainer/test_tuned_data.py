@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
-from tests.tuner_runs import WIDTH, Constant, Data, N, Small, Tuner, assert_same, everything_of, fit
+from tests.lightning_models import assert_same_bits
+from tests.tuner_runs import WIDTH, Constant, Data, N, Small, Tuner, everything_of, fit
 
 
 class Module(L.LightningDataModule):
@@ -45,7 +46,7 @@ def test_loaders_passed_to_fit_are_rebuilt_in_the_same_order(tmp_path):
     by_hand, other = fit(tmp_path, None, Small(batch_size=size), loaders=loader(size),
                          val_loaders=DataLoader(Data(), 4))  # fmt: skip
     assert tuned.seen == by_hand.seen
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
 
 
 class Backwards(Sampler[list[int]]):
@@ -94,7 +95,7 @@ def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
     assert run.global_step == 1
     assert any("number of samples" in note for note in tuner.result.notes)
     (loud,) = (note for note in tuner.result.notes if note.startswith("LIMITED BY THE SIZE OF THE DATASET"))
-    assert "one batch of 20 is a whole epoch" in loud
+    assert "20 is a whole epoch" in loud
     assert "Set max_val" in loud
 
 
@@ -150,7 +151,7 @@ def test_an_attribute_that_does_not_exist_is_named(tmp_path):
         def train_dataloader(self):
             return DataLoader(Data(), self.batchsize)
 
-    with pytest.raises(ValueError, match=r"No 'batch_size' in model, model.hparams. Similar names there: batchsize"):
+    with pytest.raises(ValueError, match=r"No 'batch_size' in model, model.hparams.* batchsize"):
         fit(tmp_path, Tuner(), Other())
 
 
@@ -159,7 +160,7 @@ def test_a_loader_that_does_not_follow_the_attribute(tmp_path):
         def train_dataloader(self):
             return DataLoader(Data(), 8)
 
-    with pytest.raises(ValueError, match="train_dataloader gives batches of 8 whatever batch_size is"):
+    with pytest.raises(ValueError, match="train_dataloader gives batches of 8"):
         fit(tmp_path, Tuner(), Stubborn())
 
 
@@ -169,7 +170,7 @@ def test_a_validation_loader_that_keeps_its_size_can_be_left_out(tmp_path):
             return DataLoader(Data(), 8)
 
     way_out = re.escape('Or tune training alone: BatchSizeTuner(stages=("train",)).')
-    with pytest.raises(ValueError, match=f"val_dataloader gives batches of 8 whatever batch_size is.*{way_out}"):
+    with pytest.raises(ValueError, match=f"val_dataloader gives batches of 8.*{way_out}"):
         fit(tmp_path, Tuner(), FixedValidation())
     with pytest.raises(ValueError, match=f"it has batch_size=None.*{way_out}"):
         fit(tmp_path, Tuner(), val_loaders=DataLoader(Data(), batch_size=None))

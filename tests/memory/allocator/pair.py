@@ -27,6 +27,14 @@ def layout(allocator: CachingAllocator) -> list[tuple[int, int, str]]:
     return [(block.address, block.size, _NAMES[block.state]) for block in allocator.blocks()]
 
 
+def cached(allocator: CachingAllocator, *segments: int) -> list[Block]:
+    """Leave free segments of these sizes in the cache, in this order of age."""
+    blocks = [allocator.malloc(size) for size in segments]
+    for block in blocks:
+        allocator.free(block)
+    return blocks
+
+
 @dataclass
 class Pair:
     ours: CachingAllocator

@@ -31,9 +31,8 @@ def recorded() -> CachingAllocator:
     return allocator
 
 
-def test_events_are_recorded_in_order_with_allocations_by_number() -> None:
+def test_events_are_recorded_in_order_with_allocations_by_number():
     trace = recorded().trace
-    assert trace is not None
     assert list(trace.events()) == [
         (TraceEventKind.CONTEXT, 1),
         (TraceEventKind.MALLOC, 600),
@@ -61,20 +60,18 @@ def test_events_are_recorded_in_order_with_allocations_by_number() -> None:
     ]
 
 
-def test_stream_pool_and_label_are_stored_once() -> None:
+def test_stream_pool_and_label_are_stored_once():
     allocator = CachingAllocator(record=True)
     for label in ["a", "a", "b", "a"]:
         allocator.malloc(512, label=label)
-    assert allocator.trace is not None
     assert len(allocator.trace.contexts) == 3
     assert len(allocator.trace) == 4 + 3
 
 
-def test_a_recorded_event_takes_about_8_bytes() -> None:
+def test_a_recorded_event_takes_about_8_bytes():
     allocator = CachingAllocator(record=True)
     for _ in range(10_000):
         allocator.free(allocator.malloc(4096))
-    assert allocator.trace is not None
     assert len(allocator.trace) == 20_000
     assert allocator.trace.n_bytes == 160_000
 
@@ -83,10 +80,9 @@ def test_without_recording_there_is_no_trace() -> None:
     assert CachingAllocator().trace is None
 
 
-def test_a_saved_trace_is_the_same_when_loaded(tmp_path: Path) -> None:
+def test_a_saved_trace_is_the_same_when_loaded(tmp_path):
     config = AllocatorConfig.parse("max_split_size_mb:64,roundup_power2_divisions:4")
     trace = recorded().trace
-    assert trace is not None
     trace.config = config
     trace.save(tmp_path / "trace.json")
     loaded = AllocationTrace.load(tmp_path / "trace.json")
@@ -108,7 +104,7 @@ def test_a_saved_trace_is_the_same_when_loaded(tmp_path: Path) -> None:
 def test_other_files_are_refused_with_their_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json is not an allocator trace of version 1"):
+    with pytest.raises(ValueError, match=r"other\.json .*version 1"):
         AllocationTrace.load(path)
 
 

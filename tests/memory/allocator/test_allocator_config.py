@@ -31,20 +31,16 @@ def test_every_setting_is_read() -> None:
     )
 
 
-def test_a_list_of_divisions_fills_intervals_as_torch_does() -> None:
-    # The first entry holds for all smaller sizes, ">" for all larger ones; what is skipped (4 MiB here) has none.
-    divisions = AllocatorConfig.parse("roundup_power2_divisions:[2:1,8:4,>:8]").roundup_power2_divisions
-    assert divisions == (1, 1, 0, 4, *(8,) * 12)
-
-
-def test_a_list_may_switch_rounding_off_and_name_sizes_beyond_the_last_interval() -> None:
-    divisions = AllocatorConfig.parse("roundup_power2_divisions:[1:2,65536:0]").roundup_power2_divisions
-    assert divisions == (2,) + (0,) * 15
-
-
-def test_settings_that_move_no_device_memory_are_accepted() -> None:
-    text = "pinned_use_background_threads:True,backend:native,release_lock_on_cudamalloc:True"
-    assert AllocatorConfig.parse(text) == AllocatorConfig()
+@pytest.mark.parametrize(
+    ("text", "divisions"),
+    [
+        # The first entry holds for all smaller sizes, ">" for all larger ones; what is skipped (4 MiB here) has none.
+        ("[2:1,8:4,>:8]", (1, 1, 0, 4, *(8,) * 12)),
+        ("[1:2,65536:0]", (2,) + (0,) * 15),  # switches rounding off, and names sizes beyond the last interval
+    ],
+)
+def test_a_list_of_divisions_fills_intervals_as_torch_does(text, divisions):
+    assert AllocatorConfig.parse(f"roundup_power2_divisions:{text}").roundup_power2_divisions == divisions
 
 
 @pytest.mark.parametrize(
@@ -117,6 +113,7 @@ def test_values_out_of_range_are_refused_by_the_class_too(arguments: dict[str, f
 @pytest.mark.parametrize(
     "text",
     [
+        "pinned_use_background_threads:True,backend:native,release_lock_on_cudamalloc:True",
         "release_lock_on_cudamalloc:True",
         "release_lock_on_hipmalloc:True",
         "pinned_use_hip_host_register:True",

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator
+from tests.memory.allocator.pair import cached
 
 KIB, MIB = 2**10, 2**20
 
@@ -14,14 +15,6 @@ KIB, MIB = 2**10, 2**20
 def sizes(allocator: CachingAllocator) -> list[tuple[int, bool]]:
     """Every block's size in KiB, and whether it is allocated, by address."""
     return [(block.size // KIB, block.allocated) for block in allocator.blocks()]
-
-
-def cached(allocator: CachingAllocator, *segments: int) -> list[Block]:
-    """Leave free segments of these sizes in the cache, in this order of age."""
-    blocks = [allocator.malloc(size) for size in segments]
-    for block in blocks:
-        allocator.free(block)
-    return blocks
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
@@ -113,42 +106,22 @@ def test_without_a_split_the_whole_block_counts_as_allocated() -> None:
 
 # --- max_split_size_mb
 
-OVERSIZE = AllocatorConfig.parse("max_split_size_mb:40")
 
-
-def test_an_oversize_block_does_not_serve_smaller_requests() -> None:
-    allocator = CachingAllocator(OVERSIZE)
-    cached(allocator, 40 * MIB)
-    allocator.malloc(39 * MIB)  # below 40: neither takes nor splits the cached 40
-    assert allocator.reserved == 80 * MIB
-
-
-def test_an_oversize_request_takes_a_block_less_than_20_mib_too_large() -> None:
-    allocator = CachingAllocator(OVERSIZE)
-    cached(allocator, 60 * MIB)
-    block = allocator.malloc(40 * MIB + 512)  # 60 MiB is less than that and 20 MiB
-    assert (block.size, allocator.reserved) == (60 * MIB, 60 * MIB)
-    allocator.free(block)
-    allocator.malloc(40 * MIB)
-    assert allocator.reserved == 100 * MIB
-
-
-def test_the_rounding_of_oversize_blocks_can_be_set() -> None:
-    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40,max_non_split_rounding_mb:30"))
-    cached(allocator, 60 * MIB)
-    assert allocator.malloc(40 * MIB).size == 60 * MIB
-
-
-def test_below_the_limit_blocks_are_split_as_usual() -> None:
-    allocator = CachingAllocator(OVERSIZE)
-    cached(allocator, 38 * MIB)
-    assert allocator.malloc(30 * MIB).size == 30 * MIB
-    assert allocator.reserved == 38 * MIB
-
-
-def test_the_first_candidate_decides_even_if_another_block_would_serve() -> None:
-    # torch looks at the best fit only: 60 MiB is refused, the 70 MiB behind it are refused with it.
-    allocator = CachingAllocator(OVERSIZE)
-    cached(allocator, 60 * MIB, 70 * MIB)
-    allocator.malloc(12 * MIB)
-    assert allocator.reserved == 142 * MIB
+@pytest.mark.parametrize(
+    ("rounding", "segments", "asked", "size", "reserved"),
+    [
+        (20, (40 * MIB,), 39 * MIB, 40 * MIB, 80),  # below 40: neither takes nor splits the cached 40
+        (20, (60 * MIB,), 40 * MIB + 512, 60 * MIB, 60),  # less than 20 MiB too large: 60 serves
+        (20, (60 * MIB,), 40 * MIB, 40 * MIB, 100),
+        (30, (60 * MIB,), 40 * MIB, 60 * MIB, 60),
+        (20, (38 * MIB,), 30 * MIB, 30 * MIB, 38),  # below the limit blocks are split as usual
+        # torch looks at the best fit only: 60 MiB is refused, the 70 MiB behind it are refused with it.
+        (20, (60 * MIB, 70 * MIB), 12 * MIB, 12 * MIB, 142),
+    ],
+)
+def test_which_oversize_blocks_serve_which_requests(rounding, segments, asked, size, reserved):
+    settings = f"max_split_size_mb:40,max_non_split_rounding_mb:{rounding}"
+    allocator = CachingAllocator(AllocatorConfig.parse(settings if rounding != 20 else "max_split_size_mb:40"))
+    cached(allocator, *segments)
+    assert allocator.malloc(asked).size == size
+    assert allocator.reserved == reserved * MIB

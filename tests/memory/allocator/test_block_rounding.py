@@ -24,38 +24,25 @@ def test_the_example_of_the_documentation_with_four_divisions() -> None:
     assert [round_to_power_of_two_division(n, 4) for n in (1281, 1536, 1537, 1793)] == [1536, 1536, 1792, 2048]
 
 
-def test_a_power_of_two_stays_with_divisions() -> None:
-    assert block_size(4 * KIB, (4,) * 16) == 4 * KIB
-
-
-def test_divisions_apply_only_above_512_times_their_number() -> None:
-    # 2048 is 512 * 4, so up to it multiples of 512; just above, quarters of 2048: 2560.
-    assert block_size(2047, (4,) * 16) == 2048
-    assert block_size(1500, (4,) * 16) == 1536
-    assert block_size(2049, (4,) * 16) == 2560
-    assert block_size(5000, (4,) * 16) == 5120
-
-
-def test_one_division_means_none() -> None:
-    assert block_size(5000, (1,) * 16) == 5120
-    assert block_size(100_000, (1,) * 16) == 100_352  # 196 * 512
-    assert block_size(100_000, (2,) * 16) == 131_072  # 65536 + 32768 is less
-
-
-def test_each_interval_of_sizes_has_its_own_divisions() -> None:
-    # Up to 2 MiB eighths, from 2 to 4 MiB halves, from 4 MiB on none.
-    divisions = AllocatorConfig.parse("roundup_power2_divisions:[1:8,2:2,>:1]").roundup_power2_divisions
-    assert block_size(MIB + 1, divisions) == MIB + 128 * KIB
-    assert block_size(2 * MIB - 1, divisions) == 2 * MIB
-    assert block_size(2 * MIB + 1, divisions) == 3 * MIB
-    assert block_size(4 * MIB + 1, divisions) == 4 * MIB + 512
-
-
-def test_the_last_interval_takes_all_larger_sizes() -> None:
-    divisions = (0,) * 15 + (2,)
-    assert block_size(32 * GIB + 1, divisions) == 48 * GIB
-    assert block_size(100 * GIB, divisions) == 128 * GIB
-    assert block_size(16 * GIB + 1, divisions) == 16 * GIB + 512
+@pytest.mark.parametrize(
+    ("divisions", "sizes"),
+    [
+        # A power of two stays. 2048 is 512 * 4: up to it multiples of 512; just above, quarters of 2048: 2560.
+        ((4,) * 16, {4 * KIB: 4 * KIB, 2047: 2048, 1500: 1536, 2049: 2560, 5000: 5120}),
+        ((1,) * 16, {5000: 5120, 100_000: 100_352}),  # none; 196 * 512
+        ((2,) * 16, {100_000: 131_072}),  # 65536 + 32768 is less
+        ((0,) * 15 + (2,), {32 * GIB + 1: 48 * GIB, 100 * GIB: 128 * GIB, 16 * GIB + 1: 16 * GIB + 512}),
+        # Up to 2 MiB eighths, from 2 to 4 MiB halves, from 4 MiB on none.
+        (
+            AllocatorConfig.parse("roundup_power2_divisions:[1:8,2:2,>:1]").roundup_power2_divisions,
+            {
+                MIB + 1: MIB + 128 * KIB, 2 * MIB - 1: 2 * MIB, 2 * MIB + 1: 3 * MIB, 4 * MIB + 1: 4 * MIB + 512,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_are_rounded_up_to_the_divisions_of_their_interval(divisions, sizes):
+    assert {asked: block_size(asked, divisions) for asked in sizes} == sizes
 
 
 @pytest.mark.parametrize(

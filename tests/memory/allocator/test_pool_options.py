@@ -85,7 +85,7 @@ def test_a_pool_that_is_deleted_gives_its_unused_segments_back_at_once_and_the_o
 def test_options_are_only_for_new_private_pools():
     allocator = CachingAllocator()
     allocator.malloc(1, pool=1)
-    with pytest.raises(ValueError, match="Pool 0 cannot get options: that is the default pool"):
+    with pytest.raises(ValueError, match=r"Pool 0 .*the default pool"):
         allocator.set_pool_options(0, no_split=True)
-    with pytest.raises(ValueError, match="Pool 1 cannot get options: it has memory already"):
+    with pytest.raises(ValueError, match=r"Pool 1 .*has memory already"):
         allocator.set_pool_options(1, use_on_oom=True)

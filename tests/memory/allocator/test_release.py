@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator
+import pytest
+
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator
+from tests.memory.allocator.pair import cached
 
 MIB = 2**20
-
-
-def cached(allocator: CachingAllocator, *segments: int) -> list[Block]:
-    blocks = [allocator.malloc(size) for size in segments]
-    for block in blocks:
-        allocator.free(block)
-    return blocks
 
 
 def held_segments(allocator: CachingAllocator) -> list[int]:
@@ -31,40 +27,33 @@ def test_emptying_the_cache_spares_segments_in_use() -> None:
     assert allocator.reclaimable == 22 * MIB
 
 
-def test_one_oversize_block_that_is_large_enough_is_released_and_no_other() -> None:
-    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=200 * MIB)
-    cached(allocator, 50 * MIB, 90 * MIB, 20 * MIB)
-    allocator.malloc(60 * MIB)  # 90 is 20 MiB or more too large to be taken, and 40 are left
-    assert held_segments(allocator) == [50, 20, 60]
-    assert (allocator.alloc_retries, allocator.ooms) == (0, 0)
-
-
-def test_oversize_blocks_are_released_from_the_largest_until_there_is_enough() -> None:
-    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=200 * MIB)
-    cached(allocator, 42 * MIB, 60 * MIB, 50 * MIB, 20 * MIB)
-    allocator.malloc(100 * MIB)  # 60, then 50: together more than 100
-    assert held_segments(allocator) == [42, 20, 100]
-    assert allocator.alloc_retries == 0
-
-
-def test_everything_is_released_when_oversize_blocks_are_not_enough() -> None:
-    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=200 * MIB)
-    cached(allocator, 42 * MIB, 60 * MIB, 50 * MIB, 20 * MIB)
-    allocator.malloc(180 * MIB)
-    assert held_segments(allocator) == [180]
-    assert allocator.alloc_retries == 1
-
-
-def test_a_small_request_releases_no_oversize_block_before_the_retry() -> None:
-    # release_available_cached_blocks looks in the request's own pool.
-    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=100 * MIB)
-    cached(allocator, 50 * MIB, 50 * MIB)
-    allocator.malloc(4)
-    assert allocator.alloc_retries == 1
-    assert held_segments(allocator) == [2]
-
-
+SPLIT = AllocatorConfig.parse("max_split_size_mb:40")
 GARBAGE = AllocatorConfig.parse("garbage_collection_threshold:0.5,per_process_memory_fraction:0.8")
+
+
+@pytest.mark.parametrize(
+    ("config", "capacity", "kept", "held", "retries"),
+    [
+        # The oversize block that is large enough, and no other: 90 is 20 MiB or more too large to be taken.
+        (SPLIT, 200, (50, 90, 20, 60), [50, 20, 60], 0),
+        # From the largest until there is enough: 60, then 50, together more than 100.
+        (SPLIT, 200, (42, 60, 50, 20, 100), [42, 20, 100], 0),
+        # Everything where oversize blocks are not enough.
+        (SPLIT, 200, (42, 60, 50, 20, 180), [180], 1),
+        # release_available_cached_blocks looks in the request's own pool: a small one releases no oversize block.
+        (SPLIT, 100, (50, 50, 4 / MIB), [2], 1),
+        # Below the threshold, and without a memory fraction, no garbage is collected.
+        (GARBAGE, 250, (30, 32, 36), [30, 32, 36], 0),
+        (AllocatorConfig(garbage_collection_threshold=0.1), 250, (30, 200), [30, 200], 0),
+    ],
+)
+def test_what_a_request_releases_of_the_cache(config, capacity, kept, held, retries):
+    allocator = CachingAllocator(config, capacity=capacity * MIB)
+    *segments, asked = (int(mib * MIB) for mib in kept)
+    cached(allocator, *segments)
+    allocator.malloc(asked)
+    assert held_segments(allocator) == held
+    assert (allocator.alloc_retries, allocator.ooms) == (retries, 0)
 
 
 def test_above_the_threshold_the_oldest_cached_segments_are_released() -> None:
@@ -94,13 +83,6 @@ def test_collection_continues_with_the_new_average_age_until_enough_is_released(
     assert held_segments(allocator) == [110]
 
 
-def test_below_the_threshold_nothing_is_released() -> None:
-    allocator = CachingAllocator(GARBAGE, capacity=250 * MIB)
-    cached(allocator, 30 * MIB, 32 * MIB)
-    allocator.malloc(36 * MIB)
-    assert held_segments(allocator) == [30, 32, 36]
-
-
 def test_small_private_and_split_blocks_are_not_garbage() -> None:
     allocator = CachingAllocator(GARBAGE, capacity=250 * MIB)
     kept = allocator.malloc(3 * MIB)  # its 20 MiB segment is split
@@ -109,10 +91,3 @@ def test_small_private_and_split_blocks_are_not_garbage() -> None:
     allocator.malloc(40 * MIB)
     assert held_segments(allocator) == [20, 2, 90, 40]
     assert kept.allocated
-
-
-def test_without_a_memory_fraction_there_is_no_collection() -> None:
-    allocator = CachingAllocator(AllocatorConfig(garbage_collection_threshold=0.1), capacity=250 * MIB)
-    cached(allocator, 30 * MIB)
-    allocator.malloc(200 * MIB)
-    assert held_segments(allocator) == [30, 200]

@@ -8,17 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
 
 IN_A_GLOBAL: list[Tensor] = []
-
-
-@pytest.fixture
-def _quick():
-    """Where no global is looked for: those were there before."""
-    with gc_frozen():
-        yield
 
 
 class Recorder:
@@ -30,9 +22,6 @@ class Recorder:
 
 class Slotted:
     __slots__ = ("kept",)
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
 
 
 class Model(nn.Module):
@@ -46,97 +35,60 @@ def new() -> Tensor:
     return torch.zeros(3)
 
 
-def in_a_list(model):
-    model.outputs += [new(), new(), new()]
-    return model.outputs[1]
-
-
-def in_nested_containers(model):
-    model.head.steps = [{"pred": new(), "rest": (new(), new())}]
-    return model.head.steps[0]["rest"][1]
-
-
-def in_an_attribute_of_a_submodule(model):
-    model.head[1].last = new()
-    return model.head[1].last
-
-
-def in_an_unregistered_module(model):
-    model.others = [nn.Linear(2, 2)]
-    model.others[0].seen = {"x": new()}
-    return model.others[0].seen["x"]
-
-
-def in_a_deque_of_another_object(model):
-    model.recorder = Recorder()
-    model.recorder.kept.append(new())
-    return model.recorder.kept[0]
-
-
-def in_a_slot(model):
-    model.slotted = Slotted()
-    model.slotted.kept["y"] = new()
-    return model.slotted.kept["y"]
-
-
-def in_a_namespace(model):
-    model.state = SimpleNamespace(x=new())
-    return model.state.x
-
-
-def in_an_ordered_dict(model):
-    model.by_step = OrderedDict({(0, "a"): new()})
-    return model.by_step[0, "a"]
-
-
-def in_a_set(model):
-    model.bag = {new()}
-    return next(iter(model.bag))
-
-
-def as_a_buffer(model):
-    model.register_buffer("running", new())
-    return model.running
+def having(thing, **attributes):
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    return thing
 
 
 @pytest.mark.parametrize(
     ("keep", "path", "container"),
     [
-        (in_a_list, "Model.outputs[1]", "Model.outputs"),
-        (in_nested_containers, "Model.head.steps[0]['rest'][1]", "Model.head.steps"),
-        (in_an_attribute_of_a_submodule, "Model.head.1.last", "Model.head.1.last"),
-        (in_an_unregistered_module, "Model.others[0].seen['x']", "Model.others"),
-        (in_a_deque_of_another_object, "Model.recorder.kept[0]", "Model.recorder.kept"),
-        (in_a_slot, "Model.slotted.kept['y']", "Model.slotted.kept"),
-        (in_a_namespace, "Model.state.x", "Model.state.x"),
-        (in_an_ordered_dict, "Model.by_step[(0, 'a')]", "Model.by_step"),
-        (in_a_set, "Model.bag", "Model.bag"),
-        (as_a_buffer, "Model.running", "Model.running"),
+        (lambda m, t: m.outputs.extend([new(), t, new()]), "Model.outputs[1]", "Model.outputs"),
+        (
+            lambda m, t: having(m.head, steps=[{"pred": new(), "rest": (new(), t)}]),
+            *("Model.head.steps[0]['rest'][1]", "Model.head.steps"),
+        ),
+        (lambda m, t: having(m.head[1], last=t), "Model.head.1.last", "Model.head.1.last"),
+        (
+            lambda m, t: having(m, others=[having(nn.Linear(2, 2), seen={"x": t})]),  # not registered
+            *("Model.others[0].seen['x']", "Model.others"),
+        ),
+        (
+            lambda m, t: having(m, recorder=having(Recorder(), kept=deque([t]))),
+            *("Model.recorder.kept[0]", "Model.recorder.kept"),
+        ),
+        (
+            lambda m, t: having(m, slotted=having(Slotted(), kept={"y": t})),
+            *("Model.slotted.kept['y']", "Model.slotted.kept"),
+        ),
+        (lambda m, t: having(m, state=SimpleNamespace(x=t)), "Model.state.x", "Model.state.x"),
+        (lambda m, t: having(m, by_step=OrderedDict({(0, "a"): t})), "Model.by_step[(0, 'a')]", "Model.by_step"),
+        (lambda m, t: having(m, bag={t}), "Model.bag", "Model.bag"),
+        (lambda m, t: m.register_buffer("running", t), "Model.running", "Model.running"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_attributes_of_a_known_module(keep, path, container):
-    model = Model()
-    tensor = keep(model)
+    model, tensor = Model(), new()
+    keep(model, tensor)
     holder = find_holder(tensor, names_of_modules(model))
-    assert holder is not None
     assert (holder.path, holder.container_path, holder.place) == (path, container, "")
     assert any(held is tensor for held in holder.holds())
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_everything_in_the_same_containers_is_held_in_the_same_way():
     model = Model()
     model.outputs += [new() for _ in range(5)]
     model.last = new()
     holder = find_holder(model.outputs[3], names_of_modules(model))
-    assert holder is not None
     assert {id(held) for held in holder.holds()} == {id(tensor) for tensor in model.outputs}
     assert holder.container is model.outputs
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_a_variable_in_a_closure():
     def make():
         kept = []
@@ -151,14 +103,13 @@ def test_a_variable_in_a_closure():
     hook(None, None, new())
     (cell,) = hook.__closure__
     holder = find_holder(cell.cell_contents[1], {})
-    assert holder is not None
     assert holder.path == "kept[1]"
     assert holder.place.startswith(" in the closure of test_a_variable_in_a_closure.<locals>.make.<locals>.hook (")
     assert "test_holders.py:" in holder.place
     assert len(list(holder.holds())) == 2
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_a_hook_that_a_module_keeps_is_named_as_a_function():
     model = Model()
 
@@ -173,7 +124,6 @@ def test_a_hook_that_a_module_keeps_is_named_as_a_function():
     (hook,) = model.head._forward_hooks.values()
     tensor = hook.__closure__[0].cell_contents["last"]
     holder = find_holder(tensor, names_of_modules(model))
-    assert holder is not None
     assert holder.path == "kept['last']"
     assert ".watch.<locals>.hook (test_holders.py:" in holder.place
 
@@ -181,14 +131,12 @@ def test_a_hook_that_a_module_keeps_is_named_as_a_function():
 def test_a_global_a_class_attribute_and_a_default_argument():
     IN_A_GLOBAL.append(new())
     holder = find_holder(IN_A_GLOBAL[0], {})
-    assert holder is not None
     assert holder.path == f"{__name__}.IN_A_GLOBAL[0]"
     assert next(holder.holds()) is IN_A_GLOBAL[0]
     IN_A_GLOBAL.clear()
 
     Recorder.in_the_class.append(new())
     holder = find_holder(Recorder.in_the_class[0], {})
-    assert holder is not None
     assert holder.path == "Recorder.in_the_class[0]"
     assert next(holder.holds()) is Recorder.in_the_class[0]
     Recorder.in_the_class.clear()
@@ -199,12 +147,11 @@ def test_a_global_a_class_attribute_and_a_default_argument():
     step(new())
     (seen,) = step.__defaults__
     holder = find_holder(seen[0], {})
-    assert holder is not None
-    assert holder.path.startswith("the default value of an argument of ")
+    assert holder.path.startswith("the default value of ")
     assert list(holder.holds()) == seen
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_the_nearest_object_with_a_name_is_reported():
     model = Model()
     recorder = Recorder()
@@ -212,11 +159,10 @@ def test_the_nearest_object_with_a_name_is_reported():
     model.recorder = recorder
     both = {id(recorder): "Recorder"} | names_of_modules(model)
     holder = find_holder(recorder.kept[0], both)
-    assert holder is not None
     assert holder.path == "Recorder.kept[0]"
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
     def hidden():
         recorder = Recorder()
@@ -225,25 +171,23 @@ def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
 
     tensor, keeps_it_alive = hidden()
     holder = find_holder(tensor, {})
-    assert holder is not None
     assert holder.path == "Recorder.kept[0]"
     del keeps_it_alive
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_local_variables_do_not_count():
     tensor = new()
     assert find_holder(tensor, {}) is None
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("quick_collections")
 def test_the_callers_own_containers_are_ignored():
     model = Model()
     model.last = new()
     found = [model.last]
     assert find_holder(new(), {}, ignore=(found,)) is None
     holder = find_holder(found[0], names_of_modules(model), ignore=(found,))
-    assert holder is not None
     assert holder.path == "Model.last"
 
 
@@ -254,7 +198,6 @@ def cached(size):
 
 def test_a_cache_of_functools_is_named_by_its_function():
     holder = find_holder(cached(7), {})
-    assert holder is not None
     assert holder.path == f"{__name__}.cached"
     assert any(held is cached(7) for held in holder.holds())
     cached.cache_clear()

@@ -53,11 +53,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(32, 96)
         self.out = nn.Linear(32, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -73,9 +72,8 @@ class Words(nn.Module):
         self.norm = nn.LayerNorm(24)
         self.head = nn.Linear(24, 100)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.norm(self.embedding(x))).mean(1)
-        return out
+    def forward(self, x):
+        return self.head(self.norm(self.embedding(x))).mean(1)
 
 
 def words() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -114,10 +112,9 @@ class Checkpointed(nn.Module):
         self.first = nn.Sequential(nn.Linear(20, 80), nn.GELU(), nn.Linear(80, 20))
         self.second = nn.Sequential(nn.Linear(20, 80), nn.GELU(), nn.Linear(80, 20))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = checkpoint(self.first, x, use_reentrant=False)
-        out: torch.Tensor = checkpoint(self.second, x, use_reentrant=True)
-        return out
+        return checkpoint(self.second, x, use_reentrant=True)
 
 
 def checkpointed() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

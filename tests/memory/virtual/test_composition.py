@@ -38,9 +38,8 @@ class Mlp(nn.Module):
         self.first = nn.Linear(300, 500)
         self.second = nn.Linear(500, 200)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
-        return out
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
 
 
 SIZES = (300 * 500, 500, 500 * 200, 200)

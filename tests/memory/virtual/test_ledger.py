@@ -17,7 +17,7 @@ def storage(n_bytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(n_bytes)
 
 
-def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
+def test_random_history_keeps_sums_and_the_peaks_composition():
     rng = random.Random(0)  # noqa: S311, no secret
     ledger = VirtualLedger(CachingAllocator())
     live: list[torch.UntypedStorage] = []
@@ -38,7 +38,6 @@ def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
             del gone
         elif action < 0.9:
             entry = ledger.find(rng.choice(live)._cdata)
-            assert entry is not None
             sizes = ledger.bytes_now()
             ledger.resize(entry, rng.randrange(1, 5000))
             # Both blocks are held for a moment.
@@ -51,7 +50,6 @@ def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
         sizes = [0] * len(Category)
         for one in live:
             entry = ledger.find(one._cdata)
-            assert entry is not None
             sizes[categories[one._cdata]] += entry.block.size
         assert ledger.bytes_now() == sizes
         assert sum(sizes) == ledger.allocator.allocated
@@ -61,11 +59,10 @@ def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
         assert ledger.bytes_at_peak() == at_peak
 
 
-def test_a_category_learnt_later_moves_bytes_of_now_and_of_the_peak() -> None:
+def test_a_category_learnt_later_moves_bytes_of_now_and_of_the_peak():
     ledger = VirtualLedger(CachingAllocator())
     early, late = storage(1000), storage(2000)
     entry = ledger.add(early, Category.OTHER, "m")
-    assert entry is not None
     ledger.add(late, Category.INPUT, "m")
     del late
     after = storage(500)

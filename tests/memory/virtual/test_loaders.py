@@ -168,9 +168,8 @@ def test_loader_inside_a_dataset_stays_on_the_host() -> None:
 def test_modules_used_while_fetching_make_host_memory() -> None:
     augment = nn.Sequential(nn.Linear(1000, 10, bias=False))
 
-    def collate(samples: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        batch: torch.Tensor = augment(torch.stack([values for values, _ in samples])).detach()
-        return batch
+    def collate(samples):
+        return augment(torch.stack([values for values, _ in samples])).detach()
 
     with VirtualDevice() as device:
         for batch in DataLoader(Samples(), batch_size=4, collate_fn=collate):

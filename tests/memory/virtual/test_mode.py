@@ -41,9 +41,8 @@ pickled_before = pickle.dumps(host_before)
 saved_before = saved(host_before)
 
 
-def follow(tensor: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.empty(0).set_(tensor)  # type: ignore[call-overload]
-    return out
+def follow(tensor):
+    return torch.empty(0).set_(tensor)
 
 
 def resized_storage() -> torch.Tensor:
@@ -159,7 +158,7 @@ def test_resize_has_old_and_new_block_for_a_moment(device: VirtualDevice) -> Non
 def test_out_resizes_what_it_writes_to(device: VirtualDevice) -> None:
     out = torch.empty(10)
     assert allocated(device) == 512
-    with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
+    with pytest.warns(UserWarning, match="elements was resized"):
         torch.add(host_before, 1, out=out)
     assert allocated(device) == 4096
 
@@ -349,7 +348,7 @@ def test_kind_that_cannot_be_seen_is_named_once(
 ) -> None:
     # Once in a process, in which earlier tests may have made such tensors.
     monkeypatch.setattr("lightning_memtools.memory.virtual.storages._not_counted", set[str]())
-    with pytest.warns(UserWarning, match=r"cannot see the memory of a Tensor with layout torch\._mkldnn"):
+    with pytest.warns(UserWarning, match=r"layout torch\._mkldnn"):
         torch.ones(4, 4).to_mkldnn()
     torch.ones(4, 4).to_mkldnn()
     assert len(recwarn) == 0
