@@ -6,8 +6,8 @@ operator on known tensors alone is computed on their twins too. `int(batch.max()
 packed sequences then have the sizes of the real step.
 
 What depends on values that nobody computed is assumed: floats are finite, a mask selects everything, a flag is set, a
-number is 1, and each index is that of the largest value equally often. Each such read is listed with its line
-(`KnownValues.assumed`).
+number is 1, a single random number is the largest that may be drawn, what is sorted is in order, and each index is that
+of the largest value equally often. Each such read is listed with its line (`KnownValues.assumed`).
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ _INDEXING = {
 # Whether values of a tensor of finite floats are so.
 _OF_FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 _INDEX_OF = {"argmax", "argmin"}
+# Operators whose second result are the indices of sorted values, with the dimension that they sort.
+_SORTING: dict[str, Callable[[Any], int]] = {
+    "topk": lambda args: (*args[2:], -1)[0], "sort": lambda args: (*args[1:], -1)[0],
+}  # fmt: skip
+# Operators that draw numbers below a bound, with that bound. A choice of one of n things is `int(uniform(0, n))`.
+_BOUNDS: dict[str, Callable[[Any], Any]] = {
+    "uniform_": lambda args: (*args[1:], 0.0, 1.0)[1], "rand": lambda _: 1.0, "rand_like": lambda _: 1.0,
+    "randint": lambda args: args[1] if isinstance(args[1], int) else args[0],
+}  # fmt: skip
 _OVERWRITING = {"aten::zero_", "aten::fill_", "aten::copy_"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _FLAGS = frozenset({torch.bool, torch.uint8})
@@ -195,6 +204,8 @@ class KnownValues:
             return  # gradients are finite
         for tensor in _written(kind, args, kwargs):
             self.forget(tensor)
+        if kind.name[6:] in _SORTING:
+            self.assume(kind.name[6:], args, out[1])
         if not isinstance(out, Tensor) or is_too_large(out):
             return
         if kind.name in _LIKE:
@@ -223,13 +234,25 @@ class KnownValues:
     def assume(self, name: str, args: Any, out: Tensor) -> None:
         """Assume the result of a test of floats: they are finite, and a single one is 1.
 
-        The indices of largest values are assumed to take turns: predicted classes are classes.
+        The indices of largest values are assumed to take turns: predicted classes are classes. What is sorted is
+        assumed to be in order. A single random number is assumed to be just below its bound.
         """
         if name in _OF_FINITE:
             self._fill(out, _OF_FINITE[name], is_assumed=True)
         elif name in _INDEX_OF and args[0].numel():
             dim = args[1] if len(args) > 1 else None
             self._take_turns(out, args[0].numel() if dim is None else args[0].shape[dim])
+        elif name in _SORTING and out.numel() and not is_too_large(out):
+            dim = _SORTING[name](args)
+            with without_dispatch_modes():
+                order = torch.arange(out.shape[dim]).view(
+                    [-1 if at == dim % out.dim() else 1 for at in range(out.dim())]
+                )
+                self._know(out, order.expand(out.shape).contiguous(), is_assumed=True)
+        elif name in _BOUNDS and out.numel() == 1:
+            bound = _BOUNDS[name](args)
+            below = torch.finfo(out.dtype).eps * abs(bound) if out.is_floating_point() else 1
+            self._fill(out, bound - below, is_assumed=True)
         if name not in _COMPARISONS or not args[0].is_floating_point():
             return
         first, second = args[:2]
@@ -267,7 +290,11 @@ class KnownValues:
         known = self.of(mask)
         if known is None:
             self._assume("a mask that is not known selects everything")
-            return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=mask.device)
+            if is_too_large(mask):
+                return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=mask.device)
+            with without_dispatch_modes():
+                everything = torch.ones(mask.shape, dtype=torch.bool).nonzero()
+            return self.new(everything, mask, is_assumed=True)
         if self._is_assumed(mask):
             self._assume("a mask selects by what is assumed")
         with without_dispatch_modes():
@@ -669,7 +696,7 @@ def _kind_of(func: Any) -> _Kind:
         for at, one in enumerate(schema.arguments)
         if one.alias_info is not None and one.alias_info.is_write
     )
-    makes_shape = torch.Tag.dynamic_output_shape in func.tags
+    makes_shape = torch.Tag.dynamic_output_shape in func.tags or schema.name == _SUPPRESSION
     is_random = torch.Tag.nondeterministic_seeded in func.tags or schema.name in _UNDEFINED
     return _Kind(
         schema.name,
@@ -680,6 +707,8 @@ def _kind_of(func: Any) -> _Kind:
     )
 
 
+# Of boxes that overlap, the best ones; torchvision's own tags do not say that its result has a shape by values.
+_SUPPRESSION = "torchvision::nms"
 # Their results have no values yet, or none that a twin could have.
 _UNDEFINED = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like",
               "aten::resize_", "aten::set_"}  # fmt: skip
@@ -725,6 +754,8 @@ def _largest_results(name: str, args: Any, kwargs: Any) -> list[tuple[tuple[int,
     if name in {"aten::unique_dim", "aten::unique_dim_consecutive"}:
         rows = given.shape[args[1]]
         return [(tuple(given.shape), given.dtype), ((rows,), integers), ((rows,), integers)]
+    if name == _SUPPRESSION:
+        return [((given.shape[0],), integers)]
     if name == "aten::repeat_interleave":
         return [((kwargs.get("output_size") or n,), integers)]
     if name == "aten::bincount":

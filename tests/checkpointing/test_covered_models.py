@@ -10,6 +10,7 @@ from torch import nn
 from lightning_memtools import GradientCheckpointing
 from lightning_memtools.simulation.step_runner import without_lbfgs
 from tests.lightning_models import trainer
+from tests.zoo import torchvision_models
 
 
 class Trained(pl.LightningModule):
@@ -75,6 +76,43 @@ def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
     plan = callbacks[0].plan
     assert plan.refused is None
     assert plan.planned.activation_bytes < 0.75 * plan.plain.activation_bytes
+    assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
+
+
+class Detecting(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        return sum(self.net(*batch).values())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        boxes = torch.tensor([[10.0, 10, 60, 70], [40, 40, 120, 110]])
+        images = [torch.rand(3, 128, 128, generator=generator) for _ in range(2)]
+        batch = images, [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
+        return torch.utils.data.DataLoader([batch] * 2, batch_size=None, collate_fn=lambda one: one)
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+@pytest.mark.cuda_memory  # torchvision's own operators run on a CUDA build of torch only
+@pytest.mark.parametrize("name", ["retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
+def test_a_detector_is_planned_and_trained_bit_for_bit(name, tmp_path):
+    """It chooses a size at random, and sorts, selects and drops boxes by scores that nobody knows."""
+    build = getattr(torchvision_models().detection, name)
+    weights = []
+    for callbacks in ([], [GradientCheckpointing(bn_dropout="recompute")]):
+        torch.manual_seed(0)
+        module = Detecting(build(weights=None, weights_backbone=None, num_classes=5, min_size=96, max_size=128))
+        trainer(tmp_path, *callbacks, logger=False).fit(module)
+        weights.append(module.state_dict())
+    plan = callbacks[0].plan
+    assert plan.refused is None
+    assert plan.peak_bytes < plan.plain_peak_bytes
     assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
 
 

@@ -23,6 +23,7 @@ ONES = torch.ones(2, 5, dtype=torch.long)
 PADDED = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 GRAPHS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
 MASK = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0, 1]).bool()
+LEVELS = torch.arange(4).repeat_interleave(10)
 ROWS = torch.arange(40.0).reshape(10, 4) - 7
 
 
@@ -92,6 +93,10 @@ UNKNOWN = {
     "without nan": (lambda x: x[~torch.isnan(x)], (40,)),
     "compared with infinity": (lambda x: bool((x == math.inf).any()), False),
     "compared with itself": (lambda x: bool((x != x).any()), False),  # noqa: PLR0124, how NaN is found
+    "choice": (lambda x: "abc"[int(torch.empty(1).uniform_(0, 3).item())], "c"),
+    "choice by an integer": (lambda x: "abc"[int(torch.randint(3, (1,)))], "c"),
+    "levels of the best": (lambda x: torch.unique(LEVELS[x.flatten().topk(20)[1]]), (2,)),
+    "levels in an order": (lambda x: torch.unique(LEVELS[torch.argsort(x.flatten())]), (4,)),
 }
 
 
@@ -102,6 +107,11 @@ def test_what_is_not_known_is_assumed_and_named(name):
     assert found == expected
     assert len(assumed) == 1
     assert "test_known_values.py:" in assumed[0]
+
+
+def test_what_a_mask_that_is_not_known_selects_can_be_looked_up():
+    found, _ = as_traced(lambda x: torch.unique(LEVELS[x.flatten() * torch.rand(40) > 0]), ROWS)
+    assert found == (4,)
 
 
 def test_values_are_those_of_views_and_gone_with_the_memory():
