@@ -932,7 +932,7 @@ class StepLoop:
         return list(self._strategy.optimizers)
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
-        """Show these learning rate schedulers to the step, whose own steps do nothing."""
+        """Show these learning rate schedulers to the step; when it calls their `step()`, nothing happens."""
         self._strategy.lr_scheduler_configs = [
             replace(one, scheduler=_IdleScheduler(one.scheduler), reduce_on_plateau=False) for one in configs
         ]

@@ -125,7 +125,7 @@ def _guess(
 def _line(
     first: int, trace: AllocationTrace | None, second: int, other: AllocationTrace | None
 ) -> Callable[[int], AllocationTrace] | None:
-    """Return a function from size to trace, by the traces of two sizes; None where they differ in more than sizes."""
+    """Return a function that extrapolates the trace of any batch size; None if two traces differ in more than sizes."""
     if trace is None or other is None or not trace.has_same_events(other):
         return None
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))

@@ -141,8 +141,8 @@ class BadStepRerun:
         """Return the step as plain values.
 
         Args:
-            left_out: Gets the names of what they do not hold.
-            lacks: Gets those of it that are a batch or belong to one.
+            left_out: Takes the names of everything that is left out.
+            lacks: Takes the names of batches, and of parts of a batch, that are left out.
         """
         module, explanation = self._module, self._explanation
         explained = None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value}

@@ -154,8 +154,8 @@ class BufferKeeper:
         """Copy the buffers now.
 
         Args:
-            unless: A 0-dim tensor on a device; if it is not 0, the earlier copies stay.
-            of_batch: Whether a batch begins; else the update of a step in manual optimization is about to be made.
+            unless: Keep the earlier copies if this 0-dim tensor is not 0; it is read on its device.
+            of_batch: True at the beginning of a batch; False before an update in manual optimization.
         """
         if self._copies != [] or self._released or self._has_other_buffers():
             with torch.no_grad():
