@@ -186,7 +186,7 @@ def test_bad_arguments_name_what_is_accepted(changes, message):
         ({"step": lambda m, b: m(b)}, r"shape \[2, 4\].*return the loss"),
         ({"model": lambda x: x}, "model must be an nn.Module, got function"),
     ],
-    ids=str,
+    ids=range(6),
 )
 def test_arguments_of_a_wrong_type_raise_an_error_that_names_the_types(changes, message):
     with pytest.raises(TypeError, match=message):
