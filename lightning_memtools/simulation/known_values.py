@@ -242,7 +242,7 @@ class KnownValues:
         elif name in _INDEX_OF and args[0].numel():
             dim = args[1] if len(args) > 1 else None
             self._take_turns(out, args[0].numel() if dim is None else args[0].shape[dim])
-        elif name in _SORTING and out.numel() and not is_too_large(out):
+        elif name in _SORTING and out.dim() and out.numel() and not is_too_large(out):
             dim = _SORTING[name](args)
             with without_dispatch_modes():
                 order = torch.arange(out.shape[dim]).view(

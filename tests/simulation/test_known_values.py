@@ -96,6 +96,7 @@ UNKNOWN = {
     "choice": (lambda x: "abc"[int(torch.empty(1).uniform_(0, 3).item())], "c"),
     "choice by an integer": (lambda x: "abc"[int(torch.randint(3, (1,)))], "c"),
     "levels of the best": (lambda x: torch.unique(LEVELS[x.flatten().topk(20)[1]]), (2,)),
+    "a single one, sorted": (lambda x: x.sum().sort()[0].item(), 1.0),
     "levels in an order": (lambda x: torch.unique(LEVELS[torch.argsort(x.flatten())]), (4,)),
 }
 
