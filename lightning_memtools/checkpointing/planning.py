@@ -211,7 +211,7 @@ class StepPlanner:
         )
 
     def step_in_chunks(self) -> LossInChunks | None:
-        """Return the step with its loss in chunks; None for a model that has no cross-entropy of a linear layer."""
+        """Trace the step with its loss in chunks, once; return None if it has no cross-entropy of a linear layer."""
         if not self._looked_for_head:
             self._looked_for_head = True
             self.progress.doing = "tracing a step with its loss in chunks"
@@ -344,7 +344,7 @@ class StepPlanner:
 
     def _profile(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> StepProfile:
         try:
-            known = self._in_chunks.cost if self._in_chunks is not None and heads == self._in_chunks.names else None
+            known = self._in_chunks.cost if heads and self._in_chunks is not None else None
             return profile_step(self.step, chains, heads, known)
         except StepDiffersError as error:
             if self.step.first_calls_only:

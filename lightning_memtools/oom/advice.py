@@ -294,7 +294,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
     found = None if is_applied else _chosen_plan(trials)
     try:
         found = _least_recomputation(trials) or found
-    except Exception:
+    except Exception:  # such as the end of the time for checks: the plan that was found first is advice all the same
         if found is None:
             raise
     if found is None and is_applied:

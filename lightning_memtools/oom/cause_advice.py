@@ -140,7 +140,7 @@ def two_copies(trials: StepTrials) -> Iterator[Action]:
 
 
 def rare_batch(trials: StepTrials) -> Iterator[Action]:
-    """Running a batch in parts that is far larger than those before it."""
+    """If the batch is far larger than those before it: run it in parts."""
     failed = trials.failed
     before = failed.facts.before
     assert before is not None

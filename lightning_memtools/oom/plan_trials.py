@@ -39,7 +39,7 @@ class PlanTrial:
 
 
 class PlanTrials:
-    """Checkpoint plans of one failed step, which share one profile of it."""
+    """Tries checkpoint plans on a failed step, which is profiled once for all of them."""
 
     def __init__(self, trials: StepTrials, deadline: Deadline) -> None:
         self._trials = trials
@@ -51,10 +51,15 @@ class PlanTrials:
 
     @cached_property
     def in_chunks(self) -> LossInChunks | None:
-        """The step with its loss in chunks, under the plan that is applied; None where nothing can be in chunks."""
+        """The failed step traced with its loss in chunks, under the plan that is applied, if there is one.
+
+        None for a model without a cross-entropy whose loss can be computed in chunks.
+        """
         applied = self._trials.failed.run.plan
         if applied is None:
-            return self._planner.step_in_chunks()
+            found = self._planner.step_in_chunks()
+            self._deadline.check()  # the planner takes any error of the trace for "no chunks", this one too
+            return found
         return loss_in_chunks(self._trials.failed.step(), applied.chains)
 
     @cached_property

@@ -287,6 +287,17 @@ def test_where_the_least_recomputation_is_not_reached_the_plan_without_a_budget_
     assert (plan.fits, plan.code) == (True, "GradientCheckpointing()")
 
 
+def test_a_loss_in_chunks_that_was_not_reached_in_time_is_not_taken_for_none(monkeypatch) -> None:
+    trials = StepTrials(failed_on(Mlps(4), torch.ones(64, 128), 40 * MIB), Deadline(600.0))
+
+    def no_time(_: Deadline) -> None:
+        raise OutOfTimeError(NOT_REACHED)
+
+    monkeypatch.setattr(Deadline, "check", no_time)
+    with pytest.raises(OutOfTimeError):
+        _ = trials.plans.in_chunks
+
+
 def test_plans_for_layers_that_run_several_times_are_found() -> None:
     """A profile counts a layer's first call only: what it says about the least peak is far too high."""
 
