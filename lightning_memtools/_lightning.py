@@ -115,10 +115,10 @@ def loss_of(output: Any) -> Any:
 
 
 def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
-    """Return what training_step gave to `self.log(..., on_step=True)` for the present batch: name to device scalar.
+    """Return the scalars that training_step logged with `self.log(..., on_step=True)` for the current batch, by name.
 
-    `trainer.callback_metrics` computes every epoch metric at each access, and is only filled after callbacks ran. It
-    can go when the values of a step can be read in on_train_batch_end.
+    They stay on their device. `trainer.callback_metrics` computes every epoch metric at each access, and is only filled
+    after callbacks ran. This function can go when the values of a step can be read in on_train_batch_end.
     """
     results: Any = trainer.fit_loop._results
     found: dict[str, Tensor] = {}
@@ -396,7 +396,7 @@ def _hook_of(function: str, frame: FrameType) -> str:
 
 
 def untoggle_all(module: Any) -> None:
-    """Undo `toggle_optimizer` in a step that failed before it did so itself: parameters would stay switched off.
+    """Restore each parameter's `requires_grad` after a step failed between `toggle_optimizer` and `untoggle_optimizer`.
 
     `untoggle_optimizer` wants to know which optimizer was toggled, and nothing public tells.
     """
@@ -1024,19 +1024,20 @@ class StepLoop:
 
 
 class _StepEndsError(BaseException):
-    """Leaves a training step where its update would follow. No `except Exception` catches it."""
+    """Raised just before the optimizer's update, to leave a training step. `except Exception` does not catch it."""
 
 
 class _NoUpdateError(BaseException):
-    """Leaves an optimizer's step before its update."""
+    """Raised inside an optimizer's step, to leave it before it updates anything."""
 
 
 class ReplayLoop:
-    """Runs the batches of one training step again, up to its update, in the loop of a Trainer that logs nothing.
+    """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
-    The batches have been on the device before, so that no hook moves or changes them again. The Trainer that the step
-    sees has the counters and settings that are given as facts, and everything else of the run's Trainer: its metrics,
-    its data module, its callbacks (whose hooks are not called). Nothing public ends a step before its update.
+    Nothing is logged. The batches have been on the device before, so that no hook moves or changes them again. The
+    Trainer that the step sees has the counters and settings that are given as facts, and everything else of the run's
+    Trainer: its metrics, its data module, its callbacks (whose hooks are not called). Nothing public ends a step before
+    its update.
 
     Args:
         module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.

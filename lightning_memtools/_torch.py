@@ -261,7 +261,7 @@ WRITE_COUNT = attrgetter("_version")
 
 
 def write_count_or_none(tensor: Tensor) -> int:
-    """Return the same; -1 for inference tensors and uninitialized parameters, which have no version counter."""
+    """Return `write_count`; -1 for inference tensors and uninitialized parameters, which have no version counter."""
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 

@@ -33,7 +33,7 @@ class BudgetSettings:
 
 @dataclass
 class CurrentTest:
-    """One test while it runs.
+    """The test that pytest is running: the settings that apply to it and the peaks that it has measured.
 
     Attributes:
         name: Its node id.

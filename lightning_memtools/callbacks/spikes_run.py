@@ -33,7 +33,7 @@ _MAX_CAPSULES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeOptions:
-    """The arguments of LossSpikes, which says what each means.
+    """The arguments of LossSpikes; its docstring explains each.
 
     Raises:
         ValueError: One of them is none of its values.

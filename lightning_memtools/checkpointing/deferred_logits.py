@@ -257,7 +257,7 @@ def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _leaves_last_whole(key: Any, n_dims: int) -> bool:
-    """Return whether an index leaves the last dimension as it is."""
+    """Return whether an index selects all of the last dimension."""
     keys = key if isinstance(key, tuple) else (key,)
     if any(isinstance(one, list) for one in keys):
         return False

@@ -170,7 +170,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
 
 
 def _run_program(spec: DryRunSpec) -> dict[str, Any]:
-    """Run the program and return its variables, so that they live as long as they would have."""
+    """Run the program and return its global variables: holding them keeps its models and tensors alive."""
     sys.argv = [spec.program, *spec.arguments]
     if spec.module:
         sys.path.insert(0, str(Path.cwd()))

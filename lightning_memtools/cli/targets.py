@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """The command line is wrong; the message says how, and what to do."""
+    """The command line is wrong. The message says what is wrong with it and how to correct it."""
 
 
 def require_folder_of(path: str | None) -> None:
@@ -40,7 +40,7 @@ def working(text: str) -> Status:
 
 
 def say(*parts: Any) -> None:
-    """Print texts and tables, each on lines of its own; a failure to print is an error, as in any command."""
+    """Print texts and tables, each on its own lines. Raises if they cannot be written, as to a full disk."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     console = Console()

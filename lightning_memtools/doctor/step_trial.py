@@ -223,9 +223,9 @@ def _step_of(case: TrainingCase) -> Any:
 
 @contextmanager
 def _variables_restored(function: Any) -> Iterator[None]:
-    """Put back the variables that a function has from around it: a trial would leave fake tensors in a running sum.
+    """Restore on exit the closure variables and globals that a function names, so that a trial leaves no fakes in them.
 
-    Those are closures and globals that it names, and the contents of lists, dicts and sets among them.
+    The contents of lists, dicts and sets among them are restored too.
     """
     function = getattr(function, "__func__", function)
     variables = variables_named_by(function) if isinstance(function, FunctionType) else ()

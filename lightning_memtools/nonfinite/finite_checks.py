@@ -17,7 +17,7 @@ from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
-    """Return the first positions along dimension 0 that have an element that is set. Waits for the device."""
+    """Return the indices along dimension 0 that have a True element, `most` of them at most. Waits for the device."""
     rows = marked.flatten(1).any(1) if marked.dim() > 1 else marked
     positions: list[int] = rows.nonzero()[:most, 0].tolist()
     return positions
@@ -29,7 +29,7 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def floats_of(tensor: Tensor) -> Tensor | None:
-    """Return the floating point numbers that a tensor stores on this rank; None if there are none that can be read.
+    """Return the floating-point values that a tensor stores on this rank; None if it has none or they cannot be read.
 
     Every function here that reads the values of a user's tensor reads these: it is safe for every kind of tensor.
     Sparse and nested tensors store their values, distributed tensors their local shard, complex ones pairs of real

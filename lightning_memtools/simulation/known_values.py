@@ -216,7 +216,7 @@ class KnownValues:
             self.assume(kind.name.removeprefix("aten::"), args, out)
 
     def _take_turns(self, indices: Tensor, n: int) -> None:
-        """Assume that each of n indices is found equally often."""
+        """Assume that the indices run through 0 to n - 1 again and again, so that each occurs equally often."""
         with without_dispatch_modes():
             values = (torch.arange(indices.numel()) + 1).remainder(n).view(indices.shape)
         self._know(indices, values, is_assumed=True)
@@ -302,7 +302,7 @@ class KnownValues:
         return self.new(places, mask, is_assumed=self._is_assumed(mask))
 
     def new(self, values: Tensor, like: Tensor, *, is_assumed: bool = False) -> Tensor:
-        """Return a new tensor of these values on another's device."""
+        """Return a new tensor with these values on the device of `like`."""
         made = torch.empty(values.shape, dtype=values.dtype, device=like.device)
         if not is_too_large(made):
             self._know(made, values, is_assumed=is_assumed)

@@ -195,7 +195,7 @@ class NumpyStateReader:
         return self._state
 
     def _read(self, numpy: Any) -> list[int]:
-        """Return words of NumPy's global generator; none if it cannot be told where they are."""
+        """Return state words of NumPy's global generator; an empty list if it is not a Mersenne Twister."""
         get_bit_generator = getattr(numpy.random, "get_bit_generator", None)  # NumPy 1.24
         generator: Any = None if get_bit_generator is None else get_bit_generator()
         if generator is not self._generator:

@@ -57,7 +57,7 @@ class TrainingPoint:
         self._start = None if optimizers is None else BatchStartRecorder(module).record(None)
 
     def restore(self) -> None:
-        """Take everything back to the point.
+        """Restore everything to its state at this point.
 
         Raises:
             RuntimeError: The point was made without optimizers.

@@ -241,7 +241,7 @@ def _learning_rates(trainer: Trainer) -> list[float]:
 
 
 def _can_start(trainer: Trainer, settings: TunerSettings) -> bool:
-    """Return True if trials can be run; if not, say why.
+    """Return whether trials of batch sizes can run. If not, print the reason.
 
     Raises:
         RuntimeError: The strategy or the model does not allow trials, or the device does not compute.

@@ -205,7 +205,7 @@ def wrap_sources(
 
 
 def unwrap_sources(trainer: Trainer) -> None:
-    """Have all loops ask for their loaders as before. Idempotent."""
+    """Undo `wrap_sources`: the loops build their data loaders as before. Idempotent."""
     fit, other = trainer.fit_loop, (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in (fit, fit.epoch_loop.val_loop, *other):
         vars(source_of(loop)).pop("dataloader", None)

@@ -60,7 +60,7 @@ _TIMED_STEPS = 6
 
 
 class TrialRunner:
-    """Runs trials of batch sizes, and restores everything after each.
+    """Runs trials of batch sizes, and restores the model, the Trainer and the random streams after each.
 
     Within fit a trial consists of what a fit does: the sanity check, training, validation, and training again, without
     emptying the allocator in between. So a stage that leaves too little memory to another is noticed.

@@ -282,7 +282,7 @@ class AccountingMode(OperatorMode):
         raise host_error
 
     def _ask_instead_of_host(self, n_bytes: int) -> None:
-        """Raise the simulated error, in place of the host's, if the device has no room for these bytes either."""
+        """Raise the simulated out-of-memory error, not the host's, if the device has no room for these bytes."""
         if n_bytes >= ONE_EXABYTE:
             raise too_large_error()
         self._ask(self._ledger.work_with, n_bytes)

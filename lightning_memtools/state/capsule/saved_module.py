@@ -67,9 +67,9 @@ def saved_random(random: RandomState) -> dict[str, Any]:
 
 
 def random_from(saved: Mapping[str, Any], find: Find) -> RandomState:
-    """Return what `saved_random` was given.
+    """Rebuild the random streams that `saved_random` turned into plain values.
 
-    Streams that it does not hold keep their present state, and devices that this machine lacks are left out.
+    Streams that are not among them keep their present state, and devices that this machine lacks are left out.
     """
     now = RandomState.now()
     held = {each.name: getattr(now, each.name) for each in fields(now)}
