@@ -21,7 +21,7 @@ from machine import save
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.operation_trace import OperationTrace
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery

@@ -23,7 +23,7 @@ from lightning_memtools.recovery.joined_parts import join_parts, logged_by_whole
 from lightning_memtools.recovery.loss_proof import LossKind, LossProof
 from lightning_memtools.recovery.step_start import BatchStep, StepStart
 from lightning_memtools.state.buffer_keeper import BufferKeeper
-from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
+from lightning_memtools.state.random_state import RandomState
 
 MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers itself, and that cannot be taken back"
 _ASK_FOR_SIZES = (
@@ -153,14 +153,13 @@ class StepRecovery:
         self._exchange = exchange
         self._tell = tell
         self._is_announced = False
-        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
         self._parameters = list(model.parameters())  # those that are frozen now may be trained later
         self._norms = norms_of(model)
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
         self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
         self._n_planned = 0
         self._n_cut = 0
-        self._buffers = BufferKeeper(model, all_state=False)
+        self._buffers = BufferKeeper(model)
         # Evaluation needs less memory than training.
         self._sizes = {True: _KnownSizes(), False: _KnownSizes()}
 
@@ -192,7 +191,7 @@ class StepRecovery:
         sizes = self._sizes[step.backward is None]
         known = sizes.of(step.batch)
         n_parts = 1 if known is None else known.parts_to_try()
-        random = RandomState.now(self._read_numpy, self._read_python, device=self._device)
+        random = RandomState.now(device=self._device)
         before = StepStart(step, self._parameters, self._metrics, self._copied_buffers(step), random)
         self._tell_of_first(step)
         is_tried, is_to_try = False, n_parts > 1 and self._must_try(step) and self._is_due()

@@ -1,142 +1,16 @@
-"""Records what a batch and an update begin with, and restores it: random streams, attributes, settings, copies."""
+"""Records what a batch and an update begin with, to restore it: containers, settings, new state, copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import compress, islice
-from operator import attrgetter, not_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import WRITE_COUNT, has_readable_values, write_count_or_none
 from lightning_memtools.memory.nested_tensors import is_plain_object, named_tensors
-from lightning_memtools.state.random_state import (
-    GENERATORS,
-    NumpyStateReader,
-    PythonStateReader,
-    RandomState,
-    generator_state,
-    set_generator_state,
-)
-
-SIMPLE = frozenset({bool, int, float, str, type(None)})
-# torch sets the first ones on every module and restores `training` apart; Lightning sets the others.
-_NOT_OF_USERS = {*vars(Module()), "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
-
-Attributes = dict[str, dict[str, Any]]
-
-
-@dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
-class BatchStart:
-    """The state that a batch began with, without what is in buffers."""
-
-    random: RandomState  # the states of the random streams
-    # of each module that the user wrote, by its name: the attributes of simple types, and the states of random
-    # generators
-    attributes: Attributes
-    # how often each tensor of the batch had been written in place, in the order of `named_tensors`
-    versions: tuple[int, ...]
-    # the names of the parameters that did not require gradients; a GAN toggles them within its step
-    frozen: frozenset[str] = frozenset()
-
-    def restore(self, module: Module) -> None:
-        """Restore the state; skip modules and attributes that no longer exist."""
-        restore_attributes(module, self.attributes)
-        restore_frozen(module, self.frozen)
-        self.random.restore()
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_NONE: frozenset[str] = frozenset()
-
-
-class BatchStartRecorder:
-    """Records the state at the start of each batch.
-
-    Does not wait for the device. Takes about 20 microseconds, plus one for each module that the user wrote.
-    """
-
-    def __init__(self, module: Module) -> None:
-        named = dict(module.named_parameters())
-        self._names, self._parameters = list(named), list(named.values())
-        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
-        # torch's own modules keep no attribute that a step changes.
-        self._readers = {
-            name: _AttributeReader(vars(part))
-            for name, part in module.named_modules()
-            if not type(part).__module__.startswith("torch.")
-        }
-
-    def record(self, batch: Any) -> BatchStart:
-        """Return the present state."""
-        attributes = {name: reader.read() for name, reader in self._readers.items()}
-        required = list(map(_REQUIRES_GRAD, self._parameters))
-        frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
-        random = RandomState.now(self._read_numpy, self._read_python)
-        return BatchStart(random, attributes, versions_of(batch), frozen)
-
-
-class _AttributeReader:
-    """Reads a module's attributes of simple types, and its generators; quickly as long as no attribute changes."""
-
-    def __init__(self, held: dict[str, Any]) -> None:
-        self._held = held
-        self._generators: list[str] = []
-        self._names: list[str] = []
-        self._values: list[int] = []
-        self._known: dict[str, Any] = {}
-
-    def read(self) -> dict[str, Any]:
-        # By identity, so that no value must be asked for its equal. Those that are returned are held in `_known`, so
-        # that no other value can take the place of one in memory.
-        held = self._held
-        names, values = list(held), list(map(id, held.values()))
-        if names != self._names or values != self._values:
-            self._names, self._values = names, values
-            # The leading attributes are those that torch gives to every module.
-            of_torch = list(vars(Module()))
-            self._known = simple_items(held, skip=len(of_torch) if names[: len(of_torch)] == of_torch else 0)
-            self._generators = [
-                key
-                for key, value in held.items()
-                if type(value).__name__ in GENERATORS and generator_state(value) is not None
-            ]
-        if not self._generators:
-            return self._known
-        return self._known | {key: generator_state(held[key]) for key in self._generators}
-
-
-def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
-    """Return the attributes of simple types (numbers, texts, None). `skip`: the number of leading ones to leave out."""
-    return {
-        key: value
-        for key, value in islice(held.items(), skip, None)
-        if type(value) in SIMPLE and key not in _NOT_OF_USERS
-    }
-
-
-def restore_attributes(module: Module, attributes: Attributes) -> None:
-    """Restore attributes and random generators; skip those that no longer exist."""
-    parts = dict(module.named_modules())
-    for name, values in attributes.items():
-        held = parts[name].__dict__ if name in parts else {}
-        for key, value in values.items():
-            if type(value) in SIMPLE:
-                held[key] = value
-            elif generator_state(held.get(key)) is not None:
-                set_generator_state(held[key], value)
-
-
-def restore_frozen(module: Module, frozen: frozenset[str]) -> None:
-    """Restore which parameters require gradients."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
 
 
 def versions_of(batch: Any) -> tuple[int, ...]:

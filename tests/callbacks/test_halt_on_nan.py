@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.advice import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.event_files import scalars
 from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import Observer, differences, state_bits

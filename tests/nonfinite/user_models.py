@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause as Cause
+from lightning_memtools.nonfinite.advice import NonFiniteCause as Cause
 
 N, D, N_BATCHES, BAD = 6, 4, 4, 2
 
