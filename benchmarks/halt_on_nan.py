@@ -268,7 +268,7 @@ def small_steps(case: Callback, *, fused: bool, root: str) -> tuple[list[float],
 def measure_small(*, fused: bool, root: str) -> dict[str, Any]:
     checks = {
         "HaltOnNaN": HaltOnNaN(),
-        "HaltOnNaN(explain=False, capsule=False)": HaltOnNaN(explain=False, capsule=False),
+        "HaltOnNaN(explain=False, save_step=False)": HaltOnNaN(explain=False, save_step=False),
         "no check": Callback(),
         **{name: cases(root)[name] for name in ("clip_grad_norm_", "detect_anomaly")},
     }

@@ -48,7 +48,7 @@ def fit(model: L.LightningModule, case: Case, root: Path, *callbacks: L.Callback
 
 def by_halt_on_nan(case: Case, root: Path, *, masked: bool) -> tuple[Named | None, int | None]:
     try:
-        fit(made(case, masked=masked), case, root, HaltOnNaN(capsule=False, save_last_good=False))
+        fit(made(case, masked=masked), case, root, HaltOnNaN(save_step=False, save_last_good=False))
     except NonFiniteError as error:
         found = error.explanation
         if found is None:

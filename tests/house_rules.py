@@ -42,8 +42,6 @@ GROUND = {"_torch.py", "_lightning.py"}
 _DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_current_frames", "_exit"}
 # In `torch.ops.aten._softmax`, the underscore belongs to the operator's name.
 _OPERATORS = {"aten", "prims", "c10d_functional"}
-# A key in the capsule's format.
-_NO_ATTRIBUTES = {"_kind"}
 # What these methods take, such as "_gib", is a piece of a name.
 _TAKE_PIECES = {"startswith", "endswith", "removeprefix", "removesuffix", "replace", "split", "partition", "join"}
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -125,7 +123,7 @@ def private_names() -> Found:
 def private_names_of(path: Path) -> list[tuple[int, str]]:
     """Return line and name of each use in a file."""
     tree = tree_of(path)
-    own = _DOCUMENTED | _NO_ATTRIBUTES | set(_defined_in(tree))
+    own = _DOCUMENTED | set(_defined_in(tree))
     no_names = set(_pieces_of_text(tree))
     found: set[tuple[int, str]] = set()
     for node in ast.walk(tree):

@@ -152,18 +152,24 @@ class HaltRun:
         """
         self.read_rest()
         step = training_step(self._trainer)
-        mine = [bad for bad in self._bad_now() if bad.name not in self._bad_at_start]
-        everyone = self._ranks.objects(mine)
-        if not any(everyone):
+        states = bad_optimizer_state(self._module, self._trainer.optimizers)
+        gathered = self._ranks.objects(
+            [[bad for bad in kind if bad.name not in self._bad_at_start] for kind in (bad_state(self._module), states)]
+        )
+        if not any(kind for theirs in gathered for kind in theirs):
             self._finite_at = step
             return
         assert self.guard is not None
+        # Finite gradients can make Inf of an optimizer's state, but no NaN.
+        is_state = any(bad.n_nan for _, states in gathered for bad in states)
+        everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
+        weights = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
         forbid_saving_on_exception(self._trainer)
         error = state_error(
             everyone,
             step=step,
             finite_at=self._finite_at,
-            suspects=suspects_of_update(self._module, self._trainer.optimizers, next(filter(None, everyone))),
+            suspects=suspects_of_update(self._module, self._trainer.optimizers, weights),
             history=self.guard.history,
         )
         self._release_checkpoints()
@@ -211,18 +217,24 @@ class HaltRun:
         culprit = culprit_of(everyone)
         checkpoint_path, checkpoint_note = self._save_last_good(everyone)
         if self._options.explain or self._options.save_step:
-            saved = None
+            rerun, digests = None, dict[str, str]()
             if culprit is None or culprit.rank == mine.rank:
-                rerun = unless_it_fails(lambda: self._rerun(guard, held_back), lambda _error: None)
-                digests = unless_it_fails(lambda: self._run_again(mine, rerun), lambda error: _not_found(mine, error))
-                saved = (rerun, digests)
+                rerun = unless_it_fails(lambda: self._rerun(mine, held_back), lambda error: _not_found(mine, error))
+            if rerun is not None:
+                again, explains = rerun, self._options.explain
+                digests = (
+                    unless_it_fails(
+                        lambda: run_again(mine, again, explains=explains), lambda error: _not_found(mine, error)
+                    )
+                    or {}
+                )
             everyone = self._patient_ranks.objects(mine)
             culprit = culprit_of(everyone)
             if self._options.save_step:
-                if saved is not None and mine.rank == (culprit or everyone[0]).rank:
-                    name = "" if checkpoint_path is None else checkpoint_path.name
+                if rerun is not None and mine.rank == (culprit or everyone[0]).rank:
+                    name, again = "" if checkpoint_path is None else checkpoint_path.name, rerun
                     unless_it_fails(
-                        lambda: self._write_step(mine, held_back, *saved, checkpoint=name),
+                        lambda: self._write_step(mine, held_back, again, digests, checkpoint=name),
                         lambda error: setattr(mine, "step_note", f"could not be written: {error}"),
                     )
                 everyone = self._patient_ranks.objects(mine)
@@ -253,8 +265,11 @@ class HaltRun:
             bad_at_start=self._bad_at_start,
         )
 
-    def _rerun(self, guard: StepGuard, held_back: HeldBackStep) -> StepRerun | None:
-        if guard.is_sharded or any(micro.batch is None for micro in held_back.step.micro):
+    def _rerun(self, bad: BadStep, held_back: HeldBackStep) -> StepRerun | None:
+        is_sharded = self.guard is not None and self.guard.is_sharded
+        if is_sharded or any(micro.batch is None for micro in held_back.step.micro):
+            why = "no rank has all weights" if is_sharded else "hooks do not see its batch"
+            bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
             return None
         return StepRerun(
             self._module,
@@ -266,25 +281,15 @@ class HaltRun:
             host=host_memory,
         )
 
-    def _run_again(self, bad: BadStep, rerun: StepRerun | None) -> dict[str, str]:
-        if rerun is None:
-            is_sharded = self.guard is not None and self.guard.is_sharded
-            why = "no rank has all weights" if is_sharded else "the batch was not held"
-            bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
-            return {}
-        return run_again(bad, rerun, explains=self._options.explain)
-
     def _write_step(
         self,
         bad: BadStep,
         held_back: HeldBackStep,
-        rerun: StepRerun | None,
+        rerun: StepRerun,
         digests: dict[str, str],
         *,
         checkpoint: str,
     ) -> None:
-        if rerun is None:
-            return
         saved = step_as_plain(
             bad,
             self._module,
@@ -352,9 +357,8 @@ def _hardly_known(held_back: HeldBackStep, error: str) -> BadStep:
     return bad
 
 
-def _not_found(bad: BadStep, error: str) -> dict[str, str]:
+def _not_found(bad: BadStep, error: str) -> None:
     bad.why_no_operation = f"not found: {error}"
-    return {}
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from lightning_memtools._torch import step_hooks_of
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
-from lightning_memtools.nonfinite.advice import ADVICE, NonFiniteCause, rates_as_text
+from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
 from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, bad_inputs, growth
 from lightning_memtools.nonfinite.step_guard import HeldBackStep
@@ -209,7 +209,7 @@ class BadStep:
 
     @property
     def next(self) -> str:
-        """What to do, as a sentence, with the command that runs the step again."""
+        """The next thing to do, as a sentence, with the command that runs the step again."""
         if self.step_path is None:
             return self.advice
         command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"

@@ -11,13 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import is_in_memory, saved_reduction
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
-from lightning_memtools.nonfinite.advice import (
-    ADVICE,
-    NonFiniteCause,
-    advice_for,
-    advice_on_overflow,
-    rates_as_text,
-)
 from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
@@ -26,6 +19,13 @@ from lightning_memtools.nonfinite.bad_value_roots import (
     ValueOrigin,
     describe_root,
     find_bad_value_root,
+)
+from lightning_memtools.nonfinite.causes import (
+    ADVICE,
+    NonFiniteCause,
+    advice_for,
+    advice_on_overflow,
+    rates_as_text,
 )
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
@@ -39,7 +39,6 @@ from lightning_memtools.nonfinite.step_rerun import (
     mismatches,
 )
 from lightning_memtools.reporting.phrases import first_of
-
 
 _NARROW = {"float16", "bfloat16"}
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from lightning_memtools.nonfinite.advice import rates_as_text
+from lightning_memtools.nonfinite.causes import rates_as_text
 from lightning_memtools.reporting.spike_window import Spike, SpikeWindow
 
 SpikeAction = Literal["report", "skip", "rollback"]

@@ -94,7 +94,7 @@ class ReadingWatch(Protocol):
 
 
 class Verdict(Enum):
-    """What happens to a step whose numbers were read."""
+    """The decision on a step whose numbers were read."""
 
     GOOD = auto()  # its update is made
     LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first

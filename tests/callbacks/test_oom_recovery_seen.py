@@ -211,8 +211,8 @@ def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it
     assert model.seen[:4] == [16, 16, 8, 8]
     assert "torch.log in TakesLogarithm.loss" in str(caught.value)
     assert "it affects sample 13 of batch 1" in str(caught.value)
-    (capsule,) = tmp_path.glob("*capsule.pt")
-    again = replay(capsule, model=TakesLogarithm)
+    assert caught.value.step_path is not None
+    again = replay(caught.value.step_path, model=TakesLogarithm)
     assert not again.is_finite
     assert again.mismatches[0] == "It gave 1 losses, the step 2."  # the whole batch is replayed
 

@@ -108,7 +108,7 @@ def with_loader():
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a capsule, a log directory, and a module whose steps never end."""
+    """A folder with the file of a step, a log directory, and a module whose steps never end."""
     folder = tmp_path_factory.mktemp("failed")
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
@@ -192,7 +192,7 @@ def reach(process: subprocess.Popen[str], pipe: Path, mode: int) -> int:
 AT_WORK = {
     "estimate": ("The step is traced", "slow:with_batch", "--engine", "simulation"),
     "doctor": ("The first steps are run", "slow:with_loader"),
-    "replay": ("The step is run again", "CAPSULE", "--model", "slow.Slow"),
+    "replay": ("The step is run again", "STEP", "--model", "slow:Slow"),
     "report": ("The page is written", "logs", "--output", "page.html"),
     "snapshot": ("The snapshot is read", "snapshot.pickle"),
     "diff": ("The results are read", "snapshot.pickle", "snapshot.pickle"),
@@ -203,7 +203,7 @@ AT_WORK = {
 @pytest.mark.parametrize("command", AT_WORK)
 def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command, failed):
     doing, *arguments = AT_WORK[command]
-    files = {"CAPSULE": next(failed.glob("nan/*capsule.pt"))}
+    files = {"STEP": next(failed.glob("nan/*rank0.pt"))}
     read = "snapshot.pickle", os.O_WRONLY
     pipe, mode = {"report": ("page.html", os.O_RDONLY), "snapshot": read, "diff": read}.get(
         command, ("ready", os.O_RDONLY)

@@ -36,7 +36,8 @@ class Everything(L.LightningModule):
         self.center: Tensor
         self.register_buffer("center", torch.zeros(4))
         self.positions: Tensor
-        self.register_buffer("positions", torch.linspace(-0.1, 0.1, 4).expand(2, 4), persistent=False)  # its rows share memory
+        rows = torch.linspace(-0.1, 0.1, 4).expand(2, 4)  # they share memory, and no checkpoint can be loaded into them
+        self.register_buffer("positions", rows, persistent=False)
         self.temperature: Tensor
         self.register_buffer("temperature", torch.ones(()))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_memtools.nonfinite.advice import NonFiniteCause
 from lightning_memtools.nonfinite.bad_step import suspects_of_update
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from tests.lightning_models import Regression, loader
 from tests.nonfinite.observe import error_at_halt
@@ -45,7 +45,7 @@ class Rate(Clips):
     configure_gradient_clipping = Regression.configure_gradient_clipping
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.trainer.optimizers[0].param_groups[0]["lr"] = float("nan") if batch_idx == BAD else 1e-2
+        self.trainer.optimizers[0].param_groups[0]["lr"] = float("nan") if batch_idx >= BAD else 1e-2
 
 
 SUSPECTS = {

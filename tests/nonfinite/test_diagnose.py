@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.advice import NonFiniteCause
 from lightning_memtools.nonfinite.bad_step import BadStep, culprit_of, infer
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, growth
 

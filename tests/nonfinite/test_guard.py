@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.advice import NonFiniteCause
 from lightning_memtools.nonfinite.bad_step import examine
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.step_guard import HaltOptions, HeldBackStep, StepGuard
 from lightning_memtools.nonfinite.update_flag import UpdateFlag
 from tests.nonfinite.observe import differences

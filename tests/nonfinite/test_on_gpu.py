@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import default_callbacks, replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.advice import NonFiniteCause
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import measure
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard

@@ -113,7 +113,7 @@ def halves(state: Any) -> Any:
     if isinstance(state, Tensor):
         return torch.Generator().manual_seed(7).get_state()
     other = np.random.RandomState(7).get_state()
-    return (other[0], other[1].tolist(), *other[2:]) if len(state) == 5 else __import__("random").Random(7).getstate()  # noqa: S311
+    return (other[0], other[1].tolist(), *other[2:]) if len(state) == 5 else __import__("random").Random(7).getstate()
 
 
 def without(*path: str, value: Any = None) -> Callable[[dict[str, Any]], None]:
@@ -281,7 +281,7 @@ def test_an_odd_hyperparameter_neither_hides_the_halt_nor_reaches_a_constructor(
     dataset: Any = [torch.ones(4, 6), torch.zeros(4, 6)]
     error = error_at_halt(WithOdd(HYPERPARAMETERS[kind]()), dataset, tmp_path)
     assert (error.step, error.explanation.operation) == (1, "aten.log")
-    with pytest.raises(StepFileError, match="add_safe_globals|There is no file"):
+    with pytest.raises(StepFileError, match=r"add_safe_globals|There is no file"):
         replay(error.step_path, model=WithOdd)
 
 

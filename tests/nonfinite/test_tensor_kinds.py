@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.advice import NonFiniteCause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.explain import with_other_samples
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
