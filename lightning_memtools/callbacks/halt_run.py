@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -163,7 +164,7 @@ class HaltRun:
         # Finite gradients can make Inf of an optimizer's state, but no NaN.
         is_state = any(bad.n_nan for _, states in gathered for bad in states)
         everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
-        weights = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
+        weights: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
         forbid_saving_on_exception(self._trainer)
         error = state_error(
             everyone,
@@ -222,11 +223,8 @@ class HaltRun:
                 rerun = unless_it_fails(lambda: self._rerun(mine, held_back), lambda error: _not_found(mine, error))
             if rerun is not None:
                 again, explains = rerun, self._options.explain
-                digests = (
-                    unless_it_fails(
-                        lambda: run_again(mine, again, explains=explains), lambda error: _not_found(mine, error)
-                    )
-                    or {}
+                digests = unless_it_fails(
+                    lambda: run_again(mine, again, explains=explains), lambda error: _not_found(mine, error) or {}
                 )
             everyone = self._patient_ranks.objects(mine)
             culprit = culprit_of(everyone)
@@ -357,7 +355,8 @@ def _hardly_known(held_back: HeldBackStep, error: str) -> BadStep:
     return bad
 
 
-def _not_found(bad: BadStep, error: str) -> None:
+def _not_found(bad: BadStep, error: str) -> Any:
+    """Note why the operation was not found, and return None."""
     bad.why_no_operation = f"not found: {error}"
 
 

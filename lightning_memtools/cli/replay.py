@@ -18,7 +18,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="package:Class",
         required=True,
         help="the module's class, made from the hyperparameters in the checkpoint beside the file, or a function "
-        "without arguments that makes it",
+        "without arguments that makes it (default: none; it is required)",
     )
     parser.set_defaults(run=run)
 

@@ -30,100 +30,54 @@ MOST_NAMES = 5  # in a message; the report lists all
 
 @dataclass(slots=True, kw_only=True)
 class BadStep:
-    """All that one rank knows of a bad step. Plain values: ranks send it to each other.
-
-    Attributes:
-        rank: The rank.
-        step: The training step, counted as the x axis of the logs counts.
-        model: The module's class, as "package:Class".
-        batches: The batch indices of its micro-batches.
-        losses: (batch index, loss) for each loss of the step.
-        norm: The norm over all gradients.
-        gradients: The bad gradients.
-        parameters: The parameters that were bad before the step, and buffers that held NaN.
-        states: The entries of optimizers' states that were bad before the step.
-        inputs: The tensors of the batches that hold NaN or Inf.
-        history: The last steps; the bad one is the last.
-        learning_rates: The learning rates of the parameter groups.
-        suspects: What of the last update can have made bad weights; empty where nothing stands out.
-        weight_norm: The L2 norm of the parameters that have a gradient.
-        plain_sgd: Whether an update is the learning rate times the gradient.
-        float16: Whether float16 values take part.
-        scaler: What the gradient scaler did, where that is the reason.
-        late: Whether the step was decided late.
-        carried: Whether the gradients were made NaN to tell the other ranks of this rank's bad loss.
-        unrestored: The names of what could not be restored.
-        cause: The class of cause: inferred, until a rerun of the step has found the operation.
-        because: The evidence for it, as a sentence.
-        advice: The next step, as a sentence.
-        what: The operation that made the first bad value, its place and its inputs, as a sentence; "" if not found.
-        why_no_operation: Why it was not found.
-        confirmed: The tests that were made to confirm the cause, and their results; empty where none could be made.
-        doubts: The reasons why a rerun may differ from the step, one sentence each.
-        again: Whether the step was the same when it was run again; empty if it was not run.
-        is_bad_alone: Whether it was bad when this rank ran it alone.
-        operation: The name that PyTorch dispatches the operation by, such as ``"aten.log"``; of an operation in
-            backward, that of its forward operation. `public_name` gives the name that users call it by.
-        backward: Whether it was in its backward pass.
-        module: The name of the module that ran it; empty for training_step itself.
-        file: The user's file; None if unknown.
-        line: The line in it.
-        samples: The samples of the batch that are affected, where that is known.
-        batch_idx: The batch.
-        step_path: The step as a file, if it was written.
-        step_note: What that file leaves out, or why there is none.
-        is_culprit: Whether this rank's loss, batch or rerun was bad; where none was, no rank is named.
-        others: What the other ranks know.
-        n_missing: The number of ranks that did not answer.
-        skipped: The bad steps that were skipped before, each with its batches.
-        checkpoint_path: The checkpoint of the last good state.
-        checkpoint_note: Why there is no such checkpoint.
-        report_path: The report.
-        report_note: Why there is no report.
-    """
+    """All that one rank knows of a bad step. Plain values: ranks send it to each other."""
 
     rank: int = 0
-    step: int = 0
-    model: str = "package:Class"
-    batches: tuple[int, ...] = ()
-    losses: tuple[tuple[int, float], ...] = ()
-    norm: float = math.nan
-    gradients: tuple[BadTensor, ...] = ()
-    parameters: tuple[BadTensor, ...] = ()
-    states: tuple[BadTensor, ...] = ()
-    inputs: tuple[BadInput, ...] = ()
-    history: tuple[PastStep, ...] = ()
+    step: int = 0  # the training step, counted as the x axis of the logs counts
+    model: str = "package:Class"  # the module's class
+    batches: tuple[int, ...] = ()  # the batch indices of its micro-batches
+    losses: tuple[tuple[int, float], ...] = ()  # (batch index, loss) for each loss of the step
+    norm: float = math.nan  # the norm over all gradients
+    gradients: tuple[BadTensor, ...] = ()  # the bad ones
+    parameters: tuple[BadTensor, ...] = ()  # parameters that were bad before the step, and buffers that held NaN
+    states: tuple[BadTensor, ...] = ()  # entries of optimizers' states that were bad before the step
+    inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
+    history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
-    suspects: str = ""
-    weight_norm: float = math.nan
-    plain_sgd: bool = False
-    float16: bool = False
-    scaler: str = ""
-    late: bool = False
-    carried: bool = False
-    unrestored: tuple[str, ...] = ()
+    suspects: str = ""  # what of the last update can have made bad weights
+    weight_norm: float = math.nan  # of the parameters that have a gradient
+    plain_sgd: bool = False  # whether an update is the learning rate times the gradient
+    float16: bool = False  # whether float16 values take part
+    scaler: str = ""  # what the gradient scaler did, where that is the reason
+    late: bool = False  # whether the step was decided late
+    carried: bool = False  # whether the gradients were made NaN to tell the other ranks of this rank's bad loss
+    unrestored: tuple[str, ...] = ()  # the names of what could not be restored
+    # --- the cause: inferred, until a rerun of the step has found the operation
     cause: NonFiniteCause = NonFiniteCause.DOMAIN
-    because: str = ""
-    advice: str = ""
-    what: str = ""
+    because: str = ""  # the evidence, as a sentence
+    advice: str = ""  # the next thing to do, as a sentence
+    what: str = ""  # the operation that made the first bad value, its place and its inputs; "" if not found
     why_no_operation: str = ""
-    confirmed: str = ""
-    doubts: tuple[str, ...] = ()
-    again: str = ""
-    is_bad_alone: bool = False
+    confirmed: str = ""  # the test that was made to confirm it, and its result
+    doubts: tuple[str, ...] = ()  # the reasons why a rerun may differ from the step, one sentence each
+    again: str = ""  # says whether the step was the same when it was run again
+    is_bad_alone: bool = False  # whether it was bad when this rank ran it alone
+    # as PyTorch dispatches it, such as "aten.log"; of an operation in backward, that of its forward operation
     operation: str = ""
-    backward: bool = False
-    module: str = ""
+    backward: bool = False  # whether it was in its backward pass
+    module: str = ""  # the name of the module that ran it; empty for training_step itself
     file: str | None = None
     line: int | None = None
-    samples: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()  # the samples of the batch that are affected, where that is known
     batch_idx: int | None = None
+    # --- of all ranks, on the one that is told of
+    is_culprit: bool = False  # whether this rank's loss, batch or rerun was bad; where none was, no rank is named
+    others: tuple[BadStep, ...] = field(default=(), repr=False)
+    n_missing: int = 0  # the number of ranks that did not answer
+    skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the bad steps that were skipped before, with their batches
+    # --- the files, or why there are none
     step_path: Path | None = None
     step_note: str = ""
-    is_culprit: bool = False
-    others: tuple[BadStep, ...] = field(default=(), repr=False)
-    n_missing: int = 0
-    skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()
     checkpoint_path: Path | None = None
     checkpoint_note: str = ""
     report_path: Path | None = None

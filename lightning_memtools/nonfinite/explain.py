@@ -173,10 +173,9 @@ def _classified(
         if samples and len(samples) == n_samples_of(rerun.micro[position].batch):
             advice += " " + ADVICE["overflow in all samples"].format(rates=rates)
         return cause, because, advice
-    if event.constant:
-        return NonFiniteCause.DOMAIN, "the code itself writes it there", ADVICE["constant"]
-    because = "the operation is undefined or infinite at its inputs"
-    return NonFiniteCause.DOMAIN, because, advice_for(event.operation, event.of_forward)
+    because = "the code itself writes it" if event.constant else "the operation is undefined or infinite at its inputs"
+    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward)
+    return NonFiniteCause.DOMAIN, because, advice
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:

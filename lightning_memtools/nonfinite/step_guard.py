@@ -149,8 +149,8 @@ class StepGuard:
     """Checks every optimizer step between backward and update.
 
     There are two ways. A step is read before its update, and the host waits for a few numbers. Or, with a fused
-    optimizer on a GPU and without a gradient scaler, a flag on the device holds the update back, the host reads it one
-    step late, and nothing waits.
+    optimizer on a GPU, without a gradient scaler and skips, a flag on the device holds the update back, the host reads
+    it one step late, and nothing waits.
 
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
     `before_update` last. If `check` or `drain` returns a step, it is bad: call `undo` to restore what it has changed,
@@ -195,7 +195,6 @@ class StepGuard:
         self._scaler_skips: Counter[Optimizer] = Counter()
         self._batch: _PresentBatch | None = None
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
-        self._latest: GuardedStep | None = None
         self._to_skip: Optimizer | None = None
         self._is_first_warning = FirstTime()
 
@@ -287,7 +286,7 @@ class StepGuard:
         """Stop holding back updates of the optimizers, and release all tensors. Idempotent."""
         if self._flag is not None:
             self._flag.close()
-        self._step = self._latest = self._batch = None
+        self._step = self._batch = None
         self._is_fused.clear()
         self._starts.clear()
         self._scaler_skips.clear()
@@ -297,11 +296,8 @@ class StepGuard:
         micro = now.micro
         if micro.losses or now.n_updates:  # a second step within the batch has losses of its own
             micro = replace(micro, losses=[], updates_before=now.n_updates)
-        step = self._step = self._latest = GuardedStep(now.number, self._mark_loop(), [micro])
-        flag = None if self._flag is None else self._flag.flag
-        if flag is not None and self._options.max_skips:
-            self._buffers.restore(where=flag)
-        self._buffers.keep(unless=flag)
+        step = self._step = GuardedStep(now.number, self._mark_loop(), [micro])
+        self._buffers.keep(unless=None if self._flag is None else self._flag.flag)
         return step
 
     # --- one way: read before the update
@@ -382,8 +378,8 @@ class StepGuard:
     # --- the other way: a flag on the device
 
     def _can_flag(self, optimizer: Optimizer) -> bool:
-        if self.is_sharded or (self._watch is not None and self._watch.decides):
-            return False
+        if self.is_sharded or self._options.max_skips or (self._watch is not None and self._watch.decides):
+            return False  # whether this update is made must be known before it, and not only held back with all others
         if optimizer not in self._is_fused:
             self._is_fused[optimizer] = honours_found_inf(optimizer)
         return self._is_fused[optimizer]
@@ -401,7 +397,7 @@ class StepGuard:
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
             return None
-        self._flag = self._flag or UpdateFlag(numbers.device, self._options.max_skips)
+        self._flag = self._flag or UpdateFlag(numbers.device)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         n_deciding = 1 if self.carries_losses else 1 + len(losses)
         self._flag.check(optimizer, numbers.to(self._flag.flag.device, non_blocking=True), n_deciding, step)
@@ -409,26 +405,20 @@ class StepGuard:
 
     def _read_flags(self, *, wait: bool) -> HeldBackStep | None:
         decided = [] if self._flag is None else self._flag.read(wait=wait)
-        for position, reading in enumerate(decided, start=1):
-            step, n_losses = reading.step, len(reading.step.measured())
-            norm, losses, norms = reading.numbers[0], reading.numbers[1 : 1 + n_losses], reading.numbers[1 + n_losses :]
-            if not reading.bad and not reading.halts:
+        for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
+            n_losses = len(step.measured())
+            norm, losses, norms = numbers[0], numbers[1 : 1 + n_losses], numbers[1 + n_losses :]
+            if not is_held_back:
                 self._note_good(step, losses, norm)
                 continue
             losses = losses[: len(step.losses())]
             self._remember(step, losses, norm)
-            if reading.halts:
-                # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
-                named = zip(names_of(self._model, step.parameters), step.parameters, norms, strict=True)
-                bad = [BadTensor(name, None, None, p.numel(), n) for name, p, n in named if not math.isfinite(n)]
-                rest = [] if self._flag is None else self._flag.read(wait=True)
-                later = tuple(each.step for each in (*decided[position:], *rest))
-                return HeldBackStep(step, tuple(losses), norm, tuple(bad), late=True, later=later)
-            assert step.start is not None
-            step.start.remove_new_state()
-            if step is self._latest:  # else the next step began by putting them back, on the device
-                self._buffers.restore()
-            self._note_skip(step)
+            # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
+            named = zip(names_of(self._model, step.parameters), step.parameters, norms, strict=True)
+            bad = [BadTensor(name, None, None, p.numel(), n) for name, p, n in named if not math.isfinite(n)]
+            rest = [] if self._flag is None else self._flag.read(wait=True)
+            later = tuple(each for each, *_ in (*decided[position:], *rest))
+            return HeldBackStep(step, tuple(losses), norm, tuple(bad), late=True, later=later)
         return None
 
     # --- of both

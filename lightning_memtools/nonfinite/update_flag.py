@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
@@ -13,54 +11,40 @@ from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.nonfinite.guarded_step import GuardedStep
 
 
-@dataclass(frozen=True, slots=True)
-class DecidedStep:
-    """The result of a step's check, when it has reached the host."""
-
-    step: GuardedStep
-    bad: bool  # whether the step was found bad
-    halts: bool  # whether it was one bad step too many: its update and all later ones were held back
-    numbers: list[float]  # the numbers that were checked
-
-
 class UpdateFlag:
     """Decides on the device whether a step may change anything, and tells the host when the answer has arrived.
 
-    `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after more
-    than `max_skips` bad steps it stays 1, so that it does not matter how late the host learns of it.
+    `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after the
+    first bad step it stays 1, so that it does not matter how late the host learns of it.
     """
 
-    def __init__(self, device: torch.device, max_skips: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros((), device=device)
-        self._n_bad = torch.zeros((), device=device)
-        self._max_skips = max_skips
         self._sent: ArrivingValues[GuardedStep] = ArrivingValues()
         self._attached: list[Optimizer] = []
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, n_deciding: int, step: GuardedStep) -> None:
-        """Skip the coming update if one of the first `n_deciding` numbers is NaN or Inf, without waiting."""
+        """Hold back the coming update and all later ones if one of the first `n_deciding` numbers is NaN or Inf."""
         bad = ~torch.isfinite(numbers[:n_deciding]).all()
-        self._n_bad.add_(bad)
-        halts = self._n_bad > self._max_skips
         # Exactly 0 or 1: the kernels subtract it from the step count.
-        self.flag.copy_(bad | halts)
+        self.flag.copy_(bad | (self.flag != 0))
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         if all(optimizer is not other for other in self._attached):
             self._attached.append(optimizer)
-        verdict = torch.stack([bad.to(numbers.dtype), halts.to(numbers.dtype)])
-        self._sent.send(torch.cat([verdict, numbers]), step)
+        self._sent.send(torch.cat([self.flag.to(numbers.dtype).reshape(1), numbers]), step)
 
     def undecided(self) -> list[GuardedStep]:
         """Return the steps that are not read yet, oldest first."""
         return self._sent.notes()
 
-    def read(self, *, wait: bool) -> list[DecidedStep]:
-        """Return the steps whose results have arrived, oldest first; with `wait`, all of them."""
-        return [
-            DecidedStep(step, bool(bad), bool(halts), numbers)
-            for (bad, halts, *numbers), step in self._sent.receive(wait=wait)
-        ]
+    def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
+        """Return the steps whose results have arrived, oldest first; with `wait`, all of them.
+
+        Returns:
+            Each step, whether it was held back, and the numbers that were checked.
+        """
+        return [(step, bool(bad), numbers) for (bad, *numbers), step in self._sent.receive(wait=wait)]
 
     def close(self) -> None:
         """Remove the flag from the optimizers. Idempotent."""

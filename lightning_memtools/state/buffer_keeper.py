@@ -69,23 +69,18 @@ class _BufferCopies:
         if unless is None:
             torch.cat(flat, out=self._flat)
         else:
-            torch.where(self._is_set(unless), self._flat, torch.cat(flat), out=self._flat)
+            is_set = unless.to(self._flat.device, non_blocking=True) != 0
+            torch.where(is_set, self._flat, torch.cat(flat), out=self._flat)
         return True
 
     def restore(self) -> None:
-        self._write([slot.tensor for slot in self.slots], self._flat)
+        self._write([slot.tensor for slot in self.slots])
         for slot in self.slots:
             slot.held[slot.key] = slot.tensor  # the step may have put a new tensor there
 
-    def restore_where(self, flag: Tensor) -> None:
-        # Only the device knows the flag, so a new tensor that a module put in a buffer's place has to stay there.
-        now = [slot.held.get(slot.key) for slot in self.slots]
-        if [None if tensor is None else tensor.shape for tensor in now] == self._shapes:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in now if tensor is not None])
-            self._write(now, torch.where(self._is_set(flag), self._flat, flat))
-
-    def _write(self, tensors: list[Tensor | None], flat: Tensor) -> None:
-        values = [part.view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
+    def _write(self, tensors: list[Tensor | None]) -> None:
+        parts = torch.split(self._flat, self._sizes)
+        values = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         pairs = [
             (tensor, value)
             for tensor, value in zip(tensors, values, strict=True)
@@ -94,9 +89,6 @@ class _BufferCopies:
         if pairs:
             # Through `.data`, which does not count as a write: a graph may need these buffers for a second backward.
             copy_each([tensor.data for tensor, _ in pairs], [value for _, value in pairs])
-
-    def _is_set(self, flag: Tensor) -> Tensor:
-        return flag.to(self._flat.device, non_blocking=True) != 0
 
 
 class BufferKeeper:
@@ -138,15 +130,12 @@ class BufferKeeper:
         self._copies = [*kept, *(_BufferCopies([slot]) for slot in written)]
 
     @torch.no_grad()
-    def restore(self, where: Tensor | None = None) -> None:
-        """Restore the buffers. `where`: only if this 0-dim tensor is not 0, which is decided on the device."""
-        for copies in self._copies or ():
-            if where is None:
-                copies.restore()
-            else:
-                copies.restore_where(where)
-        if where is not None or self._copies is None:
+    def restore(self) -> None:
+        """Restore the buffers."""
+        if self._copies is None:
             return
+        for copies in self._copies:
+            copies.restore()
         known = {id(held): set[str]() for _, held in self._held}
         for slot in (*self._none, *self._released, *(slot for copies in self._copies for slot in copies.slots)):
             known[id(slot.held)].add(slot.key)

@@ -92,7 +92,7 @@ def _numpy_state() -> Any:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
-    generator = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
+    generator: Any = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
     if type(generator).__name__ != "MT19937":
         return numpy.random.get_state()
     memory = ctypes.string_at(generator.ctypes.state_address, 4 * 625)  # 624 numbers, and the position in them
