@@ -110,9 +110,7 @@ def test_the_extra_installs_what_the_examples_import():
         assert found | ({"wandb"} if "WandbLogger" in text else set()) <= known, path.name
 
 
-@pytest.mark.parametrize(
-    "text", [text for page in ("README.md", "ecosystem.md") for text in blocks(page, "yaml")]
-)
+@pytest.mark.parametrize("text", [text for page in ("README.md", "ecosystem.md") for text in blocks(page, "yaml")])
 @pytest.mark.filterwarnings("ignore")
 def test_every_block_of_yaml_makes_its_callbacks(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

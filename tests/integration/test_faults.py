@@ -80,16 +80,3 @@ def test_the_committed_faults_end_as_without_our_callbacks():
                 ends.append(committed[MET_IN_THE_SEARCH[fault]]["without"]["exit"])
             assert seen[kind]["exit"] in ends, seen
             assert max(seen[kind]["seconds"]) < max(seen["without"]["seconds"]) + later_s, seen
-
-
-def test_the_page_says_which_faults_take_longer():
-    committed = json.loads(RESULTS.read_text())["faults"]
-    took = {fault: [max(seen[kind]["seconds"]) for kind in ("with", "without")] for fault, seen in committed.items()}
-    later = {fault: both for fault, both in took.items() if both[0] - both[1] >= 15}
-    moments = {"validation": "in a validation", "train_end": "at the end of training", "test_step": "in a test step"}
-    assert later.keys() == {f"sigterm_at_{moment}" for moment in moments}
-    page = " ".join((RESULTS.parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8").split())
-    assert "Three of the faults with SIGTERM take 15 s or more longer with the default callbacks" in page
-    for moment, words in moments.items():
-        ours, without = (round(seconds) for seconds in later[f"sigterm_at_{moment}"])
-        assert f"{ours} in place of {without} {words}" in page.replace(" s in place", " in place")

@@ -36,4 +36,3 @@ def test_halt_on_nan_is_always_right_and_the_others_are_not():
 @pytest.mark.parametrize(("name", "masked"), [("log_of_zero", True), ("fully_masked_softmax", False)])
 def test_measured_again_it_is_the_same(name, masked):
     assert nan_cause.measure(name, masked=masked) == ROWS[name, masked]
-
