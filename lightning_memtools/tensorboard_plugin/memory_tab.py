@@ -16,7 +16,7 @@ from lightning_memtools.tensorboard_plugin.event_files import (
     EventDirectory,
     LoggedRun,
 )
-from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, runs_view
+from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 STATIC = Path(__file__).parent / "static"
@@ -89,12 +89,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         return runs_view(self._all_runs())
 
     def _run(self, request: wrappers.Request) -> Any:
-        return run_view(
-            self._named(request),
-            first=_number(request, "first"),
-            last=_number(request, "last"),
-            buckets=int(_number(request, "buckets") or DEFAULT_BUCKETS),
-        )
+        return run_view(self._named(request))
 
     def _reports(self, request: wrappers.Request) -> Any:
         return reports_of(self._named(request))
@@ -137,16 +132,3 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
 def _respond(request: wrappers.Request, content: str | bytes, content_type: str, code: int) -> wrappers.Response:
     response: wrappers.Response = http_util.Respond(request, content, content_type, code=code)
     return response
-
-
-def _number(request: wrappers.Request, name: str) -> float | None:
-    text = request.args.get(name)
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not abs(number) < 1e18:  # noqa: PLR2004, NaN and infinity are refused too
-        raise RequestError(400, f"{name}={text[:50]!r} is not a number.")
-    return number
