@@ -67,7 +67,7 @@ BUDGETS = {
     "estimate": 1096,
     "reporting": 1955,
     "state": 2056,
-    "tensorboard_plugin": 1313,
+    "tensorboard_plugin": 1246,
     "_lightning.py": 1311,
     "_torch.py": 1008,
     REST: 302,
