@@ -19,7 +19,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_memtools
 from lightning_memtools import NonFiniteError
 from lightning_memtools.cli.main import command_parser, main
-from tests import gpu_docs
 from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[1]
@@ -138,10 +137,6 @@ def test_the_workflow_on_the_page_is_the_file_and_runs_commands_that_exist():
         "dry_run",
         "diff",
     ]
-
-
-def test_the_list_of_gpus_is_that_of_the_package():
-    assert gpu_docs.PAGE.read_text("utf-8") == gpu_docs.page(), "run: python -m tests.gpu_docs"
 
 
 def test_the_reference_has_every_public_name():
