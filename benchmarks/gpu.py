@@ -1,6 +1,6 @@
-"""What only a real GPU can say: estimates beside its allocator, steps with a plan, and advice that is followed.
+"""What only a real GPU can say: estimates beside its allocator, what emptying its cache costs, steps with a plan.
 
-    PYTHONPATH=.venv/zoo python benchmarks/gpu.py [estimates | asking | plans | reports ...]
+    PYTHONPATH=.venv/zoo python benchmarks/gpu.py [estimates | asking | plans ...]
 
 It takes some ten minutes and at most 12 GiB of the GPU, and writes each part into results/gpu.json, under the GPU's
 name. torchvision and timm lie in .venv/zoo; see tests/zoo.py.
@@ -10,25 +10,18 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from machine import known, save, spread
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from truth import cases, clean_up, errors_of, estimated, real_peaks
 
-from lightning_memtools import OOMReport
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner
@@ -45,7 +38,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "recomputed": {"memory_budget": 0.3},
     "offloaded": {"offload": True, "host_memory": "32GiB"},
 }
-OOM_LIMIT = 4 * 2**30
 
 
 # --- estimates
@@ -159,85 +151,7 @@ def timed_steps(model: nn.Module, given: Tensor, loss_of: Callable[..., Tensor])
     return torch.cuda.max_memory_allocated(), times[3:]
 
 
-# --- out-of-memory reports, and their advice
-
-
-class LanguageModel(L.LightningModule):
-    """Eight transformer blocks, with batches of a size for each stage."""
-
-    def __init__(self, sizes: dict[str, int]) -> None:
-        super().__init__()
-        layers = [nn.TransformerEncoderLayer(512, 8, batch_first=True, norm_first=True) for _ in range(8)]
-        self.net = nn.Sequential(nn.Embedding(8000, 512), *layers, nn.Linear(512, 8000))
-        self.sizes = sizes
-
-    def training_step(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val_loss", self.training_step(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-    def loader(self, stage: str) -> Any:
-        tokens: Any = torch.zeros(2 * self.sizes[stage], 256, dtype=torch.long)
-        return DataLoader(tokens, batch_size=self.sizes[stage])
-
-    def train_dataloader(self) -> Any:
-        return self.loader("train")
-
-    def val_dataloader(self) -> Any:
-        return self.loader("val")
-
-
-def reports() -> dict[str, Any]:
-    """Failures with the process held to 4 GiB: what each report suggests, how long it took, and whether that fits."""
-    torch.cuda.set_per_process_memory_fraction(OOM_LIMIT / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        return {
-            "train": followed("train", {"train": 160, "val": 8}),
-            "val": followed("val", {"train": 16, "val": 640}),
-        }
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def followed(stage: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """One failure, and what became of the batch size that its report suggests, and of a larger one."""
-    report = attempt(sizes)
-    if report is None:
-        return {"fits": True}
-    size, took = (
-        re.search(pattern, report)
-        for pattern in (rf"batches of (\d+) instead of {sizes[stage]}", r"This report took ([\d.]+) s")
-    )
-    found: dict[str, Any] = {"headline": report.splitlines()[0], "report_s": float(took[1]) if took else None}
-    if size is None:
-        return found
-    suggested = first = int(size[1])
-    while first < 2 * suggested and attempt(sizes | {stage: first}) is None:
-        first += max(first // 50, 1)
-    return {**found, "suggested": suggested, "first_that_fails": first}
-
-
-def attempt(sizes: dict[str, int]) -> str | None:
-    """The report of a fit that fails, None of one that fits."""
-    clean_up()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="gpu", devices=1, max_epochs=1, logger=False, default_root_dir=folder,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-            callbacks=[OOMReport(directory=folder)],
-        )  # fmt: skip
-        try:
-            trainer.fit(LanguageModel(sizes))
-        except torch.OutOfMemoryError:
-            return next(Path(folder).glob("oom-*.md")).read_text()
-    return None
-
-
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {part.__name__: part for part in (estimates, asking, plans, reports)}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {part.__name__: part for part in (estimates, asking, plans)}
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ Needs a CUDA build of PyTorch, no GPU (docs/dry-run.md), and litgpt's source as 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def measured(source: Path, config: str, peak_gb: float | None) -> dict[str, Any]
     wanted = yaml.safe_load((source / "config_hub" / "finetune" / config).read_text(encoding="utf-8"))
     devices, train = wanted["devices"], wanted["train"]
     arguments = [str(source), config, str(devices), str(train["max_seq_length"])]
-    start = time.perf_counter()
     result = dry_run(SCRIPT, arguments, gpu="A10G 24GB", devices=devices, output=sys.stderr)
     (stage,) = result.stages
     # The weights and AdamW's two averages, which are all of the weights' type.
@@ -57,7 +55,6 @@ def measured(source: Path, config: str, peak_gb: float | None) -> dict[str, Any]
         "comparable": peak_gb is None or devices > 1 or least <= peak_gb * 1e9,
         "dry_run_gb": None if result.status == _OUT_OF_MEMORY else round(stage.peak_allocated / 1e9, 4),
         "error_pct": peak_gb and round(100 * (stage.peak_allocated / 1e9 / peak_gb - 1), 2),
-        "seconds": round(time.perf_counter() - start, 1),
     }
 
 

@@ -14,21 +14,14 @@ import lightning
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-_LINE = 140
+_LINE = 150
 
 
 def description() -> dict[str, Any]:
     """Return the machine, without names of hosts or paths."""
-    machine: dict[str, Any] = {
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-    }
-    if torch.cuda.is_available():
-        machine |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    return machine
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Lightning {lightning.__version__}"
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"processor": platform.machine(), "threads": torch.get_num_threads(), "versions": versions, **gpu}
 
 
 def spread(samples: Sequence[float], digits: int = 4) -> dict[str, float]:
@@ -69,15 +62,15 @@ def write(name: str, summary: Mapping[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
-def in_lines(value: Any, indent: int = 0) -> str:
+def in_lines(value: Any, indent: int = 0, key: str = "") -> str:
     """Return JSON in which a value that fits into a line has one."""
-    flat = json.dumps(value)
+    flat = key + json.dumps(value)
     if indent + len(flat) <= _LINE or not isinstance(value, (dict, list)):
         return flat
-    inner = " " * (indent + 2)
     if isinstance(value, dict):
-        rows = [f"{inner}{json.dumps(key)}: {in_lines(one, indent + 2)}" for key, one in value.items()]
+        rows = [in_lines(one, indent + 2, f"{json.dumps(name)}: ") for name, one in value.items()]
     else:
-        rows = [inner + in_lines(one, indent + 2) for one in value]
+        rows = [in_lines(one, indent + 2) for one in value]
     start, end = "{}" if isinstance(value, dict) else "[]"
-    return f"{start}\n" + ",\n".join(rows) + f"\n{' ' * indent}{end}"
+    inner = " " * (indent + 2)
+    return f"{key}{start}\n" + ",\n".join(inner + row for row in rows) + f"\n{' ' * indent}{end}"
