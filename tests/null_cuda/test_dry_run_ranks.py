@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -222,7 +221,7 @@ def test_data_parallel_ranks_hold_the_whole_model_and_its_buckets(trained, scrip
 
 
 def test_the_example_answers_for_one_card_and_for_8_of_them():
-    """A smaller model than the page's, for time; benchmarks/dry_run.py measures the page's."""
+    """A smaller model than the page's, for time."""
     example = ROOT / "examples" / "will_it_fit.py"
     small = ("--layers", "2", "--width", "512", "--tokens", "256")
     done = subprocess.run([sys.executable, str(example), *small], capture_output=True, text=True, check=False)
@@ -234,25 +233,6 @@ def test_the_example_answers_for_one_card_and_for_8_of_them():
     assert alone, done.stdout
     assert shard, done.stdout
     assert float(shard[1]) < float(alone[1])
-    found = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())["cases"]
-    whole = found["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]["peak_reserved"]["train"] / 2**30
-    assert f"AdamW, FSDP 2 on 8 of RTX 4090: fits, {whole:.1f} GiB" in (ROOT / "docs" / "examples.md").read_text()
-
-
-def test_the_measured_run_of_a_7b_model_keeps_its_limits():
-    found = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())["cases"]
-    one = found["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]
-    assert one["status"] == 0
-    assert one["seconds"] < 60
-    assert one["host_bytes_peak"] < 4 * 2**30
-    results = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())
-    estimated = results["estimates"]["Llama 2 7B, FSDP 2, 8 ranks"]
-    assert estimated["peak_allocated"] == pytest.approx(one["peak_allocated"]["train"], rel=0.01)
-    assert estimated["peak_reserved"] == pytest.approx(one["peak_reserved"]["train"], rel=0.01)
-    assert estimated["seconds"] < 60
-    assert estimated["host_bytes_peak"] < 4 * 2**30
-    too_small = found["Llama 2 7B, FSDP 2, 4 ranks of RTX 3060"]
-    assert (too_small["status"], too_small["has_report"]) == (3, True)
 
 
 PREPARES = """
