@@ -194,7 +194,7 @@ def test_both_ranks_recompute_the_same_and_end_in_the_same_bits(case, folder):
     for rank in (0, 1):
         plain, planned = found["plain", rank], found["planned", rank]
         assert planned["gathered"] == plain["gathered"]
-        assert (plain["gathered"] > 0) == (case == "fsdp2")
+        assert case != "fsdp2" or plain["gathered"] > 0
         assert case != "offloaded" or planned["peak"] < 0.8 * plain["peak"]
         assert_same_bits(plain["weights"], planned["weights"])
 
