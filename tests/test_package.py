@@ -53,7 +53,7 @@ def test_an_unknown_name_is_refused_with_a_list_of_what_exists():
 def test_the_version_is_stated_once():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert "version" not in project["project"]
-    assert project["project"]["dynamic"] == ["version", "readme", "urls"]
+    assert project["project"]["dynamic"] == ["version"]
     assert project["tool"]["hatch"]["version"]["path"] == "lightning_memtools/__init__.py"
 
 
