@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 import lightning_memtools as memtools
 from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
 from tests.event_files import scalars, texts_of
-from tests.integration import ddp_run
+from tests.integration import two_ranks
 from tests.lightning_models import Adversaries, Regression, loader, trainer
-from tests.two_processes import run_script
+from tests.two_processes import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
@@ -190,8 +190,8 @@ def of_memory_monitor(root: Path) -> set[str]:
     monitor = memtools.MemoryMonitor(phases=True, eval_batches=True)
     found = logged_in(root / "one", monitor, Regression(), loader(), loader(16, seed=1))
     (root / "two").mkdir()
-    run_script(Path(ddp_run.__file__), root / "two", "ddp")
-    return found | {tag for tag in scalars(root / "two" / "board") if tag.startswith("memory/")}
+    run_ranks(Path(two_ranks.__file__), root / "two", "monitor", timeout_s=120)
+    return found | {tag for tag in scalars(root / "two" / "monitor" / "board") if tag.startswith("memory/")}
 
 
 def of_loss_curves(root: Path) -> set[str]:

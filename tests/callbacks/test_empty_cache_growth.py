@@ -23,7 +23,6 @@ from tests.event_files import scalars, texts_of
 from tests.lightning_models import trainer
 
 KIB = 2**10
-EACH = 16 * KIB
 
 
 class Small(L.LightningModule):
