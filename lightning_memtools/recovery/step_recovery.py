@@ -183,7 +183,7 @@ class StepRecovery:
             self._exchange.rejoin()
         if n_elements / n_parts >= self._too_large:
             self._too_large = math.inf  # another program may have left the device
-        self._note(start, 1 if n_parts == 1 else start.n_run, is_recovering=is_recovering)
+        self._note(start, n_parts, is_recovering=is_recovering)
         return result
 
     def _first_parts(self, n_elements: int) -> int:
@@ -199,7 +199,8 @@ class StepRecovery:
 
     def _run_parts(self, start: StepStart, n_parts: int) -> Any:
         """Run the parts of a batch, and return the last one's result with the loss of all."""
-        losses, result = [], None
+        losses: list[Any] = []
+        result: Any = None
         start.set_gradients_aside()
         with no_collectives():
             for part, factor in self._parts_of(start.batch, n_parts):
@@ -237,7 +238,6 @@ class StepRecovery:
         Raises:
             CannotSplitError: It cannot be run in more parts, and must not be skipped.
         """
-        self._parts_of(start.batch, 2)
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
             return min(2 * n_parts, most)

@@ -41,14 +41,12 @@ class StepStart:
         batch: The batch in containers of its own, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
         raised: The error that the step itself raised last, and not the code around it.
-        n_run: The number of parts that have run since the state was taken back.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
         self.batch = copied_containers(step.batch)
         self.failure: Exception | None = None
         self.raised: Exception | None = None
-        self.n_run = 0
         self._step = step
         self._state = state
         self._random = RandomState.now(device=state.device)
@@ -72,22 +70,21 @@ class StepStart:
 
     def run_whole(self) -> Any:
         """Run forward and backward of the batch, and return Lightning's result."""
-        return self._run(self._step.batch, 1.0, is_whole=True)
+        return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
         """Run forward and backward of a part, and return its result with the loss multiplied by a factor."""
-        self.n_run += 1
         with self._step.log.of_part(part):
-            result = self._run(part, factor, is_whole=False)
+            result = self._run(part, factor)
         loss = result.closure_loss
         return result if loss is None else replace(result, closure_loss=loss.detach() * factor)
 
-    def _run(self, batch: Any, factor: float, *, is_whole: bool) -> Any:
+    def _run(self, batch: Any, factor: float) -> Any:
         loss: Tensor | None = None
         try:
             result = self._step.forward(batch)
             self.zero_once()
-            self._is_whole = is_whole
+            self._is_whole = batch is self._step.batch
             if result.closure_loss is not None:
                 loss = result.closure_loss if factor == 1.0 else result.closure_loss * factor
                 self._step.backward(loss)
@@ -131,7 +128,7 @@ class StepStart:
 
     def take_back(self) -> str:
         """Restore the state that the step began with; return the reason why that is impossible, or ""."""
-        completed, self._is_whole, self.n_run = self.completed(), False, 0
+        completed, self._is_whole = self.completed(), False
         self._random.restore()
         self._take_back_log()
         for metric, values in self._metrics:

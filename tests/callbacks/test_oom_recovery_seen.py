@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import re
+import weakref
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import HaltOnNaN, NonFiniteError, OOMReport, VirtualDevice, replay
-from lightning_memtools.memory.readers import allocated_bytes
+from lightning_memtools import HaltOnNaN, MemoryMonitor, NonFiniteError, OOMRecovery, OOMReport, VirtualDevice
 from lightning_memtools.recovery.step_recovery import StepRecovery
 from tests.callbacks.recovery_runs import (
+    TIGHT,
     FailsOnce,
     Sequences,
     StepResult,
@@ -26,6 +30,7 @@ from tests.callbacks.recovery_runs import (
     Watched,
     batches,
     closure,
+    fit,
     recovery,
 )
 from tests.lightning_models import trainer
@@ -105,46 +110,6 @@ def test_hooks_counters_and_the_progress_bar_see_one_step(healthy, recovered):
     assert [one[3:] for one in notes.seen if one[0] == "on_train_batch_end"] == [(i + 1, i, i) for i in range(4)]
 
 
-class Ordered(Watched):
-    """Notes the order of forward passes, zero_grad and backward passes, and if there are gradients then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[str] = []
-
-    def note(self, what: str) -> None:
-        has_gradients = any(parameter.grad is not None for parameter in self.parameters())
-        self.order.append(f"{what}{' with gradients' if has_gradients else ''}")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"forward {len(batch[0])}")
-        return super().training_step(batch, batch_idx)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.note("zero_grad")
-
-    def on_before_backward(self, loss: Any) -> None:
-        self.note("backward")
-
-
-@pytest.mark.parametrize(
-    ("at", "again"),
-    [
-        (12, ["forward 16 with gradients", "zero_grad with gradients", "forward 8"]),
-        (80, ["forward 16 with gradients", "zero_grad with gradients", "backward", "forward 8"]),
-    ],
-    ids=["forward", "backward"],
-)
-def test_gradients_are_zeroed_once_a_step_after_its_first_forward_pass(at, again, tmp_path):
-    model = Ordered()
-    run = trainer(tmp_path, recovery(), logger=False)
-    with FailsOnce(model, at, batch=1):
-        run.fit(model, DataLoader(batches((8,) * 3), batch_size=None))
-    second = ["backward", "forward 8 with gradients", "backward with gradients"]
-    planned = ["forward 8 with gradients", "zero_grad with gradients", *second]
-    assert model.order == ["forward 16", "zero_grad", "backward", *again, *second, *planned]
-
-
 def test_every_random_stream_goes_on_from_where_the_batch_began(healthy, recovered):
     whole = {one[0]: one for one in healthy[0].drawn}
     for index in range(3):  # the streams of the parts differ from then on
@@ -161,39 +126,6 @@ def test_between_attempts_memory_is_that_of_the_beginning_of_the_step(recovered)
     assert model.allocated[first_part] == model.allocated[failed] - gradients
 
 
-def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is_kept(tmp_path):
-    left = {}
-    data = DataLoader(batches((64, 3_000)), batch_size=None)
-    for name in ("with", "without"):
-        callbacks = [OOMReport(directory=str(tmp_path), snapshot=False)] if name == "with" else []
-        gc.collect()
-        with VirtualDevice("50MiB") as device:
-            model = Sequences()
-            try:
-                trainer(tmp_path, *callbacks, logger=False).fit(model, data)
-            except torch.OutOfMemoryError as error:
-                kept = error  # as a notebook does
-            left[name] = allocated_bytes(device)
-            if name == "with":
-                again = trainer(tmp_path, logger=False)
-                again.fit(model, DataLoader(batches((64, 1_500, 1_500)), batch_size=None))
-                assert again.global_step == 3
-            del kept
-    assert left["without"] > 20 * 2**20  # two activations
-    assert left["with"] < 3 * 2**20  # weights, momentum and the batch that the loader still holds
-
-
-def test_a_skipped_batch_is_reported(tmp_path):
-    report = OOMReport(directory=str(tmp_path / "reports"), snapshot=False)
-    recovering = recovery(skip_batch=True)
-    with VirtualDevice("30MiB"):
-        run = trainer(tmp_path, recovering, report, logger=False)
-        run.fit(Sequences(), DataLoader(batches((64, 100_000, 64), n_rows=1), batch_size=None))
-    assert recovering.recoveries.n_skipped == 1
-    (page,) = (tmp_path / "reports").glob("*.md")
-    assert "A batch was skipped" in page.read_text()
-
-
 class TakesLogarithm(Timed):
     """The loss of a batch with a negative sample is NaN."""
 
@@ -201,7 +133,7 @@ class TakesLogarithm(Timed):
         return super().loss(batch) + torch.log(batch[1][:, 0, 0]).mean() * 0.01
 
 
-def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it_had_parts(tmp_path):
+def test_a_nan_in_a_part_is_found_in_the_whole_batch(tmp_path):
     torch.manual_seed(3)
     data = batches((8,) * 3)
     for _, y in data:
@@ -213,11 +145,6 @@ def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it
         run.fit(model, DataLoader(data, batch_size=None))
     assert model.seen[:4] == [16, 16, 8, 8]
     assert "torch.log in TakesLogarithm.loss" in str(caught.value)
-    assert "it affects sample 13 of batch 1" in str(caught.value)
-    (capsule,) = tmp_path.glob("*capsule.pt")
-    again = replay(capsule, model=TakesLogarithm)
-    assert not again.is_finite
-    assert again.mismatches[0] == "It gave 1 losses, the step 2."  # the whole batch is replayed
 
 
 class Manual(Sequences):
@@ -248,7 +175,7 @@ def test_fsdp_is_refused_at_setup_with_the_reason(tmp_path):
     assert model.seen == []
 
 
-def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_trial_or_a_second_attempt(tmp_path, capsys):
+def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_second_attempt(tmp_path, capsys):
     ends = []
 
     def update(parameter: Any) -> None:
@@ -265,6 +192,70 @@ def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_tria
     assert "register_post_accumulate_grad_hook was called" in caught.value.__notes__[0]
     assert "register_post_accumulate_grad_hook was called" in " ".join(capsys.readouterr().out.split())
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_batch_is_freed_without_a_garbage_collection(tmp_path):
+    class Looks(Sequences):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen_batches: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen_batches.append(weakref.ref(batch[0].untyped_storage()))
+            return super().training_step([batch[0].clone(), batch[1]], batch_idx)
+
+    model = Looks()
+    data: Any = [lambda: batches((8,))[0]] * 6
+    loader: Any = DataLoader(data, batch_size=None, collate_fn=lambda make: make())
+    gc.collect()
+    gc.disable()
+    try:
+        trainer(tmp_path, recovery(), logger=False).fit(model, loader)
+        alive = sum(reference() is not None for reference in model.seen_batches)
+    finally:
+        gc.enable()
+    assert alive <= 2  # those that the loader fetched last
+
+
+class Counts(Watched):
+    """Writes a buffer in every step from the given one on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.since = since
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= self.since:
+            self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("since", [0, 3])
+def test_a_buffer_that_steps_write_is_restored(since, tmp_path):
+    model, data = Counts(since), batches((8,) * 4)
+    run = trainer(tmp_path, recovery(), logger=False)
+    with FailsOnce(model, 0, batch=3, name="mse_loss"):
+        run.fit(model, DataLoader(data, batch_size=None))
+    assert float(model.steps) == 3 - since + 2  # the failed attempt is taken back, and two parts have written
+
+
+@pytest.mark.filterwarnings("ignore:Allocation retries have begun", "ignore:Peak reserved memory is")
+def test_the_first_recovery_is_warned_of_logged_and_reported_and_the_summary_counts_all(tmp_path, capsys):
+    logger = CSVLogger(tmp_path)
+    callbacks = [MemoryMonitor(), OOMReport(), OOMRecovery(loss="mean")]
+    with pytest.warns(UserWarning, match="OOMRecovery: A batch ran out of memory and was run again in"):
+        fit(tmp_path, Sequences(), *callbacks, capacity=TIGHT, logger=logger)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "memory/oom_recoveries" in rows
+    assert "memory/micro_batches" in rows
+    (report,) = tmp_path.rglob("oom-*.md")
+    assert report.name == "oom-train-step2.md"
+    assert re.search("The run goes on.* ran out of memory and was run again in", report.read_text())
+    (summary,) = tmp_path.rglob("memory_summary_fit.md")
+    assert re.search("OOMRecovery: 1 batch ran out of memory and ran again in up to", summary.read_text())
+    assert "The run goes on." in capsys.readouterr().out
 
 
 @pytest.mark.cuda_memory

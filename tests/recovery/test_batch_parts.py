@@ -13,7 +13,6 @@ from transformers import BatchEncoding
 
 from lightning_memtools.recovery.batch_parts import (
     CannotSplitError,
-    copied_containers,
     n_samples_of,
     split_by_user,
     split_plainly,
@@ -92,17 +91,3 @@ def test_what_the_users_function_returns_is_taken_or_quoted():
     for split, reason in ((fails, "KeyError: 2"), (lambda *_: None, "'NoneType' object is not iterable")):
         with pytest.raises(CannotSplitError, match=f"split_batch returned no list of parts: .*{reason}"):
             split_by_user(rows(), 2, split)
-
-
-def test_a_step_that_changes_its_batch_leaves_the_copy_whole():
-    x = rows()
-    for batch in ({"x": [x], "of": {"y": x}}, BatchEncoding({"x": [x], "of": {"y": x}})):
-        kept = copied_containers(batch)
-        assert type(kept) is type(batch)
-        batch["x"][0] = batch.pop("of")
-        assert kept["x"][0] is x
-        assert kept["of"]["y"] is x
-    graphs = Graphs(x)
-    kept = copied_containers([graphs])
-    graphs.nodes = x + 1
-    assert kept[0].nodes is x

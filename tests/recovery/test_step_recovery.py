@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.recovery import step_recovery, step_start
@@ -38,8 +39,8 @@ def texts(*lengths: int) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def tokens_in(batch: Any) -> Tensor:
-    return (batch["labels"] != -100).sum()
+def tokens_in(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum())
 
 
 def on_texts(model: nn.Module, **options: Any) -> Steps:
@@ -180,6 +181,76 @@ def test_the_failed_step_is_released_when_split_batch_is_called():
     run.run(UNEQUAL)
     assert alive
     assert not any(alive)
+
+
+@dataclass
+class Pair:
+    """A batch of a class of the user's."""
+
+    x: Tensor
+    y: Tensor
+
+
+def halves(batch: Pair, n_parts: int) -> list[Pair]:
+    return [Pair(*pair) for pair in zip(batch.x.chunk(n_parts), batch.y.chunk(n_parts), strict=True)]
+
+
+def puts(batch: Any) -> Any:
+    batch["x"] = batch["x"] / 255
+    return batch["x"], batch["y"]
+
+
+def pops(batch: Any) -> Any:
+    return batch["x"] / 255, batch.pop("y")
+
+
+def puts_deep(batch: Any) -> Any:
+    batch["of"]["x"][0] = batch["of"]["x"][0] / 255
+    return batch["of"]["x"][0], batch["y"]
+
+
+def sets(batch: Any) -> Any:
+    batch.x = batch.x / 255
+    return batch.x, batch.y
+
+
+class Changes(nn.Module):
+    """Changes its batches before memory runs out."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.net, self.change = nn.Linear(3, 1), change
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = self.change(batch)
+        loss = F.mse_loss(self.net(x), y)
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("change", "make", "options"),
+    [
+        (puts, lambda x, y: {"x": x, "y": y}, {}),
+        (pops, lambda x, y: {"x": x, "y": y}, {}),
+        (pops, lambda x, y: BatchEncoding({"x": x, "y": y}), {}),
+        (puts_deep, lambda x, y: {"of": {"x": [x]}, "y": y}, {}),
+        (sets, Pair, {"split": halves, "loss_weight": lambda batch: len(batch.x)}),
+    ],
+)
+def test_items_and_attributes_that_a_failed_attempt_changed_are_restored(change, make, options):
+    x, y = torch.rand(8, 3) * 255, torch.rand(8, 1)
+    run = Steps(Changes(change), lambda _: 0, 99, **options)
+    run.run(make(x, y))
+    net = run.model.net
+    right = torch.autograd.grad(F.mse_loss(net(x / 255), y), net.weight)
+    torch.testing.assert_close(net.weight.grad, *right, rtol=1e-5, atol=1e-7)
+
+
+def test_a_tensor_of_the_batch_that_was_written_in_place_is_named():
+    run = Steps(Changes(lambda batch: (batch["x"].div_(255), batch["y"])), lambda _: 0, 99)
+    assert 'wrote batch["x"] in place' in refusal(run, {"x": torch.rand(8, 3), "y": torch.rand(8, 1)})
 
 
 class Frozen(nn.Module):
