@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import tree_flatten, tree_unflatten
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import is_plain_object
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 
@@ -80,11 +81,14 @@ def split_by_user(batch: Any, n_parts: int, split: Callable[[Any, int], Sequence
         CannotSplitError: It raises an error or returns no parts.
     """
     try:
-        return list(split(copied_containers(batch), n_parts))
+        parts = list(split(copied_containers(batch), n_parts))
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise CannotSplitError(f"split_batch returned no list of parts: {type(error).__name__}: {error}") from error
+        raise CannotSplitError(f"split_batch returned no list of parts: {in_one_line(error)}") from error
+    if not parts:
+        raise CannotSplitError("split_batch returned an empty list of parts")
+    return parts
 
 
 def copied_containers(batch: Any) -> Any:

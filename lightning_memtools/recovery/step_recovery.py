@@ -223,10 +223,11 @@ class StepRecovery:
         try:
             *counts, total = (float((self._loss_weight or n_samples_of)(one)) for one in (*parts, batch))
         except Exception as error:
-            if isinstance(error, CannotSplitError):
+            if isinstance(error, CannotSplitError) or is_out_of_memory(error):
                 raise
             raise CannotSplitError(f"loss_weight raised {in_one_line(error)}") from error
-        if not all(0 <= count < math.inf for count in counts) or not math.isclose(sum(counts), total, rel_tol=1e-5):
+        are_counts = total > 0 and all(0 <= count < math.inf for count in counts)
+        if not are_counts or not math.isclose(sum(counts), total, rel_tol=1e-5):
             unit = "samples" if self._loss_weight is None else "as loss_weight= counts"
             raise CannotSplitError(f"its parts of {counts} {unit} are not the batch of {total}")
         # A part without any token has no mean.

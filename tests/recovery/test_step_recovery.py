@@ -81,6 +81,7 @@ def test_a_loss_that_is_a_sum_is_added():
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
+        (lambda batch: 0, r"parts of \[0.0, 0.0\]"),
         (lambda batch: -1.0, r"parts of \[-1.0, -1.0\] as loss_weight= counts"),
         (lambda batch: float("nan"), r"parts of \[nan, nan\]"),
         (lambda batch: 4, r"parts of \[4.0, 4.0\] as loss_weight= counts are not the batch of 4.0"),
