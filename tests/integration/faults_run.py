@@ -157,7 +157,7 @@ LAST = {
 """Their runs end with the fit, so that the other rank can succeed."""
 
 FAULTS |= LAST
-"""All of them; benchmarks/faults.py runs them."""
+"""All of them; a run of this file takes names."""
 
 IN_CI = (
     *("none", "fewer_batches", "fewer_validation_batches", "stops_at_step", "disk_full", "log_directory_gone"),

@@ -1,4 +1,4 @@
-"""What CUDA does otherwise than the CPU: each entry of the table in docs/estimate-accuracy.md on its own."""
+"""What CUDA does otherwise than the CPU: each kernel of memory/cuda_ops on its own."""
 
 from __future__ import annotations
 
