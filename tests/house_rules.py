@@ -52,7 +52,7 @@ BUDGETS = {
     "cli, without the dry run": 1112,
     "null_cuda, with the dry run": 1935,
     "budgets": 1266,
-    "oom": 3628,
+    "oom": 3630,
     "recovery": 1759,
     "nonfinite": 4803,
     "doctor": 2380,
