@@ -26,6 +26,7 @@ from lightning_memtools._lightning import (
     watch_updates,
     write_checkpoint,
 )
+from lightning_memtools.callbacks.guarded import unless_it_fails
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.user_code import short_path
@@ -50,7 +51,6 @@ from lightning_memtools.nonfinite.step_guard import HaltOptions, HeldBackStep, R
 from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun, plain_facts, precision_now
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_file, write_report_on_rank_zero
-from lightning_memtools.reporting.guarded import unless_it_fails
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.ranks import RankGather

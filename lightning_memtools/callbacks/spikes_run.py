@@ -10,13 +10,13 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import LoopMarker, gradient_scaler, is_accumulating, training_step
+from lightning_memtools.callbacks.guarded import unless_it_fails, warn_of
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction, SpikeDetector
 from lightning_memtools.nonfinite.step_guard import HeldBackStep, StepGuard
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
-from lightning_memtools.reporting.guarded import unless_it_fails, warn_of
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.state.state_snapshot import StateSnapshot
 

@@ -85,8 +85,7 @@ class LossSpike:
                 )
         lines.append(f"Learning rate: {rates_as_text(self.learning_rates)}.")
         lines.append(
-            "Next: look at the samples and labels of its batches; else lower the learning rate, lengthen its warm-up or "
-            "clip gradients."
+            "Next: look at the samples and labels of its batches; else lower the learning rate, or clip gradients."
         )
         return lines
 
