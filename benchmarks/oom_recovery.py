@@ -20,8 +20,8 @@ import torch
 from machine import interleaved, save
 from torch import nn
 
+from lightning_memtools._lightning import StepClosure
 from lightning_memtools.recovery.step_recovery import StepRecovery
-from lightning_memtools.recovery.step_start import BatchStep
 
 STEPS, ROUNDS = 1000, 15
 
@@ -48,28 +48,28 @@ def layers(n: int, *, norm: bool = False, buffers: int = 0) -> nn.Module:
 
 def own_cost(model: nn.Module, *, accumulates: bool = False, **options: Any) -> Callable[[], float]:
     """Return a function that measures the microseconds that a step takes with the recovery, less those without."""
-    defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+    defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "mean", "allow_batch_norm": False}
     recovery = StepRecovery(model, torch.device("cpu"), **(defaults | options))
     result = SimpleNamespace(closure_loss=torch.zeros(()), extra={})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if accumulates else None
-    step = BatchStep(
+    step = StepClosure(
         torch.zeros(8, 4),
         lambda _batch: result,
         NoLog(),  # type: ignore[arg-type]  # nothing is run in parts here
         backward=lambda _loss: None,
         zero_grad=None if accumulates else lambda: None,
+        skipped=lambda: None,
     )
 
-    def bare(step: BatchStep) -> Any:
+    def bare(step: StepClosure) -> Any:
         found = step.forward(step.batch)
         if step.zero_grad is not None:
             step.zero_grad()
-        assert step.backward is not None
         step.backward(found.closure_loss)
         return found
 
-    def timed(run: Callable[[BatchStep], Any]) -> float:
+    def timed(run: Callable[[StepClosure], Any]) -> float:
         for _ in range(20):
             run(step)
         begin = time.thread_time()

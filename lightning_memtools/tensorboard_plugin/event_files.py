@@ -170,7 +170,7 @@ class EventDirectory:
                 self._readers[name].refresh()
 
     def starts_with_points(self) -> bool:
-        """Return True if one of the newest event files begins with tags of this library; reads 16 MiB of each at most."""
+        """Return True if one of the newest event files has tags of this library in its first 16 MiB."""
         newest = sorted(_event_files(self.log_dir), key=_changed, reverse=True)[:_PEEK_FILES]
         return any(_starts_with_points(path) for path in newest)
 

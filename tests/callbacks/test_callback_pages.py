@@ -211,7 +211,7 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "LossCurves": of_loss_curves,
     "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Collects(), loader(), loader(16), max_epochs=4),
     "OOMReport": lambda root: logged_in(root, memtools.OOMReport(), Keeps(4096)),
-    "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(), Keeps(4096)),
+    "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(loss="mean"), Keeps(4096)),
     "HaltOnNaN": lambda root: logged_in(root, memtools.HaltOnNaN(max_skips=1), Diverges(), loader()),
     "LossSpikes": lambda root: logged_in(root, memtools.LossSpikes(warm_up=10, window=10), Jumps(), loader(128)),
     "TrainingDoctor": lambda root: logged_in(

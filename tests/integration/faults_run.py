@@ -180,7 +180,8 @@ def n_batches(name: str, rank: int, n: int) -> int:
 def callbacks(kind: str) -> list[L.Callback]:
     if kind == "without":
         return []
-    others = [GradientCheckpointing(), OOMRecovery(), BatchSizeTuner(stages=("train",), max_trials=2, max_val=8)]
+    tuner = BatchSizeTuner(stages=("train",), max_trials=2, max_val=8)
+    others = [GradientCheckpointing(), OOMRecovery(loss="mean"), tuner]
     return [*default_callbacks(), *(others if kind == "every" else [])]
 
 
