@@ -65,10 +65,10 @@ def differences(path: str, missing: Sequence[str], unexpected: Sequence[str]) ->
             evidence = (
                 f"All {len(own)} keys fit the model once {added!r} is removed from their front, as wrappers add it."
             )
-            return [finding("checkpoint_keys/wrapped", path, evidence, prefix=added)]
+            return [finding("checkpoint_keys/prefix", path, evidence, key=f"key.removeprefix({added!r})")]
         if own == [removed + key for key in saved]:
             evidence = f"All {len(own)} keys fit the model once {removed!r} is put in front: it is of an inner model."
-            return [finding("checkpoint_keys/inner", path, evidence, prefix=removed)]
+            return [finding("checkpoint_keys/prefix", path, evidence, key=f"{removed!r} + key")]
     evidence = f"Missing: {first_of(missing) or 'none'}. Unexpected: {first_of(unexpected) or 'none'}."
     if all(key.endswith(_STATISTICS) for key in keys):
         evidence += " BatchNorm has these keys; it counts batches since PyTorch 0.4.1, where it tracks statistics."

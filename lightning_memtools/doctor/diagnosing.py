@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
-from lightning_memtools.doctor.findings import DoctorReport, Finding
+from lightning_memtools.doctor.findings import DoctorReport
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
@@ -114,7 +114,8 @@ def diagnose(
         try:
             _RealSteps(examination, recipe, step, given).run(steps, val_dataloader, evaluate)
         except Exception as error:  # noqa: BLE001, the user's own step may raise anything
-            examination.findings.append(_step_failed(error, model))
+            place = str(user_line_of(error) or "the training step")
+            examination.findings.append(finding("step", place, f"The step raised {in_one_line(error).rstrip('.')}."))
         examination.tell("end")
     finally:
         snapshot.restore()
@@ -204,13 +205,3 @@ def _repeated(loader: Iterable[Any], n: int) -> Iterator[Any]:
             yield batch
         if n == before:
             return
-
-
-def _step_failed(error: Exception, model: nn.Module) -> Finding:
-    """Return the finding of a step that raised, in the innermost module or else at the user's line."""
-    names, place, entry = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
-    while entry is not None:
-        place = names.get(id(entry.tb_frame.f_locals.get("self")), place)
-        entry = entry.tb_next
-    place = place or str(user_line_of(error) or "the training step")
-    return finding("step", place, f"The step raised {in_one_line(error).rstrip('.')}.")

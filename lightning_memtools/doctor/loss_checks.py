@@ -58,7 +58,7 @@ def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
 
 def note_sums(case: TrainingCase, loss: Tensor) -> None:
     """Note the sums over the batch in the first loss, and have backward note the gradients on the way to each."""
-    if case.batch_size > 1:
+    if case.batch_size > 1 and not case.computes_nothing:
         case.sums = _sums(case.batch_size, loss.grad_fn, ())
 
 
@@ -95,7 +95,7 @@ def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
         if case.accumulate > 1 and lightnings:  # it divides by the number of batches per update
             del factors[lightnings[0]]
         weight = abs(math.prod(factors))
-        if len(arrived) == len(one.way) and all(_is_constant(abs(factor)) for factor in factors):
+        if len(arrived) == len(one.way) and all(arrived) and all(_is_constant(abs(factor)) for factor in factors):
             evidence = (
                 f"The loss sums {math.prod(one.shape):,} values of shape {one.shape} over {case.batch_size} samples, "
                 f"each with the weight {weight:g}; in a mean over the samples it is {weight / case.batch_size:g}."

@@ -18,15 +18,10 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "Workers die with a bus error (insufficient shared memory) as soon as loading runs ahead of training.",
         "Fewer workers or a smaller prefetch_factor, or more shared memory: docker run --shm-size or --ipc=host.",
     ),
-    "checkpoint_keys/wrapped": (
+    "checkpoint_keys/prefix": (
         "error",
         "load_state_dict raises, and with strict=False it loads nothing at all.",
-        "state = {{key.removeprefix({prefix!r}): value for key, value in state.items()}}",
-    ),
-    "checkpoint_keys/inner": (
-        "error",
-        "load_state_dict raises, and with strict=False it loads nothing at all.",
-        "state = {{{prefix!r} + key: value for key, value in state.items()}}",
+        "state = {{{key}: value for key, value in state.items()}}",
     ),
     "checkpoint_keys/statistics": (
         "error",

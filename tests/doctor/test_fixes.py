@@ -157,9 +157,9 @@ fix(
     loaded({key.replace("0.weight", "0.kernel"): value for key, value in STATE.items()}), loaded(STATE),
     evidence=("Missing: 0.weight. Unexpected: 0.kernel.",),
 )  # fmt: skip
-fix("checkpoint_keys/wrapped", loaded({f"module.{key}": value for key, value in STATE.items()}), loaded(STATE))
+fix("checkpoint_keys/prefix", loaded({f"module.{key}": value for key, value in STATE.items()}), loaded(STATE))
 fix(
-    "checkpoint_keys/inner",
+    "checkpoint_keys/prefix",
     loaded(STATE, Wrapping), loaded({f"net.{key}": value for key, value in STATE.items()}, Wrapping),
 )  # fmt: skip
 
