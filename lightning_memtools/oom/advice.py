@@ -223,7 +223,7 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
     )
     if trials.failed.run.max_splits > 1:
         n_parts = -(-size // found.size)
-        parts = f"OOMRecovery(max_splits={n_parts}) would run the batch in parts of that size"
+        parts = f"OOMRecovery(loss=..., max_splits={n_parts}) would run the batch in parts of that size"
         smaller = replace(smaller, detail=f"{smaller.detail}. {parts}")
     yield _with_the_same_plan(trials, smaller, peak)
 

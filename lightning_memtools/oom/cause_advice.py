@@ -15,7 +15,9 @@ from lightning_memtools.reporting.held_words import holding_in_words, is_cause, 
 RELEASE = Action(kind=ActionKind.HOLDER, title="Delete or detach what is held")
 COLLECT_GARBAGE = Action(kind=ActionKind.GARBAGE, title="Collect garbage", code="gc.collect()")
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
-RUN_IN_PARTS = Action(kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code="OOMRecovery()")
+RUN_IN_PARTS = Action(
+    kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code='OOMRecovery(loss="mean")'
+)
 ONE_COPY = Action(
     kind=ActionKind.GARBAGE,
     title="Keep one copy on the device",
