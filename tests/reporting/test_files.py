@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -171,3 +172,19 @@ def test_a_whole_run_with_a_database_writes_its_summaries(tmp_path):
     run.test(model, loader(), verbose=False)
     written = {path.name for path in (tmp_path / "experiment" / "run7" / "memtools").iterdir()}
     assert written == {"memory_summary_fit.md", "memory_summary_test.md"}
+
+
+def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):
+    whole = Path.write_text
+
+    def cut_off(self, text, **options):
+        if len(text) > 5000:
+            whole(self, text[:100], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, text, **options)
+
+    (tmp_path / "x").mkdir()
+    assert isinstance(write_report(tmp_path / "x", "page.md", "short"), Path)
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    assert "No space left" in str(write_report(tmp_path / "x", "page.md", "long" * 2000))
+    assert [(one.name, one.read_text()) for one in (tmp_path / "x").iterdir()] == [("page.md", "short")]
