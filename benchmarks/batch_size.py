@@ -37,7 +37,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
-from machine import RESULTS, save
+from machine import known, save
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
@@ -45,6 +45,7 @@ from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import MODELS, Sized, trainer_for
 from tests.fake_training import InMemory, fake_tensors, fakes_of
 
+TOOLS = ("BatchSizeTuner", "BatchSizeFinder power", "BatchSizeFinder binsearch")
 MARGIN = 0.05
 CAPACITIES = ("2GiB", "3GiB", "4GiB", "8GiB")
 SMALL = ("256MiB", "512MiB", "768MiB")
@@ -81,8 +82,8 @@ def plain_fit(kind: type[Sized], size: int, n_bytes: int, others: str) -> str:
         return f"{retries} allocation retries in 6 steps" if retries else FITS
 
 
-def true_maximum(kind: type[Sized], step: int, near: int, n_bytes: int, others: str) -> tuple[int, int]:
-    """Returns the largest multiple of `step` that fits, and the number of sizes that were run."""
+def true_maximum(kind: type[Sized], step: int, near: int, n_bytes: int, others: str) -> int:
+    """Returns the largest multiple of `step` that fits."""
     ran: dict[int, bool] = {}
 
     def run(steps: int) -> bool:
@@ -101,7 +102,7 @@ def true_maximum(kind: type[Sized], step: int, near: int, n_bytes: int, others: 
         more += 1
         if run(more):
             most = more
-    return most * step, len(ran)
+    return most * step
 
 
 def search(
@@ -141,8 +142,7 @@ def tuner_of(name: str) -> BatchSizeTuner:
 def ours(name: str, kind: type[Sized], on: AbstractContextManager[Any], **options: Any) -> dict[str, Any]:
     tuner = tuner_of(name)
     found = search(kind, on, tuner, **options)
-    trials = [] if tuner.result is None else [[trial.size, trial.outcome] for trial in tuner.result.trials]
-    return {"trials": len(trials), **found, "tried": trials}
+    return {"trials": 0 if tuner.result is None else len(tuner.result.trials), **found}
 
 
 def lightnings(mode: str, kind: type[Sized], on: AbstractContextManager[Any], **options: Any) -> dict[str, Any]:
@@ -161,16 +161,9 @@ def row(name: str, kind: type[Sized], capacity: str, others: str) -> dict[str, A
         "BatchSizeFinder binsearch": lightnings("binsearch", kind, device()),
     }
     n_bytes = int(parse_size(capacity) * (1 - MARGIN))
-    truth, n_ran = true_maximum(kind, STEP.get(name, 1), found["BatchSizeTuner"]["size"], n_bytes, others)
-    for one in found.values():
-        del one["cpu_seconds"]  # nothing was computed
-        one["share_of_true_maximum"] = round(one["size"] / truth, 4)
-        if one["size"] > truth:  # judged on the whole device, as "power" knows no margin
-            one["a_plain_fit_of_it"] = plain_fit(kind, one["size"], parse_size(capacity), others)
-    return {"model": name, "capacity": capacity, "used_by_others": others, "true_maximum": truth,
-            "configured_size": kind().batch_size, "sizes_run_for_the_truth": n_ran,
-            "fit_of_50_steps_on_cuda": fit_on_cuda(name, capacity, others),
-            **found}  # fmt: skip
+    truth = true_maximum(kind, STEP.get(name, 1), found["BatchSizeTuner"]["size"], n_bytes, others)
+    return {"capacity": capacity, "used_by_others": others, "true_maximum": truth,
+            "fit_of_50_steps_on_cuda": fit_on_cuda(name, capacity, others), **found}  # fmt: skip
 
 
 def fit_on_cuda(name: str, capacity: str, others: str) -> dict[str, Any] | None:
@@ -198,8 +191,7 @@ def run_on_cuda(name: str) -> None:
             trainer.fit(model)
         except torch.OutOfMemoryError:
             outcome = f"out of memory in step {trainer.global_step}"
-    trials = [] if tuner.result is None else [[one.size, one.outcome] for one in tuner.result.trials]
-    print(_OUTCOME + json.dumps({"size": model.batch_size, "outcome": outcome, "tried": trials}), flush=True)
+    print(_OUTCOME + json.dumps({"size": model.batch_size, "outcome": outcome}), flush=True)
 
 
 def in_seconds(name: str, kind: type[Sized], capacity: str) -> dict[str, Any]:
@@ -209,7 +201,6 @@ def in_seconds(name: str, kind: type[Sized], capacity: str) -> dict[str, Any]:
         return kind
 
     return {
-        "model": name,
         "capacity": capacity,
         "BatchSizeTuner": ours(name, kind, VirtualDevice(capacity), make=plain),
         "BatchSizeFinder power": lightnings("power", kind, VirtualDevice(capacity), make=plain),
@@ -225,53 +216,61 @@ def main() -> None:
         run_on_cuda(sys.argv[2])
         return
     gc.freeze()  # BatchSizeFinder collects after each trial, which takes a second over all objects of torch
-    path = RESULTS / "batch_size.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if sys.argv[1:] else {"rows": [], "on_real_tensors": []}
     for name in sys.argv[1:] or list(MODELS):
-        rows: list[dict[str, Any]] = []
-        real: list[dict[str, Any]] = []
-        kind = MODELS[name]
+        kind, rows = MODELS[name], list[dict[str, Any]]()
         small = SMALL if name in ON_SMALL else ()
         devices = [(capacity, "0MiB") for capacity in (*small, *OTHER_CAPACITIES.get(name, CAPACITIES))]
         devices += [("4GiB", OTHERS[name])] if name in OTHERS else []
         for capacity, others in devices:
             rows.append(row(name, kind, capacity, others))
-            brief = {key: {k: v for k, v in value.items() if k != "tried"} if isinstance(value, dict) else value
-                     for key, value in rows[-1].items()}  # fmt: skip
-            print(brief, flush=True)
-        if name in SECONDS:
-            real.append(in_seconds(name, kind, SECONDS[name]))
-            print(real[-1], flush=True)
-        known = {
-            key: sorted(
-                [one for one in known[key] if one["model"] != name] + new,
-                key=lambda one: list(MODELS).index(one["model"]),
-            )
-            for key, new in (("rows", rows), ("on_real_tensors", real))
-        }
-        save("batch_size", summary(known["rows"], known["on_real_tensors"]))
+            print(rows[-1], flush=True)
+        real = in_seconds(name, kind, SECONDS[name]) if name in SECONDS else None
+        models = known("batch_size").get("models", {}) | {name: in_columns(rows, real)}
+        save("batch_size", summary({name: models[name] for name in MODELS if name in models}))
 
 
-def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the results with the figures that the manual quotes."""
-    found = [one["BatchSizeTuner"] for one in rows]
+def in_columns(rows: Sequence[Mapping[str, Any]], real: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the searches of a model: a column for each figure, with an entry for each device.
+
+    A size is None where the tool ended the fit with the model's own error.
+    """
+    others = [f" less {row['used_by_others']}" if row["used_by_others"] != "0MiB" else "" for row in rows]
     return {
-        "what": f"training, margin {MARGIN}, on fake tensors; BatchSizeFinder power knows no margin",
-        "truth": "a plain fit of 6 steps on a device less by the margin, without retries; see the script",
-        "runs": len(rows),
-        "never_over_the_truth": all(one["share_of_true_maximum"] <= 1 for one in found),
-        "median_share": statistics.median(one["share_of_true_maximum"] for one in found),
-        "never_below_the_configured_size": all(
-            one["size"] >= min(row["configured_size"], row["true_maximum"])
-            for one, row in zip(found, rows, strict=True)
-        ),
+        "devices": [row["capacity"] + other for row, other in zip(rows, others, strict=True)],
+        "true_maximum": [row["true_maximum"] for row in rows],
         "fits_of_50_steps_on_cuda": sum((row["fit_of_50_steps_on_cuda"] or {}).get("outcome") == FITS for row in rows),
-        "least_share": min(one["share_of_true_maximum"] for one in found),
-        "share_of_runs_in_three_trials": round(sum(one["trials"] <= 3 for one in found) / len(found), 3),
-        "most_trials": max(one["trials"] for one in found),
-        "rows": rows,
-        "on_real_tensors": real,
+        **{tool: {
+            "size": [row[tool]["size"] if "failure" not in row[tool] else None for row in rows],
+            **{key: [row[tool][key] for row in rows] for key in ("trials", "samples")},
+        } for tool in TOOLS},
+    } | ({} if real is None else {"on_real_tensors": real["capacity"], "size, steps, cpu_seconds": {
+        tool: [real[tool][key] for key in ("size", "steps", "cpu_seconds")] for tool in TOOLS}})  # fmt: skip
+
+
+def summary(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the columns of each model, with the figures that the manual quotes."""
+    found: dict[str, Any] = {
+        "margin": MARGIN,
+        "searches": sum(len(one["devices"]) for one in models.values()),
+        "fits_of_50_steps_on_cuda": sum(one["fits_of_50_steps_on_cuda"] for one in models.values()),
     }
+    for tool in TOOLS:
+        sizes = [
+            (size, truth)
+            for one in models.values()
+            for size, truth in zip(one[tool]["size"], one["true_maximum"], strict=True)
+        ]
+        shares = [round(100 * size / truth, 2) for size, truth in sizes if size is not None]
+        trials = [n for one in models.values() for n in one[tool]["trials"]]
+        found[tool] = {
+            "least_share_pct": min(shares),
+            "median_share_pct": statistics.median(shares),
+            "over_the_maximum": sum(share > 100 for share in shares),
+            "fits_that_failed": len(sizes) - len(shares),
+            "median_trials": statistics.median(trials),
+            "most_trials": max(trials),
+        }
+    return {**found, "models": dict(models)}
 
 
 if __name__ == "__main__":

@@ -1,37 +1,103 @@
-"""Peaks and operations of plans beside those of `checkpoint_sequential` and of uniform segments, with a picture."""
+"""Plans beside `checkpoint_sequential` and uniform segments, the headline of 48 blocks, and language models.
+
+Everything is traced on fake tensors in the simulated allocator with CUDA's operators: no figure depends on the machine.
+
+    python benchmarks/checkpointing_frontier.py [frontier | headline | "language models" ...]
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from checkpointing_models import frontier_models, step_of
-from torch import nn
+import torch
+from checkpointing_switches import MODELS, Case, divided, llama_1b, lowest_within
+from machine import save
+from torch import Tensor, nn
 
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import depths, find_chains
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
-from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
-from lightning_memtools.checkpointing.step_profile import predict, profile_step
-from lightning_memtools.simulation.step_trace import StepCost
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range
+from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
+from lightning_memtools.checkpointing.step_profile import predict
+from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
+from lightning_memtools.memory.sizes import GpuShape, parse_size
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.step_trace import StepCost, TracedStep
+from tests.zoo import torchvision_models
 
-# What the picture shows: a panel's size, and the most operations of a step, as a multiple of the plain step's.
-_WIDTH, _HEIGHT, _MOST = 190, 150, 1.5
-_OURS, _OTHERS = "#1f77b4", "#d62728"
+Plans = Sequence[ChainPlan]
+
+
+# --- beside checkpoint_sequential and uniform segments
+
+
+def frontier_models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    zoo = torchvision_models()
+    perceptron = [layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1))]
+    widths = [64, 2048, 32, 512, 512, 4096, 16, 1024, 128, 3072, 64, 256, 2048, 8, 640, 64]
+    unequal = [layer for one, other in itertools.pairwise(widths) for layer in (nn.Linear(one, other), nn.GELU())]
+    convolutions: list[nn.Module] = []
+    for n_in in (3, *[32] * 11):
+        convolutions += [nn.Conv2d(n_in, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    return {
+        "MLP": (nn.Sequential(*perceptron), (4096, 512)),
+        "VGG-16 features": (zoo.vgg16().features, (16, 3, 224, 224)),
+        "AlexNet": (zoo.alexnet(), (64, 3, 224, 224)),
+        "conv-BN net": (nn.Sequential(*convolutions), (16, 3, 64, 64)),
+        "encoder": (encoder(12, 0.1), (32, 128, 256)),
+        "ResNet-50": (zoo.resnet50(), (16, 3, 224, 224)),
+        "MobileNetV2": (zoo.mobilenet_v2(), (16, 3, 224, 224)),
+        "unequal chain": (nn.Sequential(*unequal), (4096, 64)),
+        # checkpoint_sequential fails at most chunk counts of these two as they are: so once more as it can take them.
+        "VGG-16, no in-place": (not_in_place(zoo.vgg16().features), (16, 3, 224, 224)),
+        "AlexNet, no in-place": (not_in_place(zoo.alexnet()), (64, 3, 224, 224)),
+    }
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block of width 256 with 8 heads."""
+
+    def __init__(self, dropout: float, activation: str) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(256, 8, 1024, dropout, activation, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
+
+
+def encoder(depth: int, dropout: float, activation: str = "gelu") -> nn.Sequential:
+    return nn.Sequential(*[Block(dropout, activation) for _ in range(depth)])
+
+
+def not_in_place(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return model
+
+
+def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> TracedStep:
+    optimizers = (torch.optim.AdamW(model.parameters()),) if adamw else ()
+    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, device="cuda")
 
 
 def uniform(model: nn.Module, chains: Sequence[Any]) -> Iterator[tuple[str, list[ChainPlan]]]:
     """checkpoint_sequential at every number of chunks, and every uniform length with all of it recomputed."""
     modules = dict(model.named_modules())
-    children = {chain.name: _ends(chain, modules[chain.name]) for chain in chains}
-    longest = max(len(ends) for ends in children.values())
+    ends_of = {chain.name: _ends(chain, modules[chain.name]) for chain in chains}
+    longest = max(len(ends) for ends in ends_of.values()) - 1
     for last_too in (False, True):
         for number in range(1, longest + 1):
             plans = []
             for chain in chains:
-                ends = [0, *children[chain.name]]
+                ends = ends_of[chain.name]
                 n = len(ends) - 1
                 length = min(number, n) if last_too else n // min(number, n)
                 starts = list(range(0, n, length)) if last_too else [length * i for i in range(min(number, n) - 1)]
@@ -41,132 +107,183 @@ def uniform(model: nn.Module, chains: Sequence[Any]) -> Iterator[tuple[str, list
 
 
 def _ends(chain: Any, module: nn.Module) -> list[int]:
-    """Where each child of the Sequential ends in the flattened chain."""
-    counts = []
-    for key in module._modules:
-        path = f"{chain.name}.{key}" if chain.name else key
-        counts.append(sum(name == path or name.startswith(f"{path}.") for name in chain.layers))
-    return [sum(counts[: i + 1]) for i in range(len(counts))]
+    """Where each child of the Sequential begins in the flattened chain, and where the last one ends."""
+    paths = [f"{chain.name}.{key}" if chain.name else key for key in module._modules]
+    counts = [sum(name == path or name.startswith(f"{path}.") for name in chain.layers) for path in paths]
+    return [0, *itertools.accumulate(counts)]
 
 
 def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     step = step_of(model, shape)
+    planner = StepPlanner(step)
     chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
-    measured = profile_step(step, chains)
-    planner = OptimalRanges(measured.units, int(1.02 * measured.plain.peak_bytes))
-    known: dict[Any, StepCost] = {}
-
-    def ours(limit: float) -> StepCost | None:
-        ranges = planner.best(limit)
-        if ranges is None:
-            return None
-        if ranges not in known:
-            known[ranges] = predict(step, chain_plans(measured, chains, ranges))
-        return known[ranges]
-
-    baselines, failed = [], Counter[str]()
+    others, n_failed = list[tuple[str, StepCost]](), 0
     for name, plans in uniform(model, chains):
         try:
-            baselines.append((name, predict(step, plans)))
-        except RuntimeError as error:  # a chunk that begins with an in-place layer
-            failed[str(error).split(": ")[0]] += 1
-    beaten, lower, losses = 0, 0, []
-    for name, cost in baselines:
-        found = [one for share in (1.0, 0.997, 0.994, 0.99, 0.98) if (one := ours(cost.peak_bytes * share)) is not None]
-        found += [measured.plain]
-        good = [one for one in found if no_worse(one, cost)]
-        # Ours at no more operations than this one, as low as it gets.
-        affordable = [
-            peak for peak, extra in planner.frontier() if measured.plain.operations + extra <= cost.operations
-        ]
-        lowest = ours(affordable[-1]) if affordable else None
-        if lowest is not None and no_worse(lowest, cost):
-            good.append(lowest)
-        beaten += bool(good)
-        if not good:
-            losses.append([name, cost.peak_bytes, cost.operations])
-        lower += any(one.peak_bytes < cost.peak_bytes for one in good)
-    least = min(baselines, key=lambda pair: pair[1].peak_bytes)
-    for peak, _ in planner.frontier()[:: max(1, len(planner.frontier()) // 12)]:
-        ours(peak)
-    plain = measured.plain
-    points = sorted({(one.peak_bytes, one.operations) for one in [*known.values(), plain]})
-    at_least = [one for one in known.values() if one.operations <= least[1].operations and one.flops <= least[1].flops]
+            others.append((name, predict(step, plans)))
+        except RuntimeError:  # a chunk that begins with an in-place layer
+            n_failed += 1
+    plain = predict(step, ())
+    known: dict[int, StepCost] = {plain.peak_bytes: plain}
+
+    def ours(limit: int) -> StepCost:
+        """The plan of fewest operations within a peak, or the lowest there is."""
+        if limit not in known:
+            try:
+                plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{limit}B"))
+            except BudgetTooSmallError as error:
+                known[limit] = ours(error.reachable_bytes)
+            else:
+                assert plan.planned is not None
+                known[limit] = plan.planned
+        return known[limit]
+
+    for _, cost in others:
+        for share in (1, 0.99, 0.98):
+            ours(int(share * cost.peak_bytes))
+    lowest = min(others, key=lambda pair: pair[1].peak_bytes)
+    default = planner.plan(CheckpointOptions.parse(bn_dropout="recompute"))
+    best = lowest_within(planner, lowest[1].peak_bytes, partial(_costs_no_more, lowest[1]), default)
+    assert best is not None
+    assert best.planned is not None
     return {
-        "plain_peak_bytes": plain.peak_bytes,
-        "static_bytes": plain.static_bytes,
-        "plain_operations": plain.operations,
-        "baselines": len(baselines),
-        "baselines_that_fail": dict(failed),
-        "matched_or_beaten": beaten,
-        "strictly_lower": lower,
-        "largest_error_of_the_memory_model": max(
-            abs(estimate(measured.units, ranges).peak_bytes / cost.peak_bytes - 1) for ranges, cost in known.items()
+        "plain_mib": round(plain.peak_bytes / 2**20, 1),
+        "lowest_of_the_others": {
+            "name": lowest[0],
+            "mib": round(lowest[1].peak_bytes / 2**20, 1),
+            "operations": round(lowest[1].operations / plain.operations, 3),
+            "plan_mib": round(best.planned.peak_bytes / 2**20, 1),
+        },
+        "others": len(others),
+        "fail": n_failed,
+        "matched": sum(any(_is_as_good(one, cost) for one in known.values()) for _, cost in others),
+        "strictly_lower": sum(
+            any(one.peak_bytes < cost.peak_bytes and _costs_no_more(cost, one) for one in known.values())
+            for _, cost in others
         ),
-        "not_matched": losses,
-        "lowest_baseline": {"name": least[0], "peak_bytes": least[1].peak_bytes, "operations": least[1].operations},
-        "ours_at_its_operations_bytes": min(one.peak_bytes for one in at_least),
-        "points": {"ours": _pareto(points), "baselines": [[c.peak_bytes, c.operations] for _, c in baselines]},
     }
 
 
-def no_worse(one: StepCost, other: StepCost) -> bool:
-    """In memory, in FLOPs, and in operations, which count elementwise work too."""
-    return one.peak_bytes <= other.peak_bytes and one.flops <= other.flops and one.operations <= other.operations
+def _is_as_good(one: StepCost, other: StepCost) -> bool:
+    return one.peak_bytes <= other.peak_bytes and _costs_no_more(other, one)
 
 
-def _pareto(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)]
+def _costs_no_more(than: StepCost, one: StepCost) -> bool:
+    """In FLOPs, and in operations, which count elementwise work too."""
+    return one.flops <= than.flops and one.operations <= than.operations
 
 
-def frontiers(only: str = "") -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name, (model, shape) in frontier_models().items():
-        if only not in {"", name}:
-            continue
-        results[name] = frontier(model, shape)
-        print(name, {key: value for key, value in results[name].items() if key != "points"}, flush=True)
-    return results
+# --- 48 blocks
 
 
-def picture(results: dict[str, Any]) -> str:
-    """One panel per model: the peak, as a share of the plain step's, against operations."""
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="520" font-family="sans-serif" font-size="12">',
-        '<rect width="1000" height="520" fill="white"/>',
-        f'<circle cx="56" cy="18" r="3" fill="{_OTHERS}" fill-opacity="0.6"/>',
-        '<text x="66" y="22">checkpoint_sequential at every chunk count, and uniform segments</text>',
-        f'<path d="M 486 18 h 20" stroke="{_OURS}" stroke-width="2"/>',
-        '<text x="512" y="22">plans of this library; lower and further left is better</text>',
-    ]
-    for at, (name, one) in enumerate(results.items()):
-        parts += _panel(name, one, 56 + 240 * (at % 4), 60 + 235 * (at // 4))
-    return "\n".join([*parts, "</svg>"])
-
-
-def _panel(name: str, one: dict[str, Any], left: int, top: int) -> Iterator[str]:
-    def place(peak: float, operations: float) -> tuple[float, float]:
-        across = (operations / one["plain_operations"] - 1) / (_MOST - 1)
-        return left + _WIDTH * across, top + _HEIGHT * (1 - peak / one["plain_peak_bytes"])
-
-    yield f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#999"/>'
-    yield f'<text x="{left}" y="{top - 8}" font-weight="bold">{name}</text>'
-    for percent in (0, 50, 100):
-        y = top + _HEIGHT * (1 - percent / 100)
-        yield f'<path d="M {left} {y} h {_WIDTH}" stroke="#ddd"/>'
-        yield f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{percent}%</text>'
-    for times in (1.0, 1.25, 1.5):
-        x = left + _WIDTH * (times - 1) / (_MOST - 1)
-        yield f'<text x="{x}" y="{top + _HEIGHT + 16}" text-anchor="middle">{times:g}x</text>'
-    yield (
-        f'<text x="{left + _WIDTH / 2}" y="{top + _HEIGHT + 32}" text-anchor="middle" fill="#555">'
-        "peak against operations</text>"
+def headline(dropout: float, budget: float | None, batch: int = 256, capacity: str = "16GiB") -> dict[str, Any]:
+    """What a plan saves for each sample, the difference between a batch and twice as many; and the largest batches."""
+    model = encoder(48, dropout)
+    plan = StepPlanner(step_of(model, (batch, 128, 256), adamw=True)).plan(
+        CheckpointOptions.parse(memory_budget=budget)
     )
-    most = _MOST * one["plain_operations"]
-    for peak, operations in one["points"]["baselines"]:
-        if operations <= most and peak <= one["plain_peak_bytes"]:
-            x, y = place(peak, operations)
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_OTHERS}" fill-opacity="0.6"/>'
-    ours = sorted((operations, peak) for peak, operations in one["points"]["ours"] if operations <= most)
-    steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(peak, operations) for operations, peak in ours))
-    yield f'<polyline points="{steps}" fill="none" stroke="{_OURS}" stroke-width="2"/>'
+    slopes, flops, largest = list[float](), list[int](), list[int]()
+    for chains in ((), plan.chains):
+        one, two = (predict(step_of(model, (n, 128, 256), adamw=True), chains) for n in (batch, 2 * batch))
+        slopes.append((two.peak_bytes - one.peak_bytes) / batch)
+        flops.append(one.flops)
+        guess = int(batch + (parse_size(capacity) - one.peak_bytes) / slopes[-1])
+        largest.append(largest_batch(model, chains, capacity, guess))
+    return {
+        "dropout": dropout,
+        "memory_budget": budget,
+        "kib_per_sample": [round(slope / 1024) for slope in slopes],
+        "memory_ratio": round(slopes[0] / slopes[1], 2),
+        "flops_ratio": round(flops[1] / flops[0], 3),
+        "largest_batch": largest,
+        "batch_ratio": round(largest[1] / largest[0], 2),
+    }
+
+
+def largest_batch(model: nn.Module, plans: Plans, capacity: str, guess: int) -> int:
+    """A batch that trains for two steps on a virtual device of this capacity, where one 2% larger runs out of it."""
+    while not fits(model, plans, capacity, guess):
+        guess = int(guess * 0.98)
+    while fits(model, plans, capacity, int(guess * 1.02) + 1):
+        guess = int(guess * 1.02) + 1
+    return guess
+
+
+def fits(model: nn.Module, plans: Plans, capacity: str, batch: int) -> bool:
+    try:
+        with (
+            fake_mode(),
+            borrowed([model], TensorExchange()),
+            VirtualDevice(capacity, cuda_like=True) as device,
+            CudaFunctions(GpuShape()),
+        ):
+            with device.host():
+                x = torch.empty(batch, 128, 256)
+            device.track(model, x)
+            optimizer = torch.optim.AdamW(model.parameters())
+            with AppliedPlan(model, plans):
+                for _ in range(2):
+                    loss = model(x).sum()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+# --- language models
+
+
+def language_model(make: Callable[[], Case]) -> dict[str, Any]:
+    """The lowest plans with at most a third more FLOPs: with the loss in chunks ("auto"), and with all its logits."""
+    torch.manual_seed(0)
+    case = make()
+    found: dict[str, Any] = {}
+    hows: tuple[LossHead, ...] = ("auto", "keep")
+    for how in hows:
+        planner = StepPlanner(case.step())
+        default = planner.plan(CheckpointOptions.parse(loss_head=how))
+        assert default.plain is not None
+        plain = default.plain
+
+        def accepted(cost: StepCost, most: float = MOST_OPERATIONS * plain.flops) -> bool:
+            return cost.flops <= most
+
+        plan = lowest_within(planner, plain.peak_bytes, accepted, default, how)
+        assert plan is not None
+        assert plan.planned is not None
+        found["plain_mib"] = round(plain.peak_bytes / 2**20, 1)
+        found[how] = in_short(vars_of(plain), vars_of(plan.planned))
+    return found
+
+
+def vars_of(cost: StepCost) -> dict[str, int]:
+    return {"peak_bytes": cost.peak_bytes, "static_bytes": cost.static_bytes, "flops": cost.flops}
+
+
+def in_short(plain: dict[str, int], planned: dict[str, int]) -> dict[str, float]:
+    """A plan's peak, its FLOPs as a multiple of the plain step's, and how many times less activation memory it has."""
+    return {
+        "mib": round(planned["peak_bytes"] / 2**20, 1),
+        "flops": round(planned["flops"] / plain["flops"], 3),
+        "activations_divided_by": divided(plain, planned),
+    }
+
+
+SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "frontier": lambda: {name: frontier(*model) for name, model in frontier_models().items()},
+    "headline": lambda: {"rows": [headline(dropout, budget) for dropout in (0.1, 0.0) for budget in (None, 0.05)]},
+    "language models": lambda: {
+        name: language_model(make)
+        for name, make in {
+            **{name: MODELS[name] for name in ("GPT-2 small", "BERT base")},
+            **{f"Llama 1B, batch of {batch}": partial(llama_1b, batch) for batch in (4, 8)},
+        }.items()
+    },
+}
+
+
+if __name__ == "__main__":
+    for section in sys.argv[1:] or SECTIONS:
+        save("checkpointing_switches", SECTIONS[section](), section=section)

@@ -1,18 +1,18 @@
 """Plans beside what users have for the models they train: the models' own switches, and policies applied by hand.
 
 For each model in its usual size: the peak, FLOPs and operations of the plain step; of the plan by default, with the
-processor time of planning; of the lowest plan with at most a third more FLOPs, for language models with their loss in
-chunks too; of each switch; and of the lowest plan with no more operations than that switch. Everything is traced on
-fake tensors in the simulated allocator, with CUDA's operators and AdamW. On a device of the dry run, the peak of the
-second step by PyTorch's own CUDA allocator stands beside it:
+processor time of planning; of the lowest plan with at most a third more FLOPs; of each switch; and of the lowest plan
+with no more operations than that switch. Everything is traced on fake tensors in the simulated allocator, with CUDA's
+operators and AdamW. On a device of the dry run, the peak of the second step by PyTorch's own CUDA allocator stands
+beside it:
     .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing_switches.py
-Writes results/checkpointing_switches.json; names on the command line measure these models only.
+Names on the command line measure these models only.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import RESULTS, save
+from machine import known, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -199,9 +199,6 @@ def measured(name: str) -> dict[str, Any]:
     lowest = lowest_within(planner, plain.peak_bytes, lambda cost: cost.flops <= MOST_OPERATIONS * plain.flops, default)
     assert lowest is not None
     found["a third more flops"] = with_plan(case, lowest)
-    in_chunks = with_loss_in_chunks(name)
-    if in_chunks is not None:
-        found["a third more flops"]["with linear_cross_entropy"] = lowest_in_chunks(in_chunks, plain)
     for other, (cost, allocated) in switches(case):
         print(" ", other, cost, allocated, flush=True)
         if isinstance(cost, StepCost):
@@ -211,23 +208,6 @@ def measured(name: str) -> dict[str, Any]:
         else:
             found["failed"][other] = {"why": cost, "allocator_peak_bytes": allocated}
     return found
-
-
-def lowest_in_chunks(case: Case, plain: StepCost) -> dict[str, Any] | None:
-    """The lowest plan of a step with its loss in chunks that has at most a third more FLOPs than the plain step.
-
-    torch does not count the FLOPs of `linear_cross_entropy` on fake tensors: those of its three products are added.
-    """
-    planner = StepPlanner(case.step())
-    default = planner.plan(_options())
-    assert default.plain is not None
-    products = 3 * 2 * case.batch["labels"].numel() * case.model.get_parameter("head.weight").numel()
-    most = MOST_OPERATIONS * plain.flops - products
-    lowest = lowest_within(planner, default.plain.peak_bytes, lambda cost: cost.flops <= most, default)
-    if lowest is None:
-        return None
-    found = with_plan(case, lowest)
-    return {**found, "flops": found["flops"] + products}
 
 
 def planned(name: str) -> tuple[Case, StepPlanner, CheckpointPlan, float]:
@@ -285,47 +265,6 @@ def lowest_within(
 
 
 # --- the models
-
-
-class LossInChunks(nn.Module):
-    """A language model of transformers whose last layer and loss are `linear_cross_entropy`, which keeps no logits.
-
-    Args:
-        model: The model. Its last layer is taken off, so that its logits are what it computes them from.
-        head: The name of that layer.
-    """
-
-    def __init__(self, model: nn.Module, head: str) -> None:
-        super().__init__()
-        self.head: Any = model.get_submodule(head)
-        model.set_submodule(head, nn.Identity())
-        self.model = model
-        self.predicts_next = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        labels, given = batch["labels"], {"input_ids": batch["input_ids"]}
-        model: Any = self.model
-        if model.config.is_encoder_decoder:
-            given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
-        hidden = model(**given).logits
-        if self.predicts_next:
-            labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        options = torch.nn.LinearCrossEntropyOptions(acc_policy="compact", chunking_method="aspect_ratio:2")
-        loss: Tensor = nn.functional.linear_cross_entropy(
-            hidden.flatten(0, 1), self.head.weight, labels.flatten(), linear_bias=self.head.bias, options=options
-        )
-        return loss
-
-
-def with_loss_in_chunks(name: str) -> Case | None:
-    """A case whose loss is written with `linear_cross_entropy`; None for models that are no language models."""
-    torch.manual_seed(0)
-    case = MODELS[name]()
-    if not isinstance(case.batch, dict) or "input_ids" not in case.batch:
-        return None
-    model = case.model.get_submodule("model")
-    case.model = LossInChunks(model, "cls.predictions.decoder" if hasattr(model, "cls") else "lm_head").train()
-    return case
 
 
 def _words(vocabulary: int, batch: int, length: int) -> dict[str, Tensor]:
@@ -487,18 +426,68 @@ def llama_1b(batch: int) -> Case:
     return case
 
 
+def in_mib(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of a model: peaks in MiB, and operations as a multiple of the plain step's."""
+    plain, third = model["plain"], model["a third more flops"]
+
+    def cost(one: dict[str, Any]) -> dict[str, float]:
+        return {"mib": mib(one), "operations": round(one["operations"] / plain["operations"], 3)}
+
+    steps = [plain, model["default"], third]
+    for one in model["switches"].values():
+        steps += [one, one["ours"]] if one["ours"] else [one]
+    off = [one["peak_bytes"] / one["allocator_peak_bytes"] - 1 for one in steps if one["allocator_peak_bytes"]]
+    return {
+        "plain": mib(plain),
+        "default": cost(model["default"]) | {"planning_seconds": model["default"]["processor_seconds"]},
+        "a third more flops": cost(third) | {"activations_divided_by": divided(plain, third)},
+        "switches": {
+            name: cost(one) | {"plan_mib": mib(one["ours"]) if one["ours"] else None}
+            for name, one in model["switches"].items()
+        },
+        "failed": list(model["failed"]),
+        "prediction": {
+            "steps": len(off),
+            "equal": off.count(0),
+            "off_pct": [round(100 * f(off), 2) for f in (min, max)],
+        }
+        if off
+        else None,
+    }
+
+
+def mib(one: dict[str, Any]) -> float:
+    """Return a step's peak, by PyTorch's own allocator where that was there."""
+    return round((one["allocator_peak_bytes"] or one["peak_bytes"]) / 2**20, 1)
+
+
+def divided(plain: dict[str, Any], planned: dict[str, Any]) -> float:
+    """Return how many times less activation memory a plan has."""
+    less, more = (one["peak_bytes"] - one["static_bytes"] for one in (planned, plain))
+    return round(more / less, 2)
+
+
+def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the summaries of models, and how plans compare with all switches."""
+    ran = [one for model in models.values() for one in model["switches"].values()]
+    ratios = [one["plan_mib"] / one["mib"] for one in ran if one["plan_mib"] is not None]
+    return {
+        "switches": len(ran),
+        "failed": sum(len(model["failed"]) for model in models.values()),
+        "plan_no_higher": sum(one <= 1 for one in ratios),
+        "plan_15_pct_lower": sum(one <= 0.85 for one in ratios),
+        "median_plan_over_switch": round(statistics.median(ratios), 3),
+        "models": models,
+    }
+
+
 def main() -> None:
     """Measure the models named on the command line, or all; the others keep what the file has of them."""
     for name in sys.argv[1:] or MODELS:
         print(name, flush=True)
-        add(name, measured(name))
-
-
-def add(name: str, found: dict[str, Any]) -> None:
-    """Write what was found of a model beside what the file has of it and of the others."""
-    file = RESULTS / "checkpointing_switches.json"
-    known = json.loads(file.read_text())["models"] if file.exists() else {}
-    save("checkpointing_switches", {"models": known | {name: known.get(name, {}) | found}})
+        models = known("checkpointing_switches").get("switches", {}).get("models", {}) | {name: in_mib(measured(name))}
+        ordered = {one: models[one] for one in MODELS if one in models}
+        save("checkpointing_switches", summary(ordered), section="switches")
 
 
 if __name__ == "__main__":

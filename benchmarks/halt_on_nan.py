@@ -6,22 +6,13 @@ own hooks (on a CPU that is all it adds, but for what it does to caches), and wh
 wall, and in processor time, which other work on the machine disturbs less. On a GPU only the whole step on the wall
 means anything, and each step ends with a synchronisation.
 
-A second part takes an MLP whose step is about 1 ms: there a check costs Python, and Lightning's calls of its hooks
-count. So the check is put into the Trainer's list of callbacks for ten steps, and taken out for ten. The figure is the
-median processor time of these steps over the mean of those of the bare ones before and after. "no check" is a callback
-without hooks.
+    python benchmarks/halt_on_nan.py
 
-    python benchmarks/halt_on_nan.py [--small]
-
-With `--small`, only the second part is measured anew.
+What it adds to a small step, where Lightning's calls of hooks count, is in step_cost.py.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -42,7 +33,6 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 
 WORDS, WIDTH, LAYERS = 8192, 512, 8
 SHAPES = {"4x64": (4, 64), "1x16": (1, 16)}
-TARGETS = {"4x64": 0.02, "1x16": 0.05}
 ROUNDS, WARM_UP = 8, 1
 
 
@@ -199,104 +189,12 @@ def measure(shape: tuple[int, int], *, fused: bool, root: str) -> dict[str, Any]
     return found
 
 
-class SmallNetwork(L.LightningModule):
-    """A regression of 6 parameter tensors."""
-
-    def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-        self.fused = fused
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.net(batch).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
-
-
-class InTurn(Callback):
-    """Puts a callback into the Trainer for some steps, takes it out for as many, and notes each step's time."""
-
-    def __init__(self, case: Callback) -> None:
-        self.case = case
-        self.began: list[float] = []
-        self.addition: Any = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.case.setup(trainer, pl_module, stage)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.case.on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.began.append(time.thread_time())
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        is_bare = len(self.began) // TURN % 2 == 0
-        # Lightning ends the present hook with the list that it has, and takes the new one from the next hook on.
-        trainer.callbacks = [self] if is_bare else [self, self.case]  # type: ignore[attr-defined]
-        # HaltOnNaN adds to this method when training starts.
-        methods = vars(trainer.precision_plugin)
-        if is_bare:
-            self.addition = methods.pop("_after_closure", self.addition)
-        elif self.addition is not None:
-            methods["_after_closure"] = self.addition
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.case.teardown(trainer, pl_module, stage)
-
-
-TURN, SMALL_TURNS = 10, 120
-
-
-def small_steps(case: Callback, *, fused: bool, root: str) -> tuple[list[float], list[float]]:
-    """The processor time of a bare step in each turn, and that with the callback over the bare turns around it."""
-    torch.manual_seed(0)
-    turns, batches = InTurn(case), [torch.randn(64, 32) for _ in range(TURN * SMALL_TURNS + 1)]
-    L.Trainer(
-        accelerator="cpu", default_root_dir=root, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[turns],
-    ).fit(SmallNetwork(fused=fused), DataLoader(batches, batch_size=None))  # type: ignore[arg-type] # fmt: skip
-    steps = [1e6 * (end - start) for start, end in itertools.pairwise(turns.began)]
-    # The first two turns warm up; of each turn, the first step still has the other's caches.
-    medians = [statistics.median(steps[i + 1 : i + TURN]) for i in range(2 * TURN, len(steps) - TURN + 1, TURN)]
-    whole = zip(medians[::2], medians[1::2], medians[2::2], strict=False)
-    return medians[::2], [with_it / ((before + after) / 2) for before, with_it, after in whole]
-
-
-def measure_small(*, fused: bool, root: str) -> dict[str, Any]:
-    checks = {
-        "HaltOnNaN": HaltOnNaN(),
-        "HaltOnNaN(explain=False, capsule=False)": HaltOnNaN(explain=False, capsule=False),
-        "no check": Callback(),
-        **{name: cases(root)[name] for name in ("clip_grad_norm_", "detect_anomaly")},
-    }
-    bare, ratios = list[float](), dict[str, Any]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, check in checks.items():
-            without, ratio = small_steps(check, fused=fused, root=root)
-            bare += without
-            ratios[name] = spread(ratio)
-    return {"bare_step_us": spread(bare), **ratios}
-
-
 def main() -> None:
-    results: dict[str, Any] = {
-        "what": "added time as a share of a training step of 25 million parameters; AdamW; float32",
-        "targets": TARGETS,
-    }
     with tempfile.TemporaryDirectory() as root:
-        if "--small" in sys.argv:
-            earlier = json.loads((Path(__file__).parent / "results" / "halt_on_nan.json").read_text())
-            results = {key: value for key, value in earlier.items() if key not in {"machine", "measured"}}
-        for fused in (False, True):
-            optimizer = "AdamW(fused=True)" if fused else "AdamW"
-            if "--small" not in sys.argv:
-                results[optimizer] = {name: measure(shape, fused=fused, root=root) for name, shape in SHAPES.items()}
-            results[f"small network, {optimizer}: a step over a bare one"] = measure_small(fused=fused, root=root)
-    save("halt_on_nan", results)
+        save("halt_on_nan", {
+            optimizer: {name: measure(shape, fused=bool(fused), root=root) for name, shape in SHAPES.items()}
+            for fused, optimizer in enumerate(("AdamW", "AdamW(fused=True)"))
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Which of three ways names the operation and the line that made the first bad value, on the gallery of the tests.
+"""Whether HaltOnNaN and `Trainer(detect_anomaly=True)` name the operation and the line that made the first bad value.
 
-HaltOnNaN, `Trainer(detect_anomaly=True)`, and "the first operation with NaN or Inf in the bad step". Every failing
-model once as it is and once with a causal mask of -inf in its body; and the healthy ones, where there is nothing to
-name. What is right stands in the gallery; of a torch.autograd.Function, its name is right too. Nothing is timed.
+Every failing model of the tests' gallery once as it is and once with a causal mask of -inf in its body; and the healthy
+ones, where there is nothing to name. What is right stands in the gallery; of a torch.autograd.Function, its name is
+right too. Nothing is timed.
 
     PYTHONPATH=. python benchmarks/nan_cause.py
 """
@@ -22,12 +22,11 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from lightning_memtools.nonfinite.operation_trace import OperationTrace
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery
 from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case
 
-WAYS = ("HaltOnNaN", "detect_anomaly", "first bad operation")
+WAYS = ("HaltOnNaN", "detect_anomaly")
 Named = dict[str, Any]
 
 
@@ -46,15 +45,13 @@ def fit(model: L.LightningModule, case: Case, root: Path, *callbacks: L.Callback
         run.fit(model, DataLoader(dataset, batch_size=None))
 
 
-def by_halt_on_nan(case: Case, root: Path, *, masked: bool) -> tuple[Named | None, int | None]:
+def by_halt_on_nan(case: Case, root: Path, *, masked: bool) -> Named | None:
     try:
         fit(made(case, masked=masked), case, root, HaltOnNaN(capsule=False, save_last_good=False))
     except NonFiniteError as error:
         found = error.explanation
-        if found is None:
-            return None, error.step
-        return {"operation": found.operation, "line": found.line}, error.step
-    return None, None
+        return None if found is None else {"operation": found.operation, "line": found.line}
+    return None
 
 
 def by_detect_anomaly(case: Case, root: Path, *, masked: bool) -> Named | None:
@@ -77,80 +74,43 @@ def by_detect_anomaly(case: Case, root: Path, *, masked: bool) -> Named | None:
     return None
 
 
-class FirstOfStep(L.Callback):
-    """Records the bad operations of one training step, in the order in which they ran."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-        self.trace: OperationTrace | None = None
-        self.context: Any = None
-        self.named: Named | None = None
-
-    def on_train_batch_start(self, _trainer: Any, pl_module: Any, _batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.step or self.step is None:
-            self.trace = OperationTrace(pl_module)
-            self.context = self.trace.watching()
-            self.context.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.context is None or self.trace is None:
-            return
-        self.context.__exit__(None, None, None)
-        self.context = None
-        if self.trace.events and self.named is None:
-            first = self.trace.events[0]
-            self.named = {"operation": first.of_forward or first.operation, "line": first.place and first.place.line}
-
-
-def by_first_operation(case: Case, root: Path, step: int | None, *, masked: bool) -> Named | None:
-    watch = FirstOfStep(step)
-    fit(made(case, masked=masked), case, root, watch)
-    return watch.named
-
-
-def measure(name: str, *, masked: bool) -> dict[str, Any]:
-    """What each way names for a failing model of the gallery."""
-    case = FAILING[name]
+def named(case: Case, *, masked: bool = False) -> dict[str, Named | None]:
+    """Return what each way names for a model."""
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        ours, step = by_halt_on_nan(case, root, masked=masked)
-        anomaly = by_detect_anomaly(case, root, masked=masked)
-        first = by_first_operation(case, root, step, masked=masked)
-    wanted = {"operation": case.operation, "line": case.line}
-    row: dict[str, Any] = {"model": name, "masked": masked, "right": case.operation}
-    for way, found in zip(WAYS, (ours, anomaly, first), strict=True):
-        operation = found and found["operation"]
-        row[way] = {"operation": operation, "is_right": found == wanted or operation == gallery.BAD_FUNCTION}
-    return row
+        by = (by_halt_on_nan, by_detect_anomaly)
+        return {way: how(case, Path(folder), masked=masked) for way, how in zip(WAYS, by, strict=True)}
 
 
-def false_alarms(name: str) -> dict[str, Any]:
-    """What each way names for a healthy one."""
-    case = HEALTHY[name]
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        ours, step = by_halt_on_nan(case, root, masked=False)
-        assert step is None
-        named = [ours, by_detect_anomaly(case, root, masked=False), by_first_operation(case, root, None, masked=False)]
-    return {"model": name} | {way: found and found["operation"] for way, found in zip(WAYS, named, strict=True)}
+def summary(failing: dict[str, dict[str, bool | None]], healthy: dict[str, dict[str, bool]]) -> dict[str, Any]:
+    """Return how often each way is right, and which models it does not name rightly.
+
+    Args:
+        failing: For each failing model, whether each way is right; None where it names nothing.
+        healthy: For each healthy one, whether each way names something.
+    """
+    return {"failing": len(failing), "healthy": len(healthy)} | {
+        way: {
+            "right": sum(row[way] is True for row in failing.values()),
+            "wrong": [name for name, row in failing.items() if row[way] is False],
+            "named_nothing": [name for name, row in failing.items() if row[way] is None],
+            "false_alarms": [name for name, row in healthy.items() if row[way]],
+        }
+        for way in WAYS
+    }
 
 
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    rows = [measure(name, masked=masked) for name in FAILING for masked in (False, True)
-            if not masked or name in BODY_IS_MASKED]  # fmt: skip
-    healthy = [false_alarms(name) for name in HEALTHY]
-    totals = {
-        way: {
-            "right": sum(row[way]["is_right"] for row in rows),
-            "right with a mask": sum(row[way]["is_right"] for row in rows if row["masked"]),
-            "named nothing": sum(row[way]["operation"] is None for row in rows),
-            "false alarms": sum(each[way] is not None for each in healthy),
-        }
-        for way in WAYS
-    }
-    of = {"models": len(rows), "with a mask": len(rows) - len(FAILING), "healthy": len(healthy)}
-    save("nan_cause", {"of": of, "totals": totals, "failing": rows, "healthy": healthy})
+    failing: dict[str, dict[str, bool | None]] = {}
+    for name, case in FAILING.items():
+        for masked in (False, True) if name in BODY_IS_MASKED else (False,):
+            wanted = {"operation": case.operation, "line": case.line}
+            failing[f"{name}, with a mask" if masked else name] = {
+                way: None if one is None else one == wanted or one["operation"] == gallery.BAD_FUNCTION
+                for way, one in named(case, masked=masked).items()
+            }
+    healthy = {name: {way: bool(one) for way, one in named(case).items()} for name, case in HEALTHY.items()}
+    save("nan_cause", summary(failing, healthy))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 Its own work is timed around a step whose forward and backward do nothing, for models with many parameters, with
 buffers that are not written, with BatchNorm in training, and while gradients are accumulated. Processor time of this
-thread, the least of several rounds: other work on the machine only adds. A second part runs a real Trainer with and
-without the callback, in turn.
+thread, the least of several rounds: other work on the machine only adds.
 
     python benchmarks/oom_recovery.py
 """
@@ -11,27 +10,20 @@ without the callback, in turn.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-from machine import interleaved, save, spread
+from machine import interleaved, save
 from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery
+from lightning_memtools._lightning import StepClosure
 from lightning_memtools.recovery.step_recovery import StepRecovery
-from lightning_memtools.recovery.step_start import BatchStep
 
 STEPS, ROUNDS = 1000, 15
-GOAL_US = 20.0
 
 
 class NoLog:
@@ -56,28 +48,28 @@ def layers(n: int, *, norm: bool = False, buffers: int = 0) -> nn.Module:
 
 def own_cost(model: nn.Module, *, accumulates: bool = False, **options: Any) -> Callable[[], float]:
     """Return a function that measures the microseconds that a step takes with the recovery, less those without."""
-    defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+    defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "mean", "allow_batch_norm": False}
     recovery = StepRecovery(model, torch.device("cpu"), **(defaults | options))
     result = SimpleNamespace(closure_loss=torch.zeros(()), extra={})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if accumulates else None
-    step = BatchStep(
+    step = StepClosure(
         torch.zeros(8, 4),
         lambda _batch: result,
         NoLog(),  # type: ignore[arg-type]  # nothing is run in parts here
         backward=lambda _loss: None,
         zero_grad=None if accumulates else lambda: None,
+        skipped=lambda: None,
     )
 
-    def bare(step: BatchStep) -> Any:
+    def bare(step: StepClosure) -> Any:
         found = step.forward(step.batch)
         if step.zero_grad is not None:
             step.zero_grad()
-        assert step.backward is not None
         step.backward(found.closure_loss)
         return found
 
-    def timed(run: Callable[[BatchStep], Any]) -> float:
+    def timed(run: Callable[[StepClosure], Any]) -> float:
         for _ in range(20):
             run(step)
         begin = time.thread_time()
@@ -86,25 +78,6 @@ def own_cost(model: nn.Module, *, accumulates: bool = False, **options: Any) -> 
         return (time.thread_time() - begin) / STEPS * 1e6
 
     return lambda: timed(recovery.run) - timed(bare)
-
-
-def trainer_step(root: Path, callbacks: Callable[[], list[Any]]) -> float:
-    """Return the microseconds of a step of a real Trainer on a tiny model."""
-    trainer = L.Trainer(
-        accelerator="cpu",
-        default_root_dir=root,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        callbacks=callbacks(),
-    )
-    data: Any = DataLoader([torch.zeros(2, 32)] * STEPS, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
-    begin = time.thread_time()
-    trainer.fit(BoringModel(), data)
-    return (time.thread_time() - begin) / STEPS * 1e6
 
 
 def main() -> None:
@@ -121,24 +94,7 @@ def main() -> None:
         "200 parameters, 50 BatchNorms, allowed": own_cost(layers(50, norm=True), allow_batch_norm=True),
     }
     own = {name: min(samples) for name, samples in interleaved(cases, ROUNDS).items()}
-    with tempfile.TemporaryDirectory() as folder:
-        runs = interleaved(
-            {
-                "without": lambda: trainer_step(Path(folder), list),
-                "with a callback without hooks": lambda: trainer_step(Path(folder), lambda: [L.Callback()]),
-                "with": lambda: trainer_step(Path(folder), lambda: [OOMRecovery()]),
-            },
-            7,
-        )
-    save(
-        "oom_recovery",
-        {
-            "goal_us": GOAL_US,
-            "own_us_per_step": {name: round(value, 1) for name, value in own.items()},
-            "trainer_step_us": {name: spread(samples) for name, samples in runs.items()},
-            "trainer_step_least_us": {name: min(samples) for name, samples in runs.items()},
-        },
-    )
+    save("oom_recovery", {"own_us_per_step": {name: round(value, 1) for name, value in own.items()}})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from machine import RESULTS, save
+from machine import known, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -534,49 +534,41 @@ def run(package: str, model: str, *, with_plan: bool) -> dict[str, Any]:
     """Train a model, with a plan or without, and say what was predicted and measured."""
     measured, planner = MeasuredPeak(), GradientCheckpointing(bn_dropout="recompute")
     pl.seed_everything(0, verbose=False)
-    with warnings.catch_warnings(record=True) as said, VirtualDevice():
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(), VirtualDevice():
+        warnings.simplefilter("ignore")
         PACKAGES[package][model]()([planner, measured] if with_plan else [measured])
-    found: dict[str, Any] = {"measured": measured.peak_bytes}
-    if with_plan:
-        plan = planner.plan
-        ours = [str(one.message) for one in said if "GradientCheckpointing" in str(one.message)]
-        found["outcome"] = "no plan" if plan is None else "nothing worth recomputing" if plan.refused else "plan"
-        found["why"] = plan.refused if plan is not None else None
-        found["warnings"] = ours
-        found["predicted_plain"] = None if plan is None else plan.plain_peak_bytes
-        found["predicted"] = None if plan is None else plan.peak_bytes
-        found["notes"] = [] if plan is None else list(plan.notes)
-    return found
+    plan = planner.plan
+    if plan is None:
+        return {"outcome": "no plan", "measured": measured.peak_bytes}
+    outcome = "nothing worth recomputing" if plan.refused else "plan"
+    return {"outcome": outcome, "measured": measured.peak_bytes,
+            "predicted": [plan.plain_peak_bytes, plan.peak_bytes]}  # fmt: skip
 
 
 def measure(package: str, model: str) -> dict[str, Any]:
     """Both runs of a model, in a process and a folder of its own."""
+    version = importlib.metadata.version(package)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--run", package, model]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr)
-        return {"version": importlib.metadata.version(package), "outcome": "the run failed"}
-    runs = json.loads(done.stdout.splitlines()[-1])
-    plain, planned = runs["without"], runs["with"]
+        return row(version, "the run failed")
+    plain, planned = json.loads(done.stdout.splitlines()[-1])
+    measured = [plain["measured"], planned["measured"] if planned["outcome"] == "plan" else None]
+    return row(version, planned["outcome"], planned.get("predicted", ()), measured)
 
-    def ratio(predicted: int | None, measured: int | None) -> float | None:
-        return None if not predicted or not measured else round(predicted / measured, 4)
 
-    has_plan = planned["outcome"] == "plan"
+def row(
+    version: str, outcome: str, predicted: Sequence[int | None] = (), measured: Sequence[int | None] = ()
+) -> dict[str, Any]:
+    """A model's result: measured peaks without and with a plan in MiB, and the predicted ones over them."""
+    pairs = [(one, of) for one, of in zip(predicted, measured, strict=False) if one and of]
     return {
-        "version": importlib.metadata.version(package),
-        "outcome": planned["outcome"],
-        "why": planned["why"],
-        "warnings": planned["warnings"],
-        "notes": planned["notes"],
-        "predicted_peak_without": planned["predicted_plain"],
-        "measured_peak_without": plain["measured"],
-        "predicted_over_measured_without": ratio(planned["predicted_plain"], plain["measured"]),
-        "predicted_peak_with": planned["predicted"] if has_plan else None,
-        "measured_peak_with": planned["measured"] if has_plan else None,
-        "predicted_over_measured_with": ratio(planned["predicted"], planned["measured"]) if has_plan else None,
+        "version": version,
+        "outcome": outcome,
+        "measured_mib": [round(of / 2**20, 2) for _, of in pairs],
+        "predicted_over_measured": [round(one / of, 4) for one, of in pairs],
     }
 
 
@@ -587,20 +579,16 @@ REMARKS = {
 """Why some measured peaks are not the predicted ones."""
 
 
-def summary(models: dict[str, dict[str, Any]]) -> dict[str, int]:
-    ratios = {
-        name: [one.get(f"predicted_over_measured_{how}") for how in ("without", "with")] for name, one in models.items()
-    }
+def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns how many models have a plan, and how near the predicted peaks come."""
+    ratios = [one["predicted_over_measured"] for one in models.values() if one["predicted_over_measured"]]
     return {
-        "models": len(models),
         "packages": len({name.partition(":")[0] for name in models}),
         "planned": sum(one["outcome"] == "plan" for one in models.values()),
         "nothing_worth_recomputing": sum(one["outcome"] == "nothing worth recomputing" for one in models.values()),
-        "predicted": sum(any(one is not None for one in pair) for pair in ratios.values()),
-        "within_1_pct": sum(
-            bool(known := [one for one in pair if one is not None]) and all(abs(one - 1) <= 0.01 for one in known)
-            for pair in ratios.values()
-        ),
+        "predicted": len(ratios),
+        "within_1_pct": sum(all(abs(one - 1) <= 0.01 for one in each) for each in ratios),
+        "models": models,
     }
 
 
@@ -611,7 +599,7 @@ def main(asked: Sequence[str]) -> None:
 
             torchvision_models()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        runs = {how: run(asked[1], asked[2], with_plan=how == "with") for how in ("without", "with")}
+        runs = [run(asked[1], asked[2], with_plan=with_plan) for with_plan in (False, True)]
         print("\n" + json.dumps(runs))
         return
     order = [f"{package}: {model}" for package, cases in PACKAGES.items() for model in cases]
@@ -620,12 +608,8 @@ def main(asked: Sequence[str]) -> None:
         if asked and package not in asked and name not in asked:
             continue
         measured = measure(package, model) | ({"remark": REMARKS[name]} if name in REMARKS else {})
-        # Read only now: another process may have written other models meanwhile.
-        file = RESULTS / "packages.json"
-        models = json.loads(file.read_text())["models"] if file.exists() else {}
-        models[name] = measured
-        models = {name: models[name] for name in order if name in models}
-        save("packages", {"summary": summary(models), "models": models})
+        models = known("packages").get("models", {}) | {name: measured}  # read only now: it takes minutes
+        save("packages", summary({name: models[name] for name in order if name in models}))
 
 
 if __name__ == "__main__":

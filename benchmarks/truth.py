@@ -1,12 +1,16 @@
-"""`estimate_memory` beside PyTorch's own CUDA allocator and code, over a sweep of models, and where they part.
+"""`estimate_memory` and `VirtualDevice` beside PyTorch's own CUDA allocator and code, over a sweep of models.
 
 Needs PyTorch's CUDA build; no GPU:
 
-    python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py [--only TEXT] [--part 0/2]
+    python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py
+    python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py --virtual
+    python -m lightning_memtools.null_cuda benchmarks/truth.py --gpus
     python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py --diff "dla34, bf16-mixed, Adam"
 
-`--diff` lists the allocations that only one of the two makes, with their operators, the first one first. Figures of the
-real allocator are kept in a file of their own (--kept), because they change with torch and not with this library.
+`--virtual` compares a fit on a `VirtualDevice(cuda_like=True)`, on small samples that a CPU computes in seconds.
+`--gpus` runs a handful of models on the kernels of every known GPU, each in a process of its own. `--diff` lists the
+allocations of one case that only one side makes, with their operators. Every case is kept in logs/ as it ends, so that
+a sweep that was stopped goes on; results/truth.json gets the summary of a whole sweep.
 """
 
 from __future__ import annotations
@@ -16,14 +20,14 @@ import difflib
 import gc
 import json
 import logging
-import os
-import random
 import statistics
+import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -31,7 +35,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from gpu_estimates import clean_up
 from lightning.pytorch.plugins import MixedPrecision
 from machine import save
 from torch import nn
@@ -40,7 +43,7 @@ from truth_models import OPTIMIZERS, TruthCase, cases, small_cases, step
 
 from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
-from lightning_memtools.memory.sizes import GpuShape, find_gpu
+from lightning_memtools.memory.sizes import GpuShape, find_gpu, known_gpus
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.known_values import FollowedValues, values_known
 from lightning_memtools.simulation.recording import AllocationRecorder
@@ -51,17 +54,20 @@ STEPS = 2
 GPU = "A100 80GB"
 _ROUNDING = 512
 Simulate = Callable[[TruthCase], tuple[dict[str, Any], list["TracedAllocation"]]]
+FIGURES = ("allocated", "reserved")
+ON_EVERY_GPU = (
+    "resnet50, bf16-true, AdamW, channels last",
+    "resnet34, 16-mixed, Adam",
+    "vit_small_patch16_224, bf16-mixed, AdamW, clip 1",
+    "gpt2, bf16-true, AdamW",
+    "llama, bf16-mixed, Adam, accumulate 2",
+    "roberta, 32-true, SGD",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedAllocation:
-    """One allocation of a run.
-
-    Attributes:
-        operator: Where it was made.
-        size: Its bytes, rounded as the allocator does.
-        allocated: What was allocated after it.
-    """
+    """One allocation: the operator that made it, its rounded bytes, and what was allocated after it."""
 
     operator: str
     size: int
@@ -202,6 +208,14 @@ def run(case: TruthCase, *callbacks: L.Callback) -> None:
             trainer.validate(module, _Batches(case, STEPS), verbose=False)
 
 
+def clean_up() -> None:
+    """Drop what earlier runs left: garbage, cuBLAS workspaces, cached blocks."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
 def real_peaks(case: TruthCase) -> dict[str, int]:
     """Peaks of PyTorch's own allocator from a clean start."""
     clean_up()
@@ -273,17 +287,19 @@ def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
     """The estimate of the same steps, and every allocation of the simulation."""
     start = time.perf_counter()
     subject = Subject(model=as_lightning(case, built(case)))
-    settings = SimulationSettings(
-        cuda=True, cublas_workspace=cublas_workspace_of(on_gpu()), gpu=GpuShape.of(find_gpu(on_gpu()))
-    )
+    gpu = on_gpu()
+    settings = SimulationSettings(cuda=True, cublas_workspace=cublas_workspace_of(gpu), gpu=GpuShape.of(find_gpu(gpu)))
     traced = trace(subject, case.batch("cpu"), recipe_of(case), settings)
     peaks, found = _record_of(traced)
     return {**peaks, "notes": list(traced.notes), "seconds": round(time.perf_counter() - start, 2)}, found
 
 
 def on_gpu() -> str:
-    """The name of the GPU whose kernels the truth has."""
-    return os.environ.get("TRUTH_GPU", GPU)
+    """The known GPU whose kernels run: the present device's, or one with as large a cuBLAS workspace."""
+    with suppress(ValueError):
+        if gpu := find_gpu(torch.cuda.get_device_name().removesuffix(" (dry run)")):
+            return gpu.name
+    return "H100 80GB" if torch.cuda.get_device_capability()[0] >= 9 else GPU
 
 
 def _record_of(traced: Traced) -> tuple[dict[str, Any], list[TracedAllocation]]:
@@ -336,13 +352,7 @@ def on_virtual_device(case: TruthCase) -> tuple[dict[str, Any], list[TracedAlloc
 
 @dataclass(frozen=True, slots=True)
 class TraceDifference:
-    """A stretch in which the allocations are not the same.
-
-    Attributes:
-        number: Its place in the real run.
-        real: The allocations that only the real run makes.
-        estimated: Those that only the simulation makes.
-    """
+    """A stretch in which the allocations differ: its place in the real run, and what only one of the two makes."""
 
     number: int
     real: list[TracedAllocation]
@@ -404,55 +414,40 @@ def show_difference(case: TruthCase, limit: int, simulate: Simulate) -> None:
 # --- the sweep
 
 
-def measure(
-    chosen: list[TruthCase], simulate: Simulate, kept: Path, written: Path | None, seconds: float
-) -> dict[str, Any]:
-    """Compare the cases; those that fail are named with their error. What was found is written after each.
-
-    Cases that were written before are not measured again, so that a sweep can run in parts.
-    """
+def measure(chosen: list[TruthCase], simulate: Simulate, kept: Path) -> dict[str, Any]:
+    """Compare the cases that were not kept before; those that fail are named with their error."""
     kept.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    found: dict[str, Any] = json.loads(written.read_text()) if written is not None and written.exists() else {}
-    begin = time.perf_counter()
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     for case in chosen:
-        start = time.perf_counter()
-        if start - begin > seconds:
-            break
         if case.key in found:
             continue
+        start = time.perf_counter()
         try:
-            real = known.get(case.key)
-            if real is None:
-                real = known[case.key] = real_peaks(case)
-                kept.write_text(json.dumps(known))
-            found[case.key] = compared(case, real, simulate)
+            found[case.key] = compared(case, simulate)
         except Exception as error:  # noqa: BLE001, the others are still wanted
             found[case.key] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             gc.collect()
+        kept.write_text(json.dumps(found))
         one = found[case.key]
-        if written is not None:
-            written.write_text(json.dumps(found))
-        print(
-            f"{case.key}: {one.get('error') or (one['allocated_error_pct'], one['reserved_error_pct'])} "
-            f"{one.get('causes', '')} [{time.perf_counter() - start:.1f} s]",
-            flush=True,
-        )
-    return found
+        print(f"{case.key}: {one.get('error') or errors_of(one)} {one.get('causes', '')} "
+              f"[{time.perf_counter() - start:.1f} s]", flush=True)  # fmt: skip
+    return {case.key: found[case.key] for case in chosen}
 
 
-def compared(case: TruthCase, real: dict[str, int], simulate: Simulate) -> dict[str, Any]:
-    """Returns both peaks, the estimate's errors, and the causes if there are any."""
+def compared(case: TruthCase, simulate: Simulate) -> dict[str, Any]:
+    """Returns both peaks, and the causes of a difference."""
+    real = real_peaks(case)
     made, allocations = simulate(case)
-    errors = {
-        f"{name}_error_pct": round(100 * (made[name] - real[name]) / real[name], 3)
-        for name in ("allocated", "reserved")
-    }
-    one: dict[str, Any] = {"source": case.source, "real": real, "estimated": made, **errors}
-    if allocations and any(real[name] != made[name] for name in ("allocated", "reserved")):
+    one: dict[str, Any] = {"real": real, "estimated": made}
+    if allocations and any(errors_of(one)):
         mine = real_trace(case)
         one["causes"] = causes(mine, allocations) or [first_other_lifetime(mine, allocations) or "the order of frees"]
     return one
+
+
+def errors_of(one: dict[str, Any]) -> list[float]:
+    """Returns how far the estimate of a case is off in percent, of allocated and of reserved memory."""
+    return [100 * (one["estimated"][name] - one["real"][name]) / one["real"][name] for name in FIGURES]
 
 
 # Why cases of these models differ, or why they cannot be compared.
@@ -462,7 +457,6 @@ REASONS = {
     "sort": "the indices of a segmented sort, 32 KB, are not simulated",
     "rfft": "PyTorch has no Fourier transform in bfloat16; in float32 its parts are not seen on fake tensors",
     "volo_d1_224": "the copies that im2col and col2im make of their inputs are not simulated",
-    "tinynet_a": "not looked into; the result lists the operators",
     "bert": "blocks of the same sizes are freed in another order",
     "vit_small_patch16_224": "blocks of the same sizes are freed in another order",
     "deberta_v2": "numbers that the step makes on the host, such as torch.tensor(0.5), count as on the device",
@@ -475,81 +469,114 @@ REASONS_ON_CPU = {
 }
 
 
-def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
+def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str:
     """Returns why a case differs, as far as it is known."""
-    name = key.split(",", maxsplit=1)[0]
-    if not virtual:
-        return REASONS.get(name)
-    made = " ".join(one.get("causes", []))
-    if "_safe_softmax" in made:
+    name, made = key.split(",", maxsplit=1)[0], " ".join(one.get("causes", []))
+    if virtual and "_safe_softmax" in made:
         return "the CPU has no fused kernel for attention with dropout, or with a mask that has a gradient"
-    if "_scaled_dot_product_flash_attention_for_cpu" in made:
+    if virtual and "_scaled_dot_product_flash_attention_for_cpu" in made:
         return "the CPU's fused kernel takes attention that CUDA's refuse, and that CUDA computes in parts"
-    if "_flash_attention_forward" in made and "constant_pad_nd" in made:
+    if virtual and "_flash_attention_forward" in made and "constant_pad_nd" in made:
         return "CUDA's flash attention takes heads whose sizes are multiples of 8, and pads others"
-    older = "run before autocast followed CUDA's lists, and not since" if "mixed" in key else None
-    unknown = "not looked into; the result lists the operators"
-    return REASONS_ON_CPU.get(name) or REASONS.get(name) or older or unknown
+    if virtual and "bf16-true" in key:
+        return "a batch counts from when the loader yields it, so in float32 before Lightning casts it"
+    if virtual and "16-mixed" in key and "aten::_foreach_sqrt (real only)" in made:
+        return (
+            "half precision overflows where values are computed, so the scaler leaves out the optimizer's first steps"
+        )
+    return (REASONS_ON_CPU if virtual else {}).get(name) or REASONS.get(name, "not looked into")
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns how many cases are equal and how near the others come."""
-    good = [one for one in found.values() if "error" not in one]
-    made: dict[str, Any] = {"cases": len(found), "compared": len(good)}
-    for name in ("allocated", "reserved"):
-        errors = [abs(one["estimated"][name] / one["real"][name] - 1) * 100 for one in good]
-        if errors:
-            made[name] = {
-                "equal_pct": round(100 * sum(one == 0 for one in errors) / len(errors), 1),
-                "within_half_percent_pct": round(100 * sum(one <= 0.5 for one in errors) / len(errors), 1),
-                "within_one_percent_pct": round(100 * sum(one <= 1 for one in errors) / len(errors), 1),
-                "median_error_pct": round(statistics.median(errors), 4),
-                "largest_error_pct": round(max(errors), 3),
-            }
-    return made
+def summary(found: dict[str, Any], *, virtual: bool = False) -> dict[str, Any]:
+    """Returns how many cases are equal, how near the others come, and why they differ."""
+    good = {key: errors_of(one) for key, one in found.items() if "error" not in one}
+    made: dict[str, Any] = {"cases": len(found), "models": len({key.split(",")[0] for key in found}),
+                            "compared": len(good)}  # fmt: skip
+    for at, name in enumerate(FIGURES):
+        errors = [abs(one[at]) for one in good.values()]
+
+        def share(most: float, errors: list[float] = errors) -> float:
+            return round(100 * sum(error <= most for error in errors) / len(errors), 1)
+
+        made[name] = {
+            "equal_pct": share(0),
+            "within_half_percent_pct": share(0.5),
+            "within_one_percent_pct": share(1),
+            "median_error_pct": round(statistics.median(errors), 4),
+            "largest_error_pct": round(max(errors), 3),
+        }
+    different = {
+        key: {"reason": one.get("error") or reason_of(key, one, virtual=virtual)}
+        | {f"{name}_error_pct": round(error, 3) for name, error in zip(FIGURES, good.get(key, ()), strict=False)}
+        for key, one in found.items()
+        if "error" in one or any(good[key])
+    }
+    return {**made, "different": by_reason(different) if virtual else different}
 
 
-def main(description: str | None = __doc__, *, virtual: bool = False) -> int:
-    """Measure, print and write results/truth.json; that of truth_virtual_device.py for `virtual`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name has one of these texts, divided by |")
-    parser.add_argument("--part", default="0/1", help="a part of the cases: its number and how many parts")
+def by_reason(different: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns for each reason how many cases differ, and the range of the errors of either peak."""
+    found: dict[str, Any] = {}
+    for reason in {one["reason"]: None for one in different.values()}:
+        cases = [one for one in different.values() if one["reason"] == reason]
+        found[reason] = {"cases": len(cases)} | {
+            key: [f(one[key] for one in cases if key in one) for f in (min, max)]
+            for key in (f"{name}_error_pct" for name in FIGURES)
+            if any(key in one for one in cases)
+        }
+    return found
+
+
+def on_every_gpu(folder: Path) -> dict[str, Any]:
+    """Runs the cases on each known GPU's kernels in a process of its own, and returns how near the estimates come."""
+    different: dict[str, Any] = {}
+    errors: list[list[float]] = []
+    for gpu in known_gpus():
+        command = [sys.executable, "-m", "lightning_memtools.null_cuda", "--gpu", gpu.name, __file__]
+        command += ["--only", "|".join(ON_EVERY_GPU), "--logs", str(folder / gpu.name)]
+        subprocess.run(command, check=True, timeout=1800)
+        found = json.loads((folder / gpu.name / "truth.json").read_text())
+        near = {key: errors_of(found[key]) for key in ON_EVERY_GPU if "error" not in found[key]}
+        errors += near.values()
+        off = {key: [round(error, 3) for error in pair] for key, pair in near.items() if any(pair)}
+        different |= {gpu.name: off} if off else {}
+    return summary_of_gpus(errors, different)
+
+
+def summary_of_gpus(errors: list[list[float]], different: dict[str, Any]) -> dict[str, Any]:
+    """Returns how many of the peaks on all GPUs are equal, and those that differ."""
+    made: dict[str, Any] = {"gpus": len(known_gpus()), "cases": list(ON_EVERY_GPU), "compared": len(errors)}
+    for at, name in enumerate(FIGURES):
+        off = [abs(pair[at]) for pair in errors]
+        made[name] = {"equal": sum(one == 0 for one in off), "largest_error_pct": round(max(off), 3)}
+    return {**made, "different": different}
+
+
+def main() -> int:
+    """Measure, print and write a section of results/truth.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--virtual", action="store_true", help="compare a VirtualDevice instead of an estimate")
+    parser.add_argument("--gpus", action="store_true", help="compare estimates on every known GPU")
+    parser.add_argument("--only", help="cases whose name has one of these texts, divided by |; no summary is written")
     parser.add_argument("--diff", metavar="CASE", help="show where one case differs")
-    parser.add_argument("--limit", type=int, default=10, help="how many differences to show")
-    parser.add_argument("--kept", type=Path, default=Path("logs"), help="the folder of real figures of earlier runs")
-    parser.add_argument("--write", type=Path, help="write the results here and not to results/truth.json")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long; run again to go on")
-    parser.add_argument("--merge", type=Path, nargs="*", help="merge the results of parts into results/truth.json")
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="the folder of the cases that ended")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    every, simulate = (small_cases, on_virtual_device) if virtual else (cases, estimated)
-    if options.merge:
-        found = {key: one for path in options.merge for key, one in json.loads(path.read_text()).items()}
-    elif options.diff:
-        show_difference(next(case for case in every() if case.key == options.diff), options.limit, simulate)
+    every, simulate = (small_cases, on_virtual_device) if options.virtual else (cases, estimated)
+    if options.diff:
+        show_difference(next(case for case in every() if case.key == options.diff), 10, simulate)
         return 0
+    if options.gpus:
+        save("truth", on_every_gpu(options.logs), section="gpus")
+        return 0
+    chosen = [case for case in every() if any(text in case.key for text in (options.only or "").split("|"))]
+    name, section = ("truth_virtual", "virtual device") if options.virtual else ("truth", "simulation")
+    made = summary(measure(chosen, simulate, options.logs / f"{name}.json"), virtual=options.virtual)
+    if options.only is None:
+        save("truth", {"gpu": on_gpu(), "steps": STEPS, **made}, section=section)
     else:
-        part, parts = map(int, options.part.split("/"))
-        chosen = [case for case in every() if any(text in case.key for text in options.only.split("|"))]
-        random.Random(0).shuffle(chosen)  # noqa: S311, so that a part of the sweep is a sample of it
-        kept = options.kept / ("truth_real_small.json" if virtual else "truth_real.json")
-        found = measure(chosen[part::parts], simulate, kept, options.write, options.seconds)
-    for key, one in found.items():
-        differs = "error" in one or any(
-            one["real"][name] != one["estimated"][name] for name in ("allocated", "reserved")
-        )
-        reason = reason_of(key, one, virtual=virtual)
-        if differs and reason is not None:
-            one["reason"] = reason
-    print(json.dumps(summary(found), indent=1))
-    if options.write:
-        options.write.write_text(json.dumps(found))
-    else:
-        save(
-            "truth_virtual_device" if virtual else "truth",
-            {"gpu": on_gpu(), "steps": STEPS, "summary": summary(found), "cases": found},
-        )
+        print(json.dumps(made))
     return 0
 
 

@@ -21,7 +21,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
@@ -593,6 +592,7 @@ class StepClosure:
     Attributes:
         batch: The batch.
         forward: Runs training_step on a batch and returns Lightning's result, with `closure_loss` and `extra`.
+        log: The values that the step logs.
         backward: Sends a loss backward.
         zero_grad: Takes the gradients away; None where they are accumulated.
         skipped: Returns the result of a training_step that returned None.
@@ -600,6 +600,7 @@ class StepClosure:
 
     batch: Any
     forward: Callable[[Any], Any]
+    log: LoggedValues
     backward: Callable[[Tensor], None]
     zero_grad: Callable[[], None] | None
     skipped: Callable[[], Any]
@@ -631,6 +632,7 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
         step = StepClosure(
             kwargs["batch"],
             forward,
+            LoggedValues(trainer),
             closure._backward_fn,
             closure._zero_grad_fn,
             partial(loop.output_result_cls, None),
@@ -646,88 +648,17 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
     return _MethodWithAddition(loop, "_make_closure", around=made).undo
 
 
-def replace_step(module: LightningModule, name: str, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let `run(step, *arguments)` run one of a module's own steps; returns what undoes this.
-
-    It stays the module's own for Lightning, which looks at the names of its arguments and at whether it is overridden.
-    """
-    return _MethodWithAddition(module, name, around=run).undo
-
-
-def replace_update(optimizer: Any, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let `run(step, *arguments)` run an optimizer's `step`; returns what undoes this.
-
-    No hook encloses the update. It can go when the Trainer has one.
-    """
-    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    update = _MethodWithAddition(optimizer, "step", around=run)
-    if scheduled:  # a scheduler of torch looks for its own mark, and would warn
-        vars(update)["_wrapped_by_lr_sched"] = True
-    return update.undo
-
-
-class _NothingLogged(dict[str, Any]):
-    """Stands in for the results of prediction, which logs nothing."""
-
-    batch = batch_size = None
-
-
-class LoggedValue(NamedTuple):
-    """A value that a part of a batch has logged, or the whole, as Lightning keeps it.
-
-    Attributes:
-        reduction: How the values of an epoch are reduced.
-        on_step: The value of the step; None if it is not logged on steps.
-        of_epoch: What the step adds to the epoch, which of a mean is the value times its size; None if nothing.
-        size: The number of samples, over all calls, that the value is a mean of; None if it is none, or if the value is
-            not logged on epochs and came without a size.
-        n_calls: How often it was logged.
-        is_inferred: Lightning inferred its size from the batch.
-        is_loss: The tensor that was logged is the loss.
-    """
-
-    reduction: Literal["mean", "sum", "max", "min"]
-    on_step: Tensor | None
-    of_epoch: Tensor | None
-    size: Tensor | None
-    n_calls: int = 1
-    is_inferred: bool = False
-    is_loss: bool = False
-
-
 class LoggedValues:
-    """The values that the Trainer's present loop has from `self.log`, while a batch is run in parts.
-
-    `self.log` weights by the size of the batch that the loop began, and offers no way to take a value back. It can go
-    when it does. Values that metrics of torchmetrics give are left alone.
-    """
+    """The values that training has from `self.log`, which offers no way to take one back. It can go when that does."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._before: dict[str, dict[str, Any]] = {}
-        self._empty: dict[str, Tensor] = {}
-        # Of the present part, by the hook's name and the value's: each call's tensor, and the size that it gave.
-        self._calls: dict[tuple[str | None, str], list[tuple[Tensor | None, Any]]] = {}
-        self._loss: Tensor | None = None
-
-    @property
-    def loss_divisor(self) -> int:
-        """The number that Lightning divides a training step's loss by before it is sent backward."""
-        return self._trainer.accumulate_grad_batches
-
-    def _results(self) -> Any:
-        results: Any = self._trainer._results
-        return _NothingLogged() if results is None else results
-
-    def _numbers(self) -> Iterator[tuple[str, Any]]:
-        return ((key, metric) for key, metric in self._results().items() if metric.is_tensor)
+        self._results: Any = trainer.fit_loop._results
 
     def save(self) -> Callable[[], None]:
         """Return the function that takes back what is logged from now on."""
-        results = self._results()
+        results = self._results
         saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
         batch, size = results.batch, results.batch_size
-        self._before = {key: values for key, (_, values) in saved.items()}
 
         def restore() -> None:
             for key in [key for key in results if key not in saved]:
@@ -739,101 +670,15 @@ class LoggedValues:
 
         return restore
 
-    def size_of(self, batch: Any) -> int:
-        """Return the size that Lightning infers from a batch."""
-        return extract_batch_size(batch)
-
     @contextmanager
-    def running(self, part: Any) -> Iterator[None]:
-        """Inside, use a part's size as the batch size of logged values, and start without values."""
-        self._begin_part(part)
-        module = self._trainer.lightning_module
-        # What Lightning keeps of a call tells neither which tensor was logged nor whether its size was given.
-        watches = [
-            _MethodWithAddition(module, "log", around=partial(self._note_call, module)),
-            _MethodWithAddition(module, "training_step", around=self._note_loss),
-        ]
+    def of_part(self, part: Any) -> Iterator[None]:
+        """Inside, logged values have the batch size of a part, so that the means of an epoch weight it rightly."""
+        results = self._results
+        whole, results.batch, results.batch_size = results.batch, part, None
         try:
             yield
         finally:
-            for watch in watches:
-                watch.undo()
-
-    def _note_call(self, module: Any, log: Callable[..., Any], name: str, value: Any, *args: Any, **given: Any) -> None:
-        tensor = value.detach() if isinstance(value, Tensor) else None
-        size = inspect.signature(log).bind(name, value, *args, **given).arguments.get("batch_size")
-        self._calls.setdefault((module._current_fx_name, name), []).append((tensor, size))
-        log(name, value, *args, **given)
-
-    def _note_loss(self, run: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        output = run(*args, **given)
-        loss = loss_of(output)
-        self._loss = loss.detach() if isinstance(loss, Tensor) else None
-        return output
-
-    def _is_loss(self, value: Tensor | None) -> bool:
-        if type(value) is not Tensor or type(self._loss) is not Tensor:  # others may have no memory of their own
-            return False
-        return value.data_ptr() == self._loss.data_ptr()
-
-    def _begin_part(self, part: Any) -> None:
-        self._calls, self._loss = {}, None
-        self._results().batch, self._results().batch_size = part, None
-        for key, metric in self._numbers():
-            # Its own tensors for nothing: no memory is allocated.
-            self._empty[key] = metric.value = metric._defaults["value"]
-            metric._forward_cache = None
-            if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = metric._defaults["cumulated_batch_size"]
-
-    def of_part(self) -> dict[str, LoggedValue]:
-        """Return what the part has logged."""
-        found = {}
-        for key, metric in self._numbers():
-            if metric.value is self._empty.get(key):
-                continue
-            meta = metric.meta
-            kind: Any = ("max" if meta.is_max_reduction else "min" if meta.is_min_reduction
-                    else "sum" if meta.is_sum_reduction else "mean")  # fmt: skip
-            of_epoch = metric.value if meta.on_epoch else None
-            calls = self._calls.get((meta.fx.partition(".")[0], meta.name), [])
-            sizes = [given for _, given in calls if given is not None]
-            size = None
-            if kind == "mean" and meta.on_epoch:
-                size = metric.cumulated_batch_size
-            elif kind == "mean" and sizes:  # of which Lightning keeps nothing
-                size = torch.as_tensor(sum(sizes)).to(metric.value.device, non_blocking=True)
-            found[key] = LoggedValue(
-                kind,
-                metric._forward_cache if meta.on_step else None,
-                of_epoch,
-                size,
-                n_calls=max(len(calls), 1),
-                is_inferred=bool(calls) and not sizes,
-                is_loss=bool(calls) and all(self._is_loss(value) for value, _ in calls),
-            )
-        return found
-
-    def put(self, batch: Any, whole: Mapping[str, LoggedValue]) -> None:
-        """Replace the parts' logged values by those of the whole batch."""
-        self._results().batch, self._results().batch_size = batch, None
-        for key, metric in self._numbers():
-            before = self._before.get(key, {})
-            if key not in whole:
-                metric.value, metric._forward_cache = before["value"], before["_forward_cache"]
-                if metric.meta.is_mean_reduction:
-                    metric.cumulated_batch_size = before["cumulated_batch_size"]
-                continue
-            value = whole[key]
-            metric._forward_cache = value.on_step
-            if value.of_epoch is None:
-                metric.value = value.on_step
-            elif value.reduction in {"max", "min"}:
-                metric.value = metric.meta.reduce_fx(before.get("value", value.of_epoch), value.of_epoch)
-            else:
-                metric.value = before.get("value", 0.0) + value.of_epoch
-            if value.size is not None and value.of_epoch is not None:
-                metric.cumulated_batch_size = before.get("cumulated_batch_size", 0) + value.size
+            results.batch, results.batch_size = whole, None
 
 
 def twin_of(module: object) -> str | None:

@@ -123,7 +123,7 @@ def runs(logs: Path, wanted: set[str]) -> None:
     if "mistakes" in wanted:
         fit(logs / "mistakes", "96MiB", Mistaken(), [memtools.TrainingDoctor(steps=3)], train, max_epochs=1)
     if "recovered" in wanted:
-        recover: list[L.Callback] = [memtools.OOMRecovery(), memtools.OOMReport(), memtools.MemoryMonitor()]
+        recover: list[L.Callback] = [memtools.OOMRecovery(loss="mean"), memtools.OOMReport(), memtools.MemoryMonitor()]
         fit(logs / "recovered", "64MiB", Blocks(2048), recover, max_epochs=2)
     if "plan" in wanted:
         fit(logs / "plan", "96MiB", Blocks(), [*monitor, memtools.GradientCheckpointing()], max_epochs=2)

@@ -77,8 +77,8 @@ def estimate_memory(
         steps: The number of steps. Two show the peak of a longer training; a third changes little.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped.
-        device: "cuda" for the memory of CUDA's operators (docs/estimate-accuracy.md lists them), "cpu" for those of the
-            CPU: byte for byte the memory that a `VirtualDevice` shows for a run on real tensors.
+        device: "cuda" for the memory of CUDA's operators, "cpu" for that of the CPU's: byte for byte the memory that a
+            `VirtualDevice` shows for a run on real tensors.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
         ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's

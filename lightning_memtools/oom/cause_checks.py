@@ -28,7 +28,9 @@ ONE_COPY = Action(
 )
 COLLECT_GARBAGE = Action(kind=ActionKind.GARBAGE, title="Collect garbage", code="gc.collect()")
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
-RUN_IN_PARTS = Action(kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code="OOMRecovery()")
+RUN_IN_PARTS = Action(
+    kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code='OOMRecovery(loss="mean")'
+)
 EXPAND_SEGMENTS = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="Use expandable segments", code=EXPANDABLE)
 STOP_PROCESSES = Action(kind=ActionKind.STOP_PROCESS, title="Stop other processes on the device")
 KEEP_NO_PREDICTIONS = Action(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -57,23 +57,19 @@ class GradientExchange:
         """Begin a step."""
         self._failed_at, self._buckets, self._sent = None, [], []
 
-    def run_of_step(self, n_parts: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def run_of_step(self, n_parts: int) -> Iterator[None]:
         """Return a context for one attempt at the step; parts send no gradients inside."""
         if n_parts == 1 or self._wrapper is None:
-            return nullcontext()
-        if self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
-            return self._wrapper.no_sync()
-        return self.alone()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, the step runs on the module without its wrapper, so that it exchanges nothing with other ranks."""
-        if self._wrapper is not None:
-            self._strategy.model = self._strategy.lightning_module
-        try:
             yield
-        finally:
-            if self._wrapper is not None:
+        elif self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
+            with self._wrapper.no_sync():
+                yield
+        else:  # on the module without its wrapper, which exchanges nothing
+            self._strategy.model = self._strategy.lightning_module
+            try:
+                yield
+            finally:
                 self._strategy.model = self._wrapper
 
     def why_late(self) -> str:
@@ -178,9 +174,8 @@ def no_collectives() -> AbstractContextManager[None]:
     """A collective started inside raises, naming it, if there are several ranks."""
     return refused_collectives(
         lambda name: CollectiveInPartError(
-            f"OOMRecovery runs this batch in parts on this rank alone, and the step calls the collective {name!r} "
-            "(self.log(..., sync_dist=True) of a value of each step does), which the other ranks would not take "
-            "part in as often. Next: leave it out of the step, or log with on_step=False."
+            f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
+            "self.log(..., sync_dist=True) of a value of each step does; leave it out, or log with on_step=False"
         )
     )
 

@@ -1,54 +1,38 @@
-"""Runs a step that ran out of memory again, as micro-batches that give what the whole batch would have given."""
+"""Runs a step that ran out of memory again, as micro-batches that give the gradients of the whole batch."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
-from lightning_memtools.memory.error_frames import forget_frames
+from lightning_memtools.memory.error_frames import forget_frames, in_one_line
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.recovery.batch_parts import CannotSplitError, cut_batch, n_samples_in
-from lightning_memtools.recovery.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
-from lightning_memtools.recovery.joined_parts import join_parts, logged_by_whole, weighted_mean
-from lightning_memtools.recovery.loss_proof import LossKind, LossProof
-from lightning_memtools.recovery.step_start import BatchStep, StepStart
-from lightning_memtools.state.buffer_keeper import BufferKeeper
-from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
+from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_of, split_by_user, split_plainly
+from lightning_memtools.recovery.gradient_exchange import ONE_RANK, CollectiveInPartError, no_collectives
+from lightning_memtools.recovery.step_start import StepStart, TrainedState
+
+if TYPE_CHECKING:
+    from lightning_memtools._lightning import StepClosure
+    from lightning_memtools.recovery.gradient_exchange import GradientExchange
 
 MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers itself, and that cannot be taken back"
-_ASK_FOR_SIZES = (
-    "let split_batch return pairs (part, number of samples), or give loss_weight=, a function that returns over how "
-    "many things in a batch its loss is a mean"
-)
-# Of the batches that are split from the beginning, the loss of the first ten is tried, and then of every tenth.
-_TRIED_FIRST = 10
-# The samples of a trial, where they fit: two and three, because some models do not work with a single one.
-_TRIED_SAMPLES = 5
-# After this many batches in parts, one is tried in half as many; if that fails, the next try comes twice as late.
+# After this many batches in parts, one is tried in half as many.
 _TRY_FEWER_AFTER = 50
 
 
 @dataclass(slots=True)
 class Recoveries:
-    """The recoveries so far.
-
-    Attributes:
-        n_recovered: The batches that ran out of memory and were run again in parts.
-        n_skipped: The batches that were skipped.
-        n_parts: The number of parts of the latest batch; 1 for a whole one.
-        most_parts: The largest number of parts of a batch.
-        latest: The latest recovery, as a sentence; "" if there was none.
-    """
+    """The recoveries so far: `n_parts` are those of the latest batch, and `latest` is the latest recovery in words."""
 
     n_recovered: int = 0
     n_skipped: int = 0
@@ -60,68 +44,19 @@ class Recoveries:
         """Return a line for a summary; "" where nothing happened."""
         if not self.latest:
             return ""
-        batches = (
-            "1 batch ran out of memory and was"
-            if self.n_recovered == 1
-            else (f"{self.n_recovered} batches ran out of memory and were")
+        batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
+        return (
+            f"OOMRecovery: {batches} ran out of memory and ran again in up to {self.most_parts} parts; "
+            f"{self.n_skipped} were skipped."
         )
-        return f"OOMRecovery: {batches} run again in up to {self.most_parts} parts; {self.n_skipped} were skipped."
-
-
-@dataclass(slots=True)
-class _KnownSize:
-    """The number of parts that batches with at least so many elements need."""
-
-    n_elements: int
-    n_parts: int
-    n_until_fewer: int = _TRY_FEWER_AFTER
-    patience: int = _TRY_FEWER_AFTER
-
-    def parts_to_try(self) -> int:
-        self.n_until_fewer -= 1
-        if self.n_until_fewer > 0:
-            return self.n_parts
-        self.patience *= 2
-        self.n_until_fewer = self.patience  # batches of other sizes may share this entry
-        return max(1, self.n_parts // 2)
-
-
-class _KnownSizes:
-    """The sizes of batches that did not fit whole, so that the next ones need not fail first."""
-
-    def __init__(self) -> None:
-        self._sizes: list[_KnownSize] = []
-
-    def of(self, batch: Any) -> _KnownSize | None:
-        """Return the entry with the most parts among those for batches that are no larger."""
-        if not self._sizes:
-            return None
-        n_elements = _n_elements(batch)
-        fitting = [one for one in self._sizes if one.n_elements <= n_elements]
-        return max(fitting, key=lambda one: one.n_parts, default=None)
-
-    def note(self, batch: Any, known: _KnownSize | None, n_parts: int, *, fits: bool) -> _KnownSize | None:
-        """Note that a batch needs more parts than tried, or that it fits in so many; return its entry."""
-        if fits and (known is None or n_parts >= known.n_parts):
-            return known
-        if not fits and (known is None or known.n_elements < _n_elements(batch)):
-            known = _KnownSize(_n_elements(batch), n_parts)
-            self._sizes.append(known)
-        assert known is not None
-        known.n_parts, known.n_until_fewer = n_parts, known.patience
-        self._sizes = [one for one in self._sizes if one.n_parts > 1]
-        return known
 
 
 class StepRecovery:
     """Runs steps; one that runs out of memory is taken back and run again in 2, 4, ... parts.
 
-    Gradients (bit for bit), buffers, metrics, random streams and logged values are restored first. A Python attribute
-    that the step itself changes, such as a counter, is not.
-
     Args:
         exchange: How the ranks average gradients.
-        tell: Called if the first training batch shows why batches cannot be split, with the reason.
+        tell: Called after the first step if batches cannot be run in parts, with the reason.
 
     The other arguments are those of OOMRecovery.
     """
@@ -133,311 +68,216 @@ class StepRecovery:
         *,
         max_splits: int,
         skip_batch: bool,
-        loss: Literal["auto", "mean", "sum"],
+        loss: Literal["mean", "sum"],
         allow_batch_norm: bool,
         split: Callable[[Any, int], Any] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         exchange: GradientExchange = ONE_RANK,
-        tell: Callable[[str], None] | None = None,
+        tell: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.recoveries = Recoveries()
-        self._device = device
+        self._state = TrainedState(model, device)
         self._max_splits = max_splits
         self._skip_batch = skip_batch
-        self._declared: LossKind | None = None if loss == "auto" else loss
-        self._kind = self._declared
-        # The reason why the norms prevented a split when the last step's forward pass had run; None before the first.
-        self._norm_reason: str | None = None
-        self._allow_batch_norm = allow_batch_norm
+        self._loss = loss
         self._split = split
+        self._loss_weight = loss_weight
         self._exchange = exchange
-        self._tell = tell
-        self._is_announced = False
-        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
-        self._parameters = list(model.parameters())  # those that are frozen now may be trained later
-        self._norms = norms_of(model)
-        self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
-        self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
-        self._n_planned = 0
-        self._n_cut = 0
-        self._buffers = BufferKeeper(model, all_state=False)
-        # Evaluation needs less memory than training.
-        self._sizes = {True: _KnownSizes(), False: _KnownSizes()}
+        self._tell: Callable[[str], None] | None = tell
+        self._norms = [] if allow_batch_norm else norms_of(model)
+        self._too_large = math.inf  # the elements of the smallest part that did not fit
+        self._n_until_fewer = _TRY_FEWER_AFTER
 
-    def run(self, step: BatchStep) -> Any:
-        """Run a step and return its result, or that of its parts together.
+    def run(self, step: StepClosure) -> Any:
+        """Run a step and return its result. That of parts is the last part's, with the loss of the whole batch.
 
         Raises:
             torch.OutOfMemoryError: It cannot be run in parts, or not in small enough ones; a note says why.
         """
-        exchange = ONE_RANK if step.backward is None else self._exchange
-        exchange.begin()
-        n_before = self.recoveries.n_skipped
-        result = self._run(step, exchange)
-        is_skipped = self.recoveries.n_skipped > n_before
-        if not exchange.any_rank(is_skipped):
+        self._exchange.begin()
+        start = self._start_of(step)
+        result = self._run_once(step) if start is None else self._run(start)
+        if not self._exchange.any_rank(result is None):
             return result
-        for parameter in self._parameters if step.zero_grad is not None else ():
+        for parameter in self._state.parameters if step.zero_grad is not None else ():
             parameter.grad = None
-        if not is_skipped:
-            self.recoveries.n_skipped += 1
-            self.recoveries.latest = (
-                "A batch was skipped, because another rank ran out of memory even with the smallest parts of its batch."
-            )
-        assert step.skipped is not None
+        self.recoveries.n_skipped += 1
+        if result is not None:
+            self.recoveries.latest = "A batch was skipped, because its smallest parts did not fit on another rank."
         return step.skipped()
 
-    def _run(self, step: BatchStep, exchange: GradientExchange) -> Any:
-        """Run a step; None if it is skipped."""
-        sizes = self._sizes[step.backward is None]
-        known = sizes.of(step.batch)
-        n_parts = 1 if known is None else known.parts_to_try()
-        random = RandomState.now(self._read_numpy, self._read_python, device=self._device)
-        before = StepStart(step, self._parameters, self._metrics, self._copied_buffers(step), random)
-        self._tell_of_first(step)
-        is_tried, is_to_try = False, n_parts > 1 and self._must_try(step) and self._is_due()
-        is_recovering, text = False, "Out of memory: a batch of this size did not fit before."
+    def _start_of(self, step: StepClosure) -> StepStart | None:
+        """Return the state before a step; None if the step will not be run again."""
+        # In the first step, forward may still put its norms into evaluation mode.
+        if self._tell is None and why_norm_prevents(self._norms):
+            return None
+        try:
+            return StepStart(step, self._state)
+        except Exception as fault:  # noqa: BLE001, ours: the step itself goes on
+            _warn_of(fault)
+            return None
+
+    def _run_once(self, step: StepClosure) -> Any:
+        try:
+            result = step.forward(step.batch)
+            if step.zero_grad is not None:
+                step.zero_grad()
+            if result.closure_loss is not None:
+                step.backward(result.closure_loss)
+        except Exception as error:
+            if is_out_of_memory(error):
+                _add_reason(error, self._why_not() or "OOMRecovery itself failed before it")
+            raise
+        return result
+
+    def _run(self, start: StepStart) -> Any:
+        """Run a step, in parts if need be; None if it is skipped. The step's own errors are those that are raised."""
+        try:
+            return self._attempts(start)
+        except Exception as error:
+            if start.failure is None or is_out_of_memory(error):
+                raise
+            is_refused = isinstance(error, (CannotSplitError, CollectiveInPartError))
+            if error is start.raised and not is_refused:
+                error.add_note("OOMRecovery ran this batch in parts when this was raised: it did not fit as a whole")
+                raise error from start.failure
+            _add_reason(start.failure, str(error) if is_refused else _warn_of(error))
+            forget_frames(error)
+            with suppress(Exception):
+                start.take_back()
+            raise start.failure from None
+        finally:
+            start.failure = None  # its frames hold the start
+
+    def _attempts(self, start: StepStart) -> Any:
+        """Run the batch in 1, 2, 4, ... parts until these fit, or return None."""
+        n_elements = _n_elements(start.batch)
+        n_parts, is_recovering = self._first_parts(n_elements), False
+        if n_parts > 1:
+            start.failure = torch.OutOfMemoryError("Out of memory: a batch of this size did not fit before.")
         while True:
             try:
-                if is_to_try:
-                    self._try_loss(step, n_parts, before, exchange)
-                    is_tried, is_to_try = True, False
-                with exchange.run_of_step(n_parts):
-                    result = self._attempt(step, n_parts, before, exchange)
-            except CannotSplitError as error:
-                before.take_back()
-                forget_frames(error)
-                raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step in parts: {error}.") from None
+                with self._exchange.run_of_step(n_parts):
+                    result = start.run_whole() if n_parts == 1 else self._run_parts(start, n_parts)
+                break
             except Exception as error:
                 if not is_out_of_memory(error):
-                    _tell_of_parts(error, n_parts, text)
                     raise
-                complete = before.completed()
-                if why_not := before.take_back() or self._why_not(step, before):
-                    raise _refused(error, why_not)  # noqa: B904, the same error
-                text = str(error).partition("\n")[0]
-                forget_frames(error)
-                failure = error
-            else:
-                break
-            more = self._parts_to_try(step, n_parts, before, failure)
-            del failure
-            if why_not := exchange.leave(complete, keeps=before.is_partly_added):
-                raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
+                start.failure = error
+            completed = start.completed()
+            if reason := start.take_back() or self._why_not():
+                raise CannotSplitError(reason)
+            forget_frames(start.failure)  # they hold the step's tensors
+            release_cached(self._state.device)
+            self._too_large = min(self._too_large, n_elements / n_parts)
+            more = self._more_parts(start, n_parts)
+            if reason := self._exchange.leave(completed, keeps=start.is_partly_added):
+                raise CannotSplitError(reason)
             if more is None:
-                self._skip(before, exchange, text)
+                start.zero_once()
+                self._exchange.rejoin()
+                self.recoveries.latest = "A batch was skipped: even its smallest parts ran out of memory."
                 return None
-            known = sizes.note(step.batch, known, more, fits=False)
             n_parts, is_recovering = more, True
-            is_to_try = not is_tried and self._must_try(step)
-        sizes.note(step.batch, known, n_parts, fits=True)
-        self._end(step, n_parts, exchange, is_recovering=is_recovering)
+        if n_parts > 1:
+            self._exchange.rejoin()
+        if n_elements / n_parts >= self._too_large:
+            self._too_large = math.inf  # another program may have left the device
+        self._note(start, n_parts, is_recovering=is_recovering)
         return result
 
-    def _parts_to_try(self, step: BatchStep, n_parts: int, before: StepStart, failure: Exception) -> int | None:
-        """Release what the failed step held, and return how many parts to try; None to skip the batch.
+    def _first_parts(self, n_elements: int) -> int:
+        """Return how many parts to try first: so many that none is as large as one that did not fit."""
+        n_parts = 1
+        while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
+            n_parts = min(2 * n_parts, self._max_splits)
+        self._n_until_fewer -= n_parts > 1
+        if self._n_until_fewer:
+            return n_parts
+        self._n_until_fewer = _TRY_FEWER_AFTER
+        return n_parts // 2
+
+    def _run_parts(self, start: StepStart, n_parts: int) -> Any:
+        """Run the parts of a batch, and return the last one's result with the loss of all."""
+        losses: list[Any] = []
+        result: Any = None
+        start.set_gradients_aside()
+        with no_collectives():
+            for part, factor in self._parts_of(start.batch, n_parts):
+                if reason := self._exchange.why_late():
+                    raise CannotSplitError(reason)
+                result = start.run_part(part, factor)
+                losses.append(result.closure_loss)
+        start.add_gradients_set_aside()
+        n_missing = sum(loss is None for loss in losses)
+        if 0 < n_missing < len(losses):
+            raise CannotSplitError(f"training_step returned no loss for {n_missing} of its {len(losses)} parts")
+        return result if n_missing else replace(result, closure_loss=sum(losses))
+
+    def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
+        """Return the parts of a batch that add something to its loss, each with the factor of its own."""
+        split = self._split
+        parts = split_plainly(batch, n_parts) if split is None else split_by_user(batch, n_parts, split)
+        if self._loss == "sum":
+            return [(part, 1.0) for part in parts]
+        try:
+            *counts, total = (float((self._loss_weight or n_samples_of)(one)) for one in (*parts, batch))
+        except Exception as error:
+            if isinstance(error, CannotSplitError) or is_out_of_memory(error):
+                raise
+            raise CannotSplitError(f"loss_weight raised {in_one_line(error)}") from error
+        are_counts = total > 0 and all(0 <= count < math.inf for count in counts)
+        if not are_counts or not math.isclose(sum(counts), total, rel_tol=1e-5):
+            unit = "samples" if self._loss_weight is None else "as loss_weight= counts"
+            raise CannotSplitError(f"its parts of {counts} {unit} are not the batch of {total}")
+        # A part without any token has no mean.
+        return [(part, count / total) for part, count in zip(parts, counts, strict=True) if count]
+
+    def _more_parts(self, start: StepStart, n_parts: int) -> int | None:
+        """Return how many parts to try next; None to skip the batch.
 
         Raises:
-            Exception: The failure, with a note, where the step cannot be run in smaller parts.
+            CannotSplitError: It cannot be run in more parts, and must not be skipped.
         """
-        # Outside of the handler, whose error holds the step's tensors: a split_batch of the user's may allocate.
-        release_cached(self._device)
-        more, why_not = self._smaller_parts(step, n_parts, before)
-        if why_not:
-            raise _refused(failure, why_not)
-        return more
+        n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
+        if n_parts < (most := min(self._max_splits, n_samples)):
+            return min(2 * n_parts, most)
+        if self._skip_batch and not start.is_partly_added:
+            return None
+        if n_samples <= self._max_splits:
+            raise CannotSplitError(f"each of its {n_samples} samples alone is too large; skip_batch=True skips it")
+        raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
-    def _skip(self, before: StepStart, exchange: GradientExchange, text: str) -> None:
-        before.zero_once()
-        exchange.rejoin()
-        self.recoveries.n_skipped += 1
-        self.recoveries.latest = f"A batch was skipped: even its smallest parts ran out of memory. ({text})"
-
-    def _smaller_parts(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[int | None, str]:
-        """Return how many parts to try, None to skip the step, and the reason why it fails, else ""."""
-        if why_not := self._why_not_cut(step):
-            return None, why_not
-        n_samples = n_samples_in(step.batch)
-        largest = min(self._max_splits, n_samples or self._max_splits)
-        if n_parts < largest:
-            return min(2 * n_parts, largest), ""
-        if self._skip_batch and step.skipped is not None and not before.is_partly_added:
-            return None, ""
-        if n_samples is not None and n_samples <= self._max_splits:
-            return None, f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
-        return None, (
-            f"even max_splits={self._max_splits} parts are too large; a larger max_splits helps if a single sample fits"
-        )
-
-    def _attempt(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> Any:
-        if n_parts == 1:
-            return before.run_part(step.batch, 1.0)
-        parts = self._parts(step, n_parts)
-        before.set_gradients_aside()
-        with no_collectives():
-            result = self._run_parts(step, parts, before, exchange)
-        before.add_gradients_set_aside()
-        return result
-
-    def _parts(self, step: BatchStep, n_parts: int) -> list[tuple[Any, int, float]]:
-        """Return the parts of the batch that add something, each with its number of samples and its weight."""
-        cut = cut_batch(step.batch, n_parts, self._split).parts
-        self._n_cut = len(cut)  # the user's function may give another number
-        if self._n_cut > self._max_splits:
-            raise CannotSplitError(f"split_batch returned {self._n_cut} parts, and max_splits={self._max_splits}")
-        if step.backward is None:
-            return [(*part, weight) for part, weight in zip(cut, self._proof.known_weights_of(cut), strict=True)]
-        # A part without any token has no mean, and adds nothing to that of the batch.
-        pairs = zip(cut, self._proof.weights_of(cut), strict=True)
-        return [(*part, weight) for part, weight in pairs if weight or self._kind == "sum"]
-
-    def _run_parts(
-        self, step: BatchStep, used: list[tuple[Any, int, float]], before: StepStart, exchange: GradientExchange
-    ) -> Any:
-        """Run parts, each with its number of samples and its weight, and return the result of all together."""
-        parts, counts, weights = zip(*used, strict=True)
-        results, logged = [], []
-        for part, weight in zip(parts, weights, strict=True):
-            if why_not := exchange.why_late():
-                raise CannotSplitError(why_not)
-            with step.log.running(part):
-                results.append(before.run_part(part, 1.0 if self._kind == "sum" else weight / sum(weights)))
-            logged.append(step.log.of_part())
-        if step.backward is not None and self._kind is None:
-            raise CannotSplitError(
-                'two samples together do not fit, so the loss cannot be tried; loss="mean" or loss="sum" says how it '
-                "depends on the samples"
-            )
-        losses = [] if step.backward is None else [one.closure_loss for one in results]
-        has_losses = [loss is not None for loss in losses]
-        if any(has_losses) and not all(has_losses):
-            raise CannotSplitError("training_step returned no loss for some of its parts")
-        step.log.put(
-            step.batch,
-            logged_by_whole(
-                n_samples_in(step.batch) or sum(counts),
-                partial(step.log.size_of, step.batch),
-                logged,
-                counts,
-                weights=weights if self._proof.is_weighted else None,
-                losses=[loss * step.log.loss_divisor for loss in losses] if any(has_losses) else None,
-                adds=self._kind == "sum",
-            ),
-        )
-        if step.backward is None:
-            return join_parts(results, counts, weights, is_strict=True)
-        whole = None
-        if any(has_losses):
-            whole = sum(losses[1:], losses[0]) if self._kind == "sum" else weighted_mean(losses, weights)
-        return replace(
-            results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts, weights)
-        )
-
-    def _must_try(self, step: BatchStep) -> bool:
-        """Return True if the loss of a step has to be tried before its batch is split."""
-        return step.backward is not None and self._declared is None
-
-    def _why_not(self, step: BatchStep, before: StepStart) -> str:
-        """Return the reason why a step must not be run in parts, whatever its batch is; "" where it may."""
-        if not self._allow_batch_norm:
-            # Without copies of the buffers it cannot be run again, whatever the norms do by now.
-            reason = why_norm_prevents(self._norms)
-            if reason := reason or ("" if before.has_buffers or step.backward is None else self._norm_reason or ""):
-                return reason
-        return self._why_hooks_prevent(step)
-
-    def _why_hooks_prevent(self, step: BatchStep) -> str:
-        if step.backward is not None and any(map(has_accumulation_hook, self._parameters)):
+    def _why_not(self) -> str:
+        """Return the reason why steps must not be run in parts, whatever their batches are; "" if they may."""
+        if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
                 "one that updates weights in the backward pass cannot be taken back"
             )
-        return ""
+        return why_norm_prevents(self._norms)
 
-    def _why_not_cut(self, step: BatchStep) -> str:
-        """Return the reason why a batch cannot be cut into parts; "" where it can."""
-        try:
-            cut = cut_batch(step.batch, 2, self._split)
-            if step.backward is not None:
-                if not cut.is_counted and self._declared != "sum" and not self._proof.is_weighted:
-                    return f"the samples of split_batch's parts cannot be counted; {_ASK_FOR_SIZES}"
-                self._proof.weights_of(cut.parts)
-        except CannotSplitError as error:
-            return str(error)
-        return ""
-
-    def _copied_buffers(self, step: BatchStep) -> BufferKeeper | None:
-        """Copy the buffers; None where the step would not be run again."""
-        # In the first step, forward may still put its norms into evaluation mode.
-        if step.backward is not None and self._norm_reason and why_norm_prevents(self._norms):
-            return None
-        self._buffers.keep()
-        return self._buffers
-
-    def _end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
-        if step.backward is not None and not self._allow_batch_norm:
-            is_first, self._norm_reason = self._norm_reason is None, why_norm_prevents(self._norms)
-            if is_first and self._norm_reason and self._tell is not None:
-                self._tell(self._norm_reason)
-        if n_parts > 1:
-            exchange.rejoin()
-            n_parts = self._n_cut
-        found = self.recoveries
-        found.n_parts, found.most_parts = n_parts, max(n_parts, found.most_parts)
+    def _note(self, start: StepStart, n_parts: int, *, is_recovering: bool) -> None:
+        """Note that a step has run, and after the first one tell why batches cannot be run in parts."""
+        told = self.recoveries
+        told.n_parts, told.most_parts = n_parts, max(n_parts, told.most_parts)
         if is_recovering:
-            found.n_recovered += 1
-            found.latest = (
-                f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_parts} parts."
-                + (f" Its loss is the {self._kind} over its samples." if step.backward is not None else "")
+            told.n_recovered += 1
+            over = "its samples" if self._loss_weight is None else "what loss_weight= counts"
+            told.latest = (
+                f"A batch ran out of memory and was run again in {n_parts} parts. "
+                f"Its loss counts as the {self._loss} over {over}."
             )
-
-    def _tell_of_first(self, step: BatchStep) -> None:
-        """Warn at the first training batch if batches cannot be split.
-
-        The loss is tried only once memory has run out: a trial runs the step again, and not all that a step may write
-        can be restored. A run that has memory enough must not differ from one without this callback.
-        """
-        if self._tell is None or step.backward is None or self._is_announced:
+        tell, self._tell = self._tell, None
+        if tell is None:
             return
-        self._is_announced = True
-        # What its norms do is known when the first step has run.
-        with suppress(torch.OutOfMemoryError):  # of split_batch, which needs less when a step has failed
-            if reason := self._why_hooks_prevent(step) or self._why_not_cut(step):
-                self._tell(reason)
-
-    def _is_due(self) -> bool:
-        """Return whether to try the loss of a batch that is split from the beginning, because batches differ."""
-        self._n_planned += 1
-        return self._n_planned <= _TRIED_FIRST or self._n_planned % _TRIED_FIRST == 0
-
-    def _try_loss(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> None:
-        """Find out from a few samples whether the loss is a mean or a sum, and take the step back to its beginning.
-
-        Raises:
-            CannotSplitError: It is neither, or a sample shows nothing.
-            torch.OutOfMemoryError: The samples do not fit.
-        """
-        n_samples = n_samples_in(step.batch)
-        most = max(2, min(_TRIED_SAMPLES, (n_samples or _TRIED_SAMPLES) // n_parts))
-        unrestored = ""
+        reason = self._why_not()
         try:
-            before.zero_once()
-            before.set_gradients_aside()
-            with exchange.alone():
-                self._kind = self._proof.kind(step, most)
-        except CannotSplitError:
-            raise
-        except Exception as error:  # whatever the step raises on a part
-            if not is_out_of_memory(error):
-                name = type(error).__name__
-                raise CannotSplitError(f"a trial with some of its samples raised {name}: {error}") from error
-            if n_samples != n_parts:
-                raise  # as the parts themselves would
-            forget_frames(error)  # each part is one sample, and an earlier batch may have shown the kind
-        finally:
-            unrestored = before.take_back()
-        if unrestored:
-            raise CannotSplitError(unrestored)
+            self._parts_of(start.batch, 2)
+        except Exception as error:  # noqa: BLE001, also whatever a function of the user's raises
+            reason = reason or str(error)
+        if reason:
+            tell(reason)
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
@@ -446,7 +286,7 @@ def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return the reason why batches must not be cut, if one of these normalizes with their statistics now; else ""."""
+    """Return the reason why batches must not be split, if a norm uses their statistics now; else ""."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (
@@ -463,15 +303,13 @@ def _n_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
-def _refused(error: Exception, why_not: str) -> Exception:
+def _add_reason(error: Exception, why_not: str) -> None:
     error.add_note(f"OOMRecovery did not run this step again: {why_not}.")
-    return error
 
 
-def _tell_of_parts(error: Exception, n_parts: int, text: str) -> None:
-    """Add a note to an error that was raised while a batch ran in parts: the whole batch might not raise it."""
-    if n_parts == 1:
-        return
-    error.add_note(f"OOMRecovery ran this batch in {n_parts} parts when this was raised, after: {text}")
-    if error.__context__ is None:
-        error.__context__ = torch.OutOfMemoryError(text)
+def _warn_of(fault: Exception) -> str:
+    """Warn of an error in OOMRecovery's own code, which must not take the place of another; return it in words."""
+    text = f"OOMRecovery itself failed: {in_one_line(fault)}"
+    with suppress(UserWarning):  # where warnings are errors
+        warnings.warn(text, stacklevel=2)
+    return text

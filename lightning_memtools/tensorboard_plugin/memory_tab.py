@@ -16,7 +16,7 @@ from lightning_memtools.tensorboard_plugin.event_files import (
     EventDirectory,
     LoggedRun,
 )
-from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, runs_view
+from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 STATIC = Path(__file__).parent / "static"
@@ -42,9 +42,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         log_dir = context.logdir or ""
         local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
         self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
-        self._first_read: threading.Thread | None = None
-        self._first_look = threading.Event()
-        self._start = threading.Lock()
+        self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
         """Return path to application."""
@@ -61,23 +59,15 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
 
         False for a log directory that is not on a disk of this machine, such as ``gs://...``: nothing is read there.
         """
-        if self._directory is None:
-            return False
-        self._read_in_background(self._directory)
-        return self._directory.has_runs or self._first_look.is_set()
+        if not self._is_active and self._directory is not None and self._directory.starts_with_points():
+            self._is_active = True
+            # So that the curves are there when the tab is opened.
+            threading.Thread(target=self._directory.refresh, daemon=True).start()
+        return self._is_active
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Return the tab's name and its module."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
-
-    def _read_in_background(self, directory: EventDirectory) -> None:
-        with self._start:
-            if self._first_read is None:
-                if directory.starts_with_points():
-                    self._first_look.set()
-                # So that the curves are there when the tab is opened.
-                self._first_read = threading.Thread(target=directory.refresh, daemon=True)
-                self._first_read.start()
 
     def _all_runs(self) -> Mapping[str, LoggedRun]:
         if self._directory is None:
@@ -89,12 +79,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         return runs_view(self._all_runs())
 
     def _run(self, request: wrappers.Request) -> Any:
-        return run_view(
-            self._named(request),
-            first=_number(request, "first"),
-            last=_number(request, "last"),
-            buckets=int(_number(request, "buckets") or DEFAULT_BUCKETS),
-        )
+        return run_view(self._named(request))
 
     def _reports(self, request: wrappers.Request) -> Any:
         return reports_of(self._named(request))
@@ -137,16 +122,3 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
 def _respond(request: wrappers.Request, content: str | bytes, content_type: str, code: int) -> wrappers.Response:
     response: wrappers.Response = http_util.Respond(request, content, content_type, code=code)
     return response
-
-
-def _number(request: wrappers.Request, name: str) -> float | None:
-    text = request.args.get(name)
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not abs(number) < 1e18:  # noqa: PLR2004, NaN and infinity are refused too
-        raise RequestError(400, f"{name}={text[:50]!r} is not a number.")
-    return number

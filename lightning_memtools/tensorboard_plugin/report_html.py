@@ -17,8 +17,6 @@ from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 _STATIC = Path(__file__).parent / "static"
 _STYLES = ("uPlot.min.css", "memory_tab.css")
 _IMPORT = re.compile(r'from "\./([\w.]+\.js)"')
-# More than the tab asks for, because zooming cannot bring more points.
-_BUCKETS = 1500
 # The page may run only what it brings along, and cannot send anything anywhere.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 
@@ -50,7 +48,7 @@ def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | No
     """
     held = {
         "runs": runs_view(runs),
-        "views": {name: run_view(run, buckets=_BUCKETS) for name, run in runs.items()},
+        "views": {name: run_view(run) for name, run in runs.items()},
         "reports": {name: reports_of(run) for name, run in runs.items()},
         "steps": {} if log_dir is None else {name: step_view(log_dir / name) for name in runs},
     }

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_memtools.tensorboard_plugin.event_files import Curve, LoggedRun, LoggedText
+from lightning_memtools.tensorboard_plugin.report_text import report_as_html
 
 STAGES = ("train", "val", "test", "predict")
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
-DEFAULT_BUCKETS = 400
-MAX_BUCKETS = 4000
+# Up to twice as many logged steps are sent as they are, so that zooming in shows each of them.
+BUCKETS = 10_000
 
 # A figure that never changes needs no curve, and the counts are shown as marks.
 _COUNTS = {
@@ -31,22 +32,13 @@ _MAX_RUNS = 200
 _DIGITS = 7
 
 
-def run_view(
-    run: LoggedRun, *, first: float | None = None, last: float | None = None, buckets: int = DEFAULT_BUCKETS
-) -> dict[str, Any]:
+def run_view(run: LoggedRun) -> dict[str, Any]:
     """Return everything that the tab draws of a run.
 
-    Args:
-        run: The run.
-        first: The first step to show; None for the run's first.
-        last: The last step to show; None for the run's last.
-        buckets: Steps are divided into this many buckets at most. Of each bucket the point with the highest value of
-            each curve is kept, and for curves that can fall also the lowest.
+    Steps are divided into `BUCKETS` buckets at most. Of each bucket the point with the highest value of each curve is
+    kept, and for curves that can fall also the lowest.
     """
-    groups = [
-        _group(family, curves, first, last, max(1, min(buckets, MAX_BUCKETS)))
-        for family, curves in _curves_that_belong_together(run)
-    ]
+    groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
     n_shown = sum(len(group["steps"]) for group in groups)
     return {
@@ -76,40 +68,32 @@ def _family(tag: str) -> str:
     return "/".join(parts[:2]) if len(parts) > 2 or parts[0] in {"loss", "grad"} else parts[0]  # noqa: PLR2004
 
 
-def _group(
-    family: str, curves: Mapping[str, Curve], first: float | None, last: float | None, buckets: int
-) -> dict[str, Any]:
+def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     some = next(iter(curves.values()))
-    low = 0 if first is None else bisect_left(some.steps, first)
-    high = len(some.steps) if last is None else bisect_right(some.steps, last)
-    # One point more on either side, so that lines run to the edges.
-    low, high = max(0, low - 1), min(len(some.steps), high + 1)
-    if high - low <= 2 * buckets:
-        kept: Sequence[int] = range(low, high)
-    else:
-        kept = _kept(family, curves, low, high, buckets)
+    n_points = len(some.steps)
+    kept: Sequence[int] = range(n_points) if n_points <= 2 * BUCKETS else _kept(family, curves, n_points)
     return {
         "family": family,
         "steps": [some.steps[at] for at in kept],
         "times": [round(some.times[at], 3) for at in kept],
         "series": {tag: [_json(curve.values[at]) for at in kept] for tag, curve in curves.items()},
-        "n_points": high - low,
+        "n_points": n_points,
     }
 
 
-def _kept(family: str, curves: Mapping[str, Curve], low: int, high: int, buckets: int) -> list[int]:
+def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
     if family == "memory/composition":
         # The parts belong together: a point is as high as their sum.
         drivers = [[sum(row) for row in zip(*(curve.values for curve in curves.values()), strict=True)]]
     else:
-        drivers = [curve.values for curve in curves.values() if _varies(curve.values[low:high])]  # type: ignore[misc]
+        drivers = [curve.values for curve in curves.values() if _varies(curve.values)]  # type: ignore[misc]
+    are_finite = [_is_finite(values) for values in drivers]
     steps = next(iter(curves.values())).steps
-    width = (steps[high - 1] - steps[low] + 1) / buckets
-    kept = {low, high - 1}
-    begin = low
-    are_finite = [_is_finite(values[low:high]) for values in drivers]
-    for bucket in range(1, buckets + 1):
-        end = bisect_left(steps, steps[low] + bucket * width, begin, high) if bucket < buckets else high
+    width = (steps[-1] - steps[0] + 1) / BUCKETS
+    kept = {0, n_points - 1}
+    begin = 0
+    for bucket in range(1, BUCKETS + 1):
+        end = bisect_left(steps, steps[0] + bucket * width, begin) if bucket < BUCKETS else n_points
         if end > begin:
             for values, is_finite in zip(drivers, are_finite, strict=True):
                 inside = values[begin:end] if is_finite else [_order(value) for value in values[begin:end]]
@@ -306,6 +290,9 @@ def _batch_sizes(sentence: str) -> dict[str, int]:
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the reports, newest first. The text is markdown and may hold anything: show it as text."""
+    """Return the reports as HTML, newest first."""
     newest_first: Sequence[LoggedText] = sorted(run.texts, key=lambda text: text.time, reverse=True)
-    return [{"tag": text.tag, "step": text.step, "time": text.time, "text": text.text} for text in newest_first]
+    return [
+        {"tag": text.tag, "step": text.step, "time": text.time, "html": report_as_html(text.text)}
+        for text in newest_first
+    ]

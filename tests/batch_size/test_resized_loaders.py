@@ -8,8 +8,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     TensorDataset,
@@ -21,7 +19,7 @@ from lightning_memtools.batch_size.resized_loaders import (
     resize_loader,
     worst_first,
 )
-from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
+from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
 
 DATA = TensorDataset(torch.arange(20.0))
 
@@ -74,16 +72,6 @@ def test_a_sampler_of_ones_own_and_a_subclass_are_kept():
     assert n_samples_of(new) == 12
 
 
-def test_an_iterable_dataset():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(torch.arange(10.0))
-
-    new = resize_loader(DataLoader(Stream(), 3), 4)
-    assert sizes(new) == [4, 4, 2]
-    assert n_samples_of(new) is None
-
-
 class Pairs(Sampler[list[int]]):
     """A batch sampler of one's own that reads its size when asked."""
 
@@ -117,15 +105,6 @@ def test_a_batch_sampler_with_a_batch_size():
     assert sizes(old) == [4] * 5
 
 
-def test_asking_a_batch_sampler_costs_no_random_numbers():
-    generator = torch.Generator().manual_seed(0)
-    old = DataLoader(DATA, batch_sampler=Pairs(RandomSampler(DATA, generator=generator), 4))
-    before, of_all = generator.get_state(), torch.get_rng_state()
-    resize_loader(old, 8)
-    assert torch.equal(generator.get_state(), before)
-    assert torch.equal(torch.get_rng_state(), of_all)
-
-
 class Whole(Dataset[torch.Tensor]):
     def __getitem__(self, index):
         return torch.zeros(4)
@@ -150,12 +129,6 @@ def test_the_reason_why_a_loader_cannot_be_resized(loader, reason):
     assert any(word in str(caught.value) for word in ("Pass ", "Let ", "Give "))  # what to change
 
 
-def test_the_facts_that_are_read_from_loaders():
-    assert n_samples_of(DataLoader(DATA, 3)) == 20
-    assert drops_last(DataLoader(DATA, 3, drop_last=True))
-    assert not drops_last(DataLoader(DATA, 3))
-
-
 class Lengths(Dataset[torch.Tensor]):
     lengths = (3, 9, 1, 7, 5)
 
@@ -172,16 +145,3 @@ def test_the_largest_samples_come_first():
     by_hook = worst_first(loader, 2, lambda dataset, n: [2, 0][:n])
     assert next(iter(by_hook)).tolist() == [1, 3]
     assert worst_first(DataLoader(DATA, 2), 2, None).sampler is not None
-
-
-def test_a_dataset_may_name_its_largest_samples_itself():
-    class Knows(Lengths):
-        def worst_case(self, n):
-            return [4, 3][:n]
-
-    assert next(iter(worst_first(DataLoader(Knows(), 2), 2, None))).tolist() == [5, 7]
-
-
-def test_a_loader_of_unknown_sizes_is_left_as_it_is():
-    loader = DataLoader(DATA, 2)
-    assert worst_first(loader, 2, None) is loader

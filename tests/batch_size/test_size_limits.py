@@ -3,11 +3,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from torch import nn
 
 from lightning_memtools.batch_size.size_limits import (
     SizeLimits,
-    normalizes_batches,
     samples_per_rank,
 )
 
@@ -45,19 +43,7 @@ def test_the_reasons_against_a_size():
     assert SizeLimits(per_rank=12).reasons_against(13) == ["the effective batch size"]
 
 
-def test_no_size_at_all_is_an_error_with_the_facts():
-    with pytest.raises(ValueError, match="multiple_of=8, max_val=None, effective batch size per rank 12"):
-        SizeLimits(per_rank=12, multiple_of=8).smallest()
-
-
 def test_ranks_share_an_effective_batch_evenly():
     assert samples_per_rank(96, 3) == 32
     with pytest.raises(ValueError, match=r"effective_batch_size=100 .* 3 ranks.*such as 99"):
         samples_per_rank(100, 3)
-
-
-def test_batchnorm_counts_only_while_it_learns():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert normalizes_batches(model)
-    assert not normalizes_batches(model.eval())
-    assert not normalizes_batches(nn.Sequential(nn.LayerNorm(2)))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,15 +36,6 @@ class Device:
         capacities = [self.capacity, self.capacity // 2][: self.ranks]
         return SizeTrial(stage="train", size=size, readings=[self.reading(size, capacity) for capacity in capacities])
 
-    def truth(self, limits):
-        size = fits = 0
-        while size < 20_000:
-            size += 1
-            if limits.round_down(size) == size and self.run(size).fits:
-                fits = size
-        self.ran.clear()
-        return fits
-
     def search(self, limits=None, start=2, max_trials=8, precision=0.025):
         limits = limits or SizeLimits()
         trials = find_largest(
@@ -60,48 +50,11 @@ class Device:
         return 0 if found is None else found.size
 
 
-def test_a_straight_line_takes_three_trials():
-    device = Device(lambda n: 100 * MIB + n * MIB, 4000 * MIB, base=100 * MIB)
-    found = device.search()
-    assert len(device.ran) == 3
-    assert 0.97 * 3700 <= found <= 3700
-    assert found in device.ran
-
-
-def test_on_a_device_of_a_few_segments_a_prediction_does_not_end_the_search():
-    device = Device(lambda n: 100 * MIB + n * MIB, 900 * MIB, base=100 * MIB)
-    found = device.search()
-    assert 0.97 * 755 <= found <= 755
-    assert any(not device.run(size).fits for size in list(device.ran))
-
-
 def test_small_maxima_are_found_exactly():
     for maximum in range(3, 33):
         device = Device(lambda n: 100 * MIB + n * 20 * MIB, (100 + maximum * 20 + 10) * MIB, margin=0, base=100 * MIB)
         assert device.search() == maximum
         assert len(device.ran) <= 4
-
-
-def test_a_quadratic_peak_is_followed_after_a_third_point():
-    device = Device(lambda n: 100 * MIB + n * MIB / 4 + n * n * 1000, 4000 * MIB, base=100 * MIB)
-    truth = device.truth(SizeLimits())
-    found = device.search()
-    assert 0.97 * truth <= found <= truth
-    assert len(device.ran) <= 8
-
-
-def test_growing_slack_is_predicted():
-    device = Device(lambda n: n * MIB, 4000 * MIB, slack=lambda n: n * MIB / 10, base=0)
-    truth = device.truth(SizeLimits())
-    found = device.search()
-    assert 0.97 * truth <= found <= truth
-    assert len(device.ran) == 3
-
-
-def test_among_several_ranks_the_one_with_the_least_memory_decides():
-    device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB, ranks=2)
-    found = device.search()
-    assert 0.97 * 465 <= found <= 465
 
 
 def test_without_reported_peaks_sizes_are_doubled_and_halved():
@@ -115,30 +68,6 @@ def test_nothing_fits():
     assert device.search() == 0
     assert 1 in device.ran
     assert len(device.ran) <= 3
-
-
-def test_only_the_smallest_fits():
-    device = Device(lambda n: n * 70 * MIB, 100 * MIB)
-    assert device.search() == 1
-
-
-def test_the_search_recovers_from_a_first_size_that_is_too_large():
-    device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
-    found = device.search(start=5000)
-    assert 0.9 * 940 <= found <= 940
-
-
-@pytest.mark.parametrize("max_val", [1, 2, 10, 64])
-def test_max_val_is_reached_and_not_exceeded(max_val):
-    device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
-    assert device.search(SizeLimits(max_val=max_val)) == max_val
-    assert max(device.ran) == max_val
-
-
-def test_no_limit_goes_straight_to_the_largest():
-    device = Device(lambda n: n * MIB, 1 << 60)
-    assert device.search(SizeLimits(n_samples=1000)) == 1000
-    assert len(device.ran) == 2
 
 
 @settings(max_examples=300, deadline=None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lightning_memtools.budgets.memory_diff import MemoryDiff
-from lightning_memtools.budgets.peak_memory import PeakMemory, pattern_of
+from lightning_memtools.budgets.peak_memory import PeakMemory
 
 MIB = 2**20
 
@@ -38,14 +36,6 @@ def test_members_of_a_list_that_changed_alike_are_one_row():
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [("layers.10.attn.0", "layers.*.attn.*"), ("0.conv1", "*.conv1"), ("conv1x1.bn2", "conv1x1.bn2")],
-)
-def test_numbers_of_members_are_left_out_of_a_pattern(name, pattern):
-    assert pattern_of(name) == pattern
-
-
 def test_a_line_that_moved_is_the_same_and_one_that_was_edited_where_it_stands_too():
     before = peak(lines={"net.py:10: x = self.a(x)": 5, "net.py:20: y = self.b(x)": 7, "": 3})
     after = peak(lines={"net.py:14: x = self.a(x)": 5, "net.py:20: y = self.b(x).clone()": 9, "": 1})
@@ -76,12 +66,3 @@ def test_json_gives_both_sides_back():
     content = MemoryDiff(before, after).as_json()
     assert PeakMemory.from_json(content["before"]) == before
     assert content["modules"] == [{"name": "a", "before": 1, "after": 3, "count": 1, "difference": 2}]
-
-
-def test_a_row_for_review_holds_what_is_large_and_lists_as_one():
-    long = peak(
-        modules={f"layers.{i}": 10 * MIB for i in range(9)} | {"tiny": MIB // 4},
-        lines={"a.py:1: x": MIB, "b.py:1: y": 1},
-    )
-    assert long.shortened().modules == {"layers.*": 90 * MIB}
-    assert long.shortened().lines == {"a.py:1: x": MIB}

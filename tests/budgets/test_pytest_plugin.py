@@ -212,24 +212,6 @@ def test_a_file_that_cannot_be_used_fails_the_tests_that_need_it(project, conten
     assert Path(project.path, FILE).read_text() == content
 
 
-def test_a_tolerance_without_percent_is_refused(project):
-    done = run(project, "--memory-tolerance", "2")
-    assert any("--memory-tolerance='2'" in line for line in done.errlines)
-
-
-def test_without_the_plugin_budgets_still_hold(project, monkeypatch):
-    monkeypatch.setattr("lightning_memtools.budgets.judgement.current_test", lambda: None)
-    project.makepyfile(
-        test_net="import torch\nfrom net import Net\nfrom lightning_memtools import assert_peak_memory\n"
-        "def test_it():\n    batch = torch.ones(512, 256)\n"
-        "    assert_peak_memory(Net(), batch, at_most='1MiB', step=lambda m, x: m(x).sum())\n"
-    )
-    done = run(project, "-p", "no:lightning_memtools")
-    done.assert_outcomes(failed=1)
-    assert any("over the budget of 1.00 MiB" in line for line in done.outlines)
-    assert not any("memory under test" in line for line in done.outlines)
-
-
 def test_peaks_are_equal_over_processes_orders_and_under_xdist(project):
     """Recorded by two processes of xdist; equal to the byte in this one, in another order, after another test."""
     project.makepyfile(test_a_first="import torch\ndef test_before(): assert [torch.ones(2**20) for _ in range(9)]\n")

@@ -15,16 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_memtools import VirtualDevice
+from lightning_memtools import OOMRecovery, VirtualDevice
+from lightning_memtools._lightning import StepClosure
 from lightning_memtools.recovery.step_recovery import StepRecovery
-from lightning_memtools.recovery.step_start import BatchStep
 from tests.lightning_models import trainer
 
 WIDTH = 64
-
-
-# The sizes that a run begins with where the loss has to be found out: groups of two and three of 16 samples, and both.
-TRIED = [2, 3, 5, 5, 2, 3]
 
 
 class Sequences(L.LightningModule):
@@ -49,16 +45,6 @@ class Sequences(L.LightningModule):
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("val", loss)
-        return loss
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any) -> Any:
-        return {"out": self.net(batch[0]), "mean": batch[0].mean()}
 
     def on_after_backward(self) -> None:
         self.backwards += 1
@@ -181,11 +167,15 @@ def one_step(root: Path, model: Any, *callbacks: L.Callback, at: int | None, dat
     return run
 
 
+def recovery(**options: Any) -> OOMRecovery:
+    return OOMRecovery(**({"on_recover": "ignore", "loss": "mean"} | options))
+
+
 @dataclass
 class StepResult:
     """Stands for what Lightning makes of a step's output."""
 
-    closure_loss: Tensor
+    closure_loss: Tensor | None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -195,20 +185,13 @@ class NoLog:
     def save(self):
         return lambda: None
 
-    def size_of(self, batch):
-        return len(batch)
-
-    def running(self, part):
+    def of_part(self, part):
         del part
         return nullcontext()
 
-    loss_divisor = 1
 
-    def of_part(self):
-        return {}
-
-    def put(self, batch, whole):
-        del batch, whole
+def closure(batch: Any, forward: Any) -> Any:
+    return StepClosure(batch, forward, NoLog(), lambda loss: loss.backward(), lambda: None, lambda: None)  # type: ignore[arg-type]
 
 
 class Steps:
@@ -217,21 +200,21 @@ class Steps:
     def __init__(self, model: nn.Module, size: Any, fits: int, **options: Any) -> None:
         self.model, self.size, self.fits = model, size, fits
         self.told: list[str] = []
-        defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+        defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "mean", "allow_batch_norm": False}
         self.recovery = StepRecovery(model, torch.device("cpu"), tell=self.told.append, **(defaults | options))
 
-    def forward(self, batch):
+    def forward(self, batch: Any) -> StepResult:
         loss = self.model(batch)
         if self.size(batch) > self.fits:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return StepResult(loss)
 
-    def run(self, batch):
+    def run(self, batch: Any) -> None:
         """Run one, and leave the gradients."""
         self.model.zero_grad()
-        self.recovery.run(BatchStep(batch, self.forward, NoLog(), lambda loss: loss.backward(), lambda: None))
+        self.recovery.run(closure(batch, self.forward))
 
-    def step(self, batch):
+    def step(self, batch: Any) -> float:
         """Run it, and return the largest error of a gradient, relative to the largest of the parameter's."""
         self.run(batch)
         found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -11,13 +11,12 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
+from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
 from lightning_memtools.memory.sizes import MIB
 from tests.lightning_models import assert_same_bits, trainer
-from tests.tuner_runs import Constant, Data, N, Small, Tuner, everything_of, fit
+from tests.tuner_runs import Constant, N, Small, Tuner, everything_of, fit
 
 
 def test_fit_gives_the_same_bits_as_with_the_size_set_by_hand(tmp_path):
@@ -66,17 +65,6 @@ def test_validation_has_its_own_size_and_is_run_in_trials(tmp_path):
     assert any(trial.stage == "val" and not trial.fits for trial in tuner.result.trials) or sizes["val"] > 1
 
 
-def test_validation_keeps_its_size_when_it_is_not_tuned(tmp_path):
-    seen = []
-
-    class Watching(Small):
-        def validation_step(self, batch, batch_idx):
-            seen.append(len(batch))
-
-    fit(tmp_path, Tuner(stages=("train",)), Watching(), limit_val_batches=2)
-    assert set(seen) == {4}
-
-
 @pytest.mark.parametrize("max_val", [1, 10, 33])
 def test_no_size_exceeds_max_val(tmp_path, max_val):
     class NoNorm(Small):
@@ -88,12 +76,6 @@ def test_no_size_exceeds_max_val(tmp_path, max_val):
     fit(tmp_path, tuner, NoNorm())
     assert tuner.result.sizes == {"train": max_val}
     assert max(trial.size for trial in tuner.result.trials) == max_val
-
-
-def test_the_found_size_is_a_multiple_of_the_given_number(tmp_path):
-    tuner = Tuner(multiple_of=8, stages=("train",))
-    fit(tmp_path, tuner)
-    assert all(trial.size % 8 == 0 for trial in tuner.result.trials)
 
 
 def test_the_model_is_unchanged_when_no_size_fits(tmp_path):
@@ -121,14 +103,6 @@ def test_the_effective_batch_is_kept_exactly(tmp_path, effective):
             with pytest.raises(RuntimeError, match=f"not even {n} fits"):
                 trainer(tmp_path, check, logger=False, accumulate_grad_batches=effective // n).fit(Small())
     assert run.global_step == -(-N // size // result.accumulate) or run.global_step == -(-N // effective)
-
-
-def test_fast_dev_run_skips_with_a_message(tmp_path, capsys):
-    tuner = Tuner()
-    model, _ = fit(tmp_path, tuner, fast_dev_run=True)
-    assert tuner.result is None
-    assert model.hparams["batch_size"] == 4
-    assert "skipped, because fast_dev_run=True" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_device_without_statistics_keeps_the_size(tmp_path, capsys):
@@ -201,13 +175,6 @@ def test_an_unchanged_learning_rate_is_noted_once(tmp_path):
     assert f"from 4 to {tuner.result.sizes['train']} samples" in notes[0]
 
 
-def test_the_note_quotes_the_highest_rate_of_a_schedule(tmp_path):
-    tuner = Tuner(stages=("train",))
-    fit(tmp_path, tuner, Small())
-    (note,) = [note for note in tuner.result.notes if "learning rate" in note]
-    assert "still 0.01 at its highest" in note, "OneCycle begins at a 25th of it"
-
-
 @pytest.mark.parametrize(("capacity", "context"), [(192, 0), (692, 500)])
 def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp_path, capacity, context):
     """Without what the CUDA context takes, which the limit leaves out too."""
@@ -245,25 +212,6 @@ def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp
 def test_bad_arguments_of_the_tuner_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         BatchSizeTuner(**arguments)
-
-
-def test_tune_batch_size_raises_without_memory_statistics(tmp_path):
-    with pytest.raises(RuntimeError, match="no memory statistics"):
-        tune_batch_size(trainer(tmp_path, logger=False), Small(n=8))
-
-
-def test_two_validation_loaders(tmp_path):
-    class Two(Small):
-        def val_dataloader(self):
-            return [DataLoader(Data(40), self.hparams["batch_size"]), DataLoader(Data(300), self.hparams["batch_size"])]
-
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            hold = [batch.tanh() for _ in range(12 * dataloader_idx)]  # the second one needs more memory
-            self.log("val_loss", sum((x.mean() for x in hold), batch.mean()), batch_size=len(batch))
-
-    tuner = Tuner()
-    fit(tmp_path, tuner, Two())
-    assert 1 < tuner.result.sizes["val"] < tuner.result.sizes["train"]
 
 
 @pytest.mark.cuda_memory

@@ -1,7 +1,9 @@
-"""Every callback's page has one form: its question, a picture, an example, what it logs, what it costs, its limits."""
+"""Every callback's page has one form: its question, an example, a picture, what it logs, its arguments, its limits."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +18,9 @@ from torch.utils.data import DataLoader
 import lightning_memtools as memtools
 from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
 from tests.event_files import scalars, texts_of
-from tests.integration import ddp_run
+from tests.integration import two_ranks
 from tests.lightning_models import Adversaries, Regression, loader, trainer
-from tests.two_processes import run_script
+from tests.two_processes import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
@@ -49,12 +51,15 @@ LARGEST_PICTURE = 150_000
 every_page = pytest.mark.parametrize("callback", PAGES)
 
 
-def text_of(callback: str) -> str:
-    return (DOCS / f"{PAGES[callback]}.md").read_text("utf-8")
+def text_of(name: str) -> str:
+    return (DOCS / f"{PAGES.get(name, 'virtual-device')}.md").read_text("utf-8")
 
 
-def section(text: str, title: str) -> str:
-    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def table(name: str, title: str) -> list[list[str]]:
+    """The rows of the first table of a section."""
+    section = text_of(name).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    _, _, *rows = re.search(r"^\|.*(?:\n\|.*)+", section, re.MULTILINE)[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
 def test_every_callback_has_a_page():
@@ -67,24 +72,14 @@ def test_every_callback_has_a_page():
 
 
 @every_page
-def test_a_page_begins_with_the_question_that_leads_to_it(callback):
-    """The same words stand in the table of `Which callback do I need?`, beside a link to the page."""
-    title, question = re.match(r"# (\w+)\n\n\*\*(.+?\?)\*\*", text_of(callback)).groups()
-    assert title == callback
-    rows = (DOCS / "which-callback.md").read_text("utf-8").splitlines()
-    assert any(row.startswith(f"| {question} | [{callback}]({PAGES[callback]}.md)") for row in rows), question
-
-
-@every_page
-def test_a_page_shows_an_example_first_and_then_a_picture(callback):
-    """tests/test_docs.py runs the example."""
+def test_a_page_begins_with_its_question_an_example_and_a_picture(callback):
+    """The home page's table has the same question. tests/test_docs.py runs the example."""
     beginning = text_of(callback).partition("\n## ")[0]
-    example, picture = (
-        beginning.find("```python"),
-        re.search(r"!\[(.+?)\]\((images/[\w-]+\.png)\)", beginning, re.DOTALL),
-    )
-    assert 0 < example < picture.start()
-    assert f"{callback}(" in beginning
+    title, question = re.match(r"# (\w+)\n\n\*\*(.+?\?)\*\*", beginning).groups()
+    assert title == callback
+    assert f"| {question} | [{callback}]({PAGES[callback]}.md)" in (DOCS / "index.md").read_text("utf-8")
+    picture = re.search(r"!\[(.+?)\]\((images/[\w-]+\.png)\)", beginning, re.DOTALL)
+    assert 0 < beginning.find("```python") < beginning.find(f"{callback}(") < picture.start()
     words, path = picture.groups()
     assert len(words.split()) >= 5, "who cannot see it reads what it shows"
     content = (DOCS / path).read_bytes()
@@ -92,26 +87,17 @@ def test_a_page_shows_an_example_first_and_then_a_picture(callback):
     assert len(content) < LARGEST_PICTURE
 
 
-@every_page
-def test_a_page_says_what_is_logged_what_it_costs_and_where_it_ends(callback):
-    text = text_of(callback)
-    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    wanted = ["What it logs", "Cost", "Limits"]
-    assert [title for title in titles if title in wanted] == wanted
-    assert titles[0] == "What it logs"
-    results = set(re.findall(r"`benchmarks/results/(\w+\.json)`", section(text, "Cost")))
-    assert results
-    assert all((DOCS.parent / "benchmarks" / "results" / result).is_file() for result in results)
-    assert section(text, "Limits").count("\n- ") >= 2 or "| --- |" in section(text, "Limits")
+@pytest.mark.parametrize("name", [*PAGES, "VirtualDevice"])
+def test_a_page_has_the_arguments_with_their_defaults_and_the_limits(name):
+    parameters = inspect.signature(getattr(memtools, name)).parameters
+    told = {argument.strip("`"): ast.literal_eval(default) for argument, default, _ in table(name, "Arguments")}
+    assert told == {argument: parameter.default for argument, parameter in parameters.items()}
+    assert "\n- " in text_of(name).partition("\n## Limits\n")[2]
 
 
-def rows_of(callback: str) -> list[tuple[list[str], str, str]]:
+def tags_of(callback: str) -> list[tuple[list[str], str, str]]:
     """The table of what is logged: tags, unit, meaning."""
-    head, line, *rows = re.findall(r"^\|.*\|$", section(text_of(callback), "What it logs"), re.MULTILINE)
-    assert head == "| tag | unit | meaning |"
-    assert line == "| --- | --- | --- |"
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return [(re.findall(r"`([^`]+)`", tags), unit, meaning) for tags, unit, meaning in cells]
+    return [(re.findall(r"`([^`]+)`", tags), unit, meaning) for tags, unit, meaning in table(callback, "What it logs")]
 
 
 def pattern_of(tag: str) -> str:
@@ -128,7 +114,7 @@ def fits_unit(tag: str, unit: str) -> bool:
 
 @every_page
 def test_every_tag_has_a_unit_and_a_meaning(callback):
-    for tags, unit, meaning in rows_of(callback):
+    for tags, unit, meaning in tags_of(callback):
         assert tags
         assert meaning
         for tag in tags:
@@ -204,8 +190,8 @@ def of_memory_monitor(root: Path) -> set[str]:
     monitor = memtools.MemoryMonitor(phases=True, eval_batches=True)
     found = logged_in(root / "one", monitor, Regression(), loader(), loader(16, seed=1))
     (root / "two").mkdir()
-    run_script(Path(ddp_run.__file__), root / "two", "ddp")
-    return found | {tag for tag in scalars(root / "two" / "board") if tag.startswith("memory/")}
+    run_ranks(Path(two_ranks.__file__), root / "two", "monitor", timeout_s=120)
+    return found | {tag for tag in scalars(root / "two" / "monitor" / "board") if tag.startswith("memory/")}
 
 
 def of_loss_curves(root: Path) -> set[str]:
@@ -225,7 +211,7 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "LossCurves": of_loss_curves,
     "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Collects(), loader(), loader(16), max_epochs=4),
     "OOMReport": lambda root: logged_in(root, memtools.OOMReport(), Keeps(4096)),
-    "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(), Keeps(4096)),
+    "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(loss="mean"), Keeps(4096)),
     "HaltOnNaN": lambda root: logged_in(root, memtools.HaltOnNaN(max_skips=1), Diverges(), loader()),
     "LossSpikes": lambda root: logged_in(root, memtools.LossSpikes(warm_up=10, window=10), Jumps(), loader(128)),
     "TrainingDoctor": lambda root: logged_in(
@@ -244,7 +230,7 @@ def test_the_tags_on_the_page_are_those_that_the_callback_logs(callback, tmp_pat
     monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 0.0)  # the advice is not looked at here
     with memtools.VirtualDevice("8MiB" if callback in SMALL else "1GiB"):
         logged = RUNS[callback](tmp_path)
-    tags = {tag for tags, _, _ in rows_of(callback) for tag in tags}
+    tags = {tag for tags, _, _ in tags_of(callback) for tag in tags}
     assert logged
     unknown = {one for one in logged if not any(re.fullmatch(pattern_of(tag), one) for tag in tags)}
     assert not unknown, "logged, and not on the page"

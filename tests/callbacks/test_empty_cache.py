@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
 from lightning_memtools.memory.sizes import MIB
-from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
 from tests.list_logger import ListLogger
 
@@ -144,28 +141,6 @@ def test_at_every_boundary_all_is_released_or_less_than_the_minimum_stays(
     assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == freed
 
 
-class Own(EmptyCache):
-    """Has arguments of its own."""
-
-    def __init__(self, often):
-        super().__init__(always=often)
-
-
-@pytest.mark.parametrize("made", [lambda always: EmptyCache(always=always), Own])
-@pytest.mark.parametrize("always", ["yes", 1, None])
-def test_always_is_true_or_false(always, made):
-    with pytest.raises(TypeError, match=f"always .* got {always!r}"):
-        made(always)
-
-
-def test_the_sanity_check_is_an_evaluation_too(tmp_path):
-    model = Wide(train=[[10]], val=[[50]])
-    with VirtualDevice("200MiB"):
-        run = quiet(tmp_path, EmptyCache())
-        run.fit(model, loader(8, 8), loader(8, 8))
-    assert in_mib(run.logger.curves, "memory/cache/freed_gib") == [(0, 0), (0, 50), (0, 10), (1, 50), (1, 0)]
-
-
 def test_standalone_runs_release_the_cache_at_their_start_and_end(tmp_path):
     with VirtualDevice("200MiB") as device:
         model = Wide(val=[[50]], test=[[60]], predict=[[70]])
@@ -222,84 +197,6 @@ def test_what_stays_is_the_model_and_its_optimizer_by_arithmetic(tmp_path):
 PARTS = ("/parameters", "/gradients", "/optimizer", "/other")
 
 
-@pytest.mark.parametrize("call", ["validate", "test", "predict"])
-def test_standalone_runs_leave_the_last_batch_and_the_predictions_out_of_what_stays(call, tmp_path):
-    with VirtualDevice("1GiB") as device:
-        model = Wide()
-        run = quiet(tmp_path, EmptyCache())
-        options = {} if call == "predict" else {"verbose": False}
-        collected = getattr(run, call)(model, loader(64, 32), **options)
-        assert device.stats().allocated == 512 + (1024 if call == "predict" else 0)
-        assert call != "predict" or len(collected) == 2
-    # Start, the end of evaluation with the batch still there, and teardown.
-    assert in_mib(run.logger.curves, "memory/retained_gib") == [(0, 512 / MIB)] * 3
-
-
-def test_without_the_ledger_only_what_was_given_back_is_logged(tmp_path):
-    with VirtualDevice("1GiB"):
-        run = quiet(tmp_path, EmptyCache(ledger=False))
-        run.fit(Wide(), loader(8, 8), loader(8, 8))
-        run.test(Wide(), loader(8, 8), verbose=False)
-    tags = {tag for tag in run.logger.curves if tag.startswith("memory")}
-    assert tags == {"memory/cache/freed_gib", "memory/cache/ms"}
-
-
-def test_the_time_of_collection_is_part_of_what_is_logged(tmp_path):
-    with VirtualDevice("1GiB"):
-        model = Wide()
-        model.foreign = [torch.zeros(1)]  # not the model's, so that garbage may be the reason
-        run = quiet(tmp_path, EmptyCache(), num_sanity_val_steps=0)
-        run.fit(model, loader(8, 8), loader(8, 8))
-    times = [ms for _, ms in run.logger.curves["memory/cache/ms"]]
-    assert all(ms > 0 for ms in times)
-
-
-LOGGERS = {
-    "tensorboard": TensorBoardLogger,
-    "csv": CSVLogger,
-    "two": lambda root: [TensorBoardLogger(root), CSVLogger(root)],
-    "none": lambda root: False,
-}
-
-
-@pytest.mark.parametrize("logger", LOGGERS)
-def test_every_logger_and_every_call(logger, tmp_path):
-    with VirtualDevice("1GiB"):
-        model = Regression()
-        run = quiet(tmp_path, EmptyCache(), logger=LOGGERS[logger](tmp_path), max_epochs=2)
-        run.fit(model, loader(), loader(16))
-        run.validate(model, loader(16), verbose=False)
-        run.test(model, loader(16), verbose=False)
-        run.predict(model, loader(16))
-    for one in run.loggers:
-        if isinstance(one, TensorBoardLogger):
-            assert len(scalars(one.log_dir)["memory/cache/freed_gib"]) == 7 + 6
-        else:
-            assert isinstance(one, CSVLogger)
-            one.save()
-            text = (tmp_path / "lightning_logs").rglob("metrics.csv")
-            assert all("memory/retained_gib" in path.read_text() for path in text)
-
-
-def ends(root, *callbacks, device):
-    L.seed_everything(0, verbose=False)
-    model = Regression()
-    with device:
-        run = quiet(root, *callbacks, max_epochs=2, logger=False, val_check_interval=2)
-        run.fit(model, loader(), loader(16))
-    moments = [value for state in run.optimizers[0].state.values() for value in state.values()]
-    return [*model.state_dict().values(), *moments, torch.get_rng_state()], model
-
-
-def test_weights_optimizer_and_random_numbers_are_the_same_bits_with_and_without(tmp_path):
-    with_it, one = ends(tmp_path, EmptyCache(min_reclaimable="1B"), device=VirtualDevice("1GiB"))
-    without, other = ends(tmp_path, device=VirtualDevice("1GiB"))
-    assert len(with_it) == len(without) > 20
-    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
-    assert one.train_losses == other.train_losses
-    assert one.val_losses == other.val_losses
-
-
 def test_a_device_without_a_cache_gives_one_warning_and_training_continues(tmp_path, caplog):
     callback = EmptyCache()
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
@@ -311,29 +208,6 @@ def test_a_device_without_a_cache_gives_one_warning_and_training_continues(tmp_p
     assert "cpu keeps no cache" in said
     assert run.global_step == 4
     assert not [tag for tag in run.logger.curves if tag.startswith("memory")]
-
-
-class Fails(Wide):
-    def on_train_epoch_end(self):
-        raise RuntimeError("from the user's code")
-
-
-def test_after_a_run_and_after_a_failure_nothing_is_kept_and_it_can_be_pickled(tmp_path):
-    for model in (Wide(), Fails()):
-        callback = EmptyCache(stages=["val"], min_reclaimable="64MiB", ledger=False, warn_after=2)
-        fresh = EmptyCache(stages=["val"], min_reclaimable="64MiB", ledger=False, warn_after=2)
-        with VirtualDevice("1GiB"):
-            run = quiet(tmp_path, callback, logger=False)
-            if isinstance(model, Fails):
-                with pytest.raises(RuntimeError, match="from the user's code"):
-                    run.fit(model, loader(8, 8), loader(8, 8))
-            else:
-                run.fit(model, loader(8, 8), loader(8, 8))
-        copied = pickle.loads(pickle.dumps(callback))  # noqa: S301, our own
-        kept, again, new = (
-            {name: vars(one)[name] for name in vars(fresh) if name != "_carried"} for one in (callback, copied, fresh)
-        )
-        assert kept == again == new
 
 
 @pytest.mark.parametrize(

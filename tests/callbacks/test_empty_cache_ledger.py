@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.leaks import leak_detector
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -174,12 +173,6 @@ def test_leaks_are_reported_once_after_three_epochs_or_evaluations(model, option
     assert [part for part, text in zip(said, texts, strict=True) if part not in text] == []
 
 
-def test_without_the_ledger_no_leak_is_reported(tmp_path):
-    with VirtualDevice("1GiB"):
-        run = trainer(tmp_path, EmptyCache(ledger=False), max_epochs=4, logger=False)
-        run.fit(KeepsValidationOutputs(), loader(), loader(16))  # a warning would be an error
-
-
 class ReplaysFromTheHost(Keeps):
     """Keeps every batch on the host: a numpy array, and a tensor in host memory."""
 
@@ -255,7 +248,6 @@ class LogsMetrics(Regression):
 
 
 HEALTHY = {
-    "plain": (Regression, list, {}),
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()], {}),
     "replay_buffer_on_the_host": (ReplaysFromTheHost, list, {}),
     "optimizer_state_made_late": (ThawsALayerPerEpoch, list, {}),
@@ -263,8 +255,6 @@ HEALTHY = {
     "last_outputs_of_any_size": (KeepsTheLastOutputs, list, {}),
     "bounded_history": (KeepsTheLastHundred, list, {}),
     "metrics": (LogsMetrics, list, {}),
-    "accumulation": (Regression, list, {"accumulate_grad_batches": 3, "val_check_interval": 2}),
-    "two_optimizers": (Adversaries, list, {}),
 }
 
 
@@ -272,31 +262,6 @@ HEALTHY = {
 def test_healthy_runs_are_never_accused(case, tmp_path):
     model, callbacks, options = HEALTHY[case]
     assert not warnings_of(tmp_path, model(), *callbacks(), epochs=10, **options)
-
-
-@pytest.fixture
-def many_objects(monkeypatch):
-    """The ledger acts as with many millions of objects, where a pass over all of them is slow."""
-    monkeypatch.setattr(leak_detector, "blocks_to_walk", lambda: 20_000_000)
-
-
-@pytest.mark.parametrize(("model", "facts"), LEAKS)
-def test_with_many_objects_leaks_are_named_as_soon(model, facts, tmp_path, many_objects):
-    (text,) = warnings_of(tmp_path, model())
-    assert "in 3 epochs in a row" in text
-    assert facts.split(" | ")[0] in text
-
-
-@pytest.mark.parametrize("case", ["cache_that_reaches_its_size", "last_outputs_of_any_size", "metrics"])
-def test_with_many_objects_healthy_runs_are_not_accused_either(case, tmp_path, many_objects):
-    model, callbacks, options = HEALTHY[case]
-    assert not warnings_of(tmp_path, model(), *callbacks(), epochs=10, **options)
-
-
-def test_the_scores_of_all_checkpoints_are_no_leak(tmp_path):
-    scores = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1, save_weights_only=True)
-    assert not warnings_of(tmp_path, LogsMetrics(), scores, epochs=6, enable_checkpointing=True)
-    assert len(scores.best_k_models) == 6
 
 
 def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
@@ -331,17 +296,6 @@ def test_leaks_on_cuda(model, facts, tmp_path):
         trainer(tmp_path, EmptyCache(), **options).fit(model(), loader(), loader(16, seed=1))
     (text,) = [str(warning.message) for warning in said if "in a row" in str(warning.message)]
     assert facts.split(" | ")[0] in text
-
-
-@pytest.mark.cuda_memory
-def test_a_healthy_run_on_cuda_with_a_replay_buffer_on_the_host(tmp_path):
-    class Replays(Keeps):
-        def training_step(self, batch, batch_idx):
-            self.kept.append(batch[0].cpu())
-            return self.loss(batch)
-
-    run = trainer(tmp_path, EmptyCache(), accelerator="cuda", devices=1, max_epochs=8, logger=False)
-    run.fit(Replays(), loader(), loader(16, seed=1))  # a warning would be an error
 
 
 class Fills(Keeps):

@@ -13,7 +13,6 @@ import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -21,8 +20,6 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.data import warning_cache
-from torch.utils.data import DataLoader
 
 import lightning_memtools
 from lightning_memtools import VirtualDevice
@@ -343,41 +340,3 @@ def hooks_of(target: torch.nn.Module | torch.optim.Optimizer) -> list[tuple[str,
         for name, table in vars(part).items()
         if name.endswith("hooks") and table
     ]
-
-
-class AmbiguousBatch(Regression):
-    """Logs without a mean over the epoch, or with a batch size, so that Lightning infers no size from its batch."""
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch["rows"])
-        self.log("loss", loss)
-        self.log("mean", loss, on_step=False, on_epoch=True, batch_size=8)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        return self.loss(batch["rows"])
-
-
-@every_callback
-def test_lightning_is_asked_for_no_batch_size_that_the_module_does_not_ask_for(callback, tmp_path, recwarn):
-    warning_cache.clear()  # it warns once in a process
-    rows = [(torch.ones(8, 4), torch.ones(8, 1))] * 4
-    batches = DataLoader([{"edges": torch.ones(2, 5), "rows": one} for one in rows], batch_size=None)
-    made = trainer(tmp_path, callback(), logger=False, max_steps=3, log_every_n_steps=1)
-    made.fit(AmbiguousBatch(), batches, batches)
-    assert made.global_step == 3
-    assert not [str(warning.message) for warning in recwarn if "ambiguous collection" in str(warning.message)]
-
-
-def test_default_callbacks_are_all_of_those_that_only_watch_and_protect():
-    names = {type(callback).__name__ for callback in lightning_memtools.default_callbacks()}
-    promised = {"MemoryMonitor", "LossCurves", "EmptyCache", "OOMReport", "HaltOnNaN", "TrainingDoctor"}
-    assert names == promised & {callback.__name__ for callback in CALLBACKS}
-
-
-def test_a_mock_among_the_callbacks_is_called_as_without_ours(tmp_path):
-    """As tests of Lightning and of users have it: its type has none of the hooks."""
-    seen = Mock(spec=L.Callback)
-    run = trainer(tmp_path, seen, *lightning_memtools.default_callbacks(), max_epochs=1)
-    run.fit(Regression(), loader())
-    assert seen.on_train_batch_end.call_count == run.global_step > 0

@@ -3,7 +3,6 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from torch import nn
 
 from lightning_memtools import LossCurves
 from tests.event_files import scalars
@@ -29,13 +28,6 @@ def test_each_point_is_the_mean_of_the_losses_since_the_last_point(tmp_path):
         [(2, mean(losses[0:3])), (3, losses[3]), (5, mean(losses[4:6])), (7, mean(losses[6:8]))]
     )
     assert curves["loss/val"] == approx([(3, mean(model.val_losses[0:3])), (7, mean(model.val_losses[3:6]))])
-
-
-def test_the_shortest_run_shows_a_curve(tmp_path):
-    model = Regression()
-    fit = trainer(tmp_path, LossCurves(), log_every_n_steps=50)
-    fit.fit(model, loader(8, 8))
-    assert scalars(fit.log_dir)["loss/train"] == approx([(0, model.train_losses[0])])
 
 
 def test_the_division_of_gradient_accumulation_is_undone(tmp_path):
@@ -103,23 +95,6 @@ def test_manual_optimization_with_two_losses(tmp_path, train):
     assert {"grad/norm/optimizer_0", "grad/norm/optimizer_1"} <= set(curves)
 
 
-def test_manual_optimization_that_returns_its_loss(tmp_path):
-    class Returns(Adversaries):
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()[0]
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.train_losses.append(float(loss.detach()))
-            return loss
-
-    model = Returns()
-    fit = trainer(tmp_path, LossCurves())
-    fit.fit(model, loader())
-    assert scalars(fit.log_dir)["loss/train"] == approx(enumerate(model.train_losses))
-
-
 def test_a_loss_logged_per_epoch_only_gives_a_point_per_epoch(tmp_path):
     class PerEpoch(Regression):
         def training_step(self, batch, batch_idx):
@@ -172,50 +147,6 @@ def test_gradients_that_cannot_be_seen_give_a_warning(tmp_path):
 
     with pytest.warns(UserWarning, match=r"saw a gradient in p\.grad"):
         trainer(tmp_path, TakesGradientsAway(), LossCurves(grad_norm=True)).fit(Regression(), loader())
-
-
-def test_a_nan_loss_shows_as_nan(tmp_path):
-    class Breaks(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return loss * float("nan") if batch_idx == 1 else loss
-
-    model = Breaks()
-    fit = trainer(tmp_path, LossCurves())
-    fit.fit(model, loader(16, 8))
-    (_, first), (_, second) = scalars(fit.log_dir)["loss/train"]
-    assert first == pytest.approx(model.train_losses[0])
-    assert second != second  # noqa: PLR0124, only NaN differs from itself
-
-
-def test_half_precision_losses_are_averaged_in_single_precision(tmp_path):
-    class Half(Regression):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx).bfloat16()
-
-    model = Half()
-    fit = trainer(tmp_path, LossCurves(every_n_steps=4))
-    fit.fit(model, loader())
-    rounded = [float(torch.tensor(loss).bfloat16()) for loss in model.train_losses]
-    assert scalars(fit.log_dir)["loss/train"] == approx([(3, mean(rounded))])
-
-
-def test_no_graph_is_kept_alive_between_points(tmp_path):
-    class Extra(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return {"loss": loss, "aux": nn.functional.softplus(loss)}
-
-    held = []
-
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            held.extend(v for values in curves._train._means._values.values() for v in values)
-
-    curves = LossCurves(train="aux", every_n_steps=100)
-    trainer(tmp_path, curves, Look()).fit(Extra(), loader())
-    assert held
-    assert all(value.grad_fn is None and not value.requires_grad for value in held)
 
 
 @pytest.mark.parametrize("argument", ["train", "val"])

@@ -14,15 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.callbacks.memory_monitor import _say_that_there_is_no_gpu
-from lightning_memtools.memory.peaks import PHASES, StagePeak
-from lightning_memtools.memory.readers import AcceleratorReader, CudaReader, reader_for, stats_from_nested
+from lightning_memtools.memory.peaks import PHASES
+from lightning_memtools.memory.readers import AcceleratorReader, CudaReader
 from lightning_memtools.memory.scalars import CATEGORIES, possible_tags
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
-from lightning_memtools.reporting.memory_summary import MemorySummary
 from tests.callbacks.memory_models import Wide, gib
 from tests.event_files import scalars
-from tests.lightning_models import Adversaries, Regression, loader, trainer
+from tests.lightning_models import Regression, loader, trainer
 
 
 def test_a_spike_of_one_step_is_seen_at_the_point_that_follows_it(tmp_path):
@@ -129,60 +128,6 @@ def test_without_nvidia_s_gpu_load_is_announced_as_missing(tmp_path):
     assert not [tag for tag in scalars(run.log_dir) if tag.startswith("device/")]
 
 
-@pytest.mark.cuda_memory
-def test_the_load_of_a_device_that_computes_nothing_is_0(tmp_path):
-    """NVML is a stub there that knows no power and no temperature."""
-    pytest.importorskip("pynvml")
-    run = trainer(tmp_path, MemoryMonitor(load=True), Sleeps(), accelerator="gpu", devices=1)
-    run.fit(Regression(), loader())
-    found = {tag: points for tag, points in scalars(run.log_dir).items() if tag.startswith("device/")}
-    assert set(found) == {"device/utilization_pct", "device/utilization_pct_max"}
-    assert {value for points in found.values() for _, value in points} == {0.0}
-
-
-class Sleeps(L.Callback):
-    def on_train_batch_start(self, *_):
-        time.sleep(0.3)
-
-
-def test_phases_of_a_manual_optimization(tmp_path):
-    with VirtualDevice():
-        run = trainer(tmp_path, MemoryMonitor(phases=True))
-        run.fit(Adversaries(), loader())
-    curves = scalars(run.log_dir)
-    peak = dict(curves["memory/train/peak_allocated_gib"])
-    for step in range(4):
-        phases = [
-            dict(curves[f"memory/train/peak_{phase}_gib"])[step] for phase in ("forward", "backward", "optimizer")
-        ]
-        assert max(phases) == pytest.approx(peak[step], abs=8192 / GIB)  # the monitor's own time lies between phases
-
-
-def test_a_point_per_evaluation_batch_when_asked_for(tmp_path):
-    model = Wide({"val": [10, 50, 20], "test": [5, 15]})
-    with VirtualDevice():
-        run = trainer(tmp_path, MemoryMonitor(eval_batches=True))
-        run.fit(model, loader(8), loader(24, 8))
-        run.test(model, loader(16, 8), verbose=False)
-    curves = scalars(run.log_dir)
-    steps, peaks = zip(*curves["memory/val/batch_peak_allocated_gib"], strict=True)
-    assert steps == (0, 1, 2)
-    assert [round(1024 * peak) for peak in peaks] == pytest.approx([10, 50, 20], abs=4)
-    assert len(curves["memory/test/batch_peak_allocated_gib"]) == 2
-    ((_, whole),) = curves["memory/val/peak_allocated_gib"]
-    assert whole == max(peaks)
-
-
-def test_without_resets_the_counter_is_left_alone(tmp_path):
-    with VirtualDevice() as device:
-        temporary = torch.empty(300 * MIB, dtype=torch.uint8)
-        del temporary
-        run = trainer(tmp_path, MemoryMonitor(reset_peaks=False))
-        run.fit(Wide(), loader())
-        assert device.stats().peak_allocated == 300 * MIB
-    assert {value for _, value in scalars(run.log_dir)["memory/train/peak_allocated_gib"]} == {gib(300)}
-
-
 def test_a_resumed_run_shows_the_optimizer_state_from_its_first_step(tmp_path):
     class Adam(Wide):
         def configure_optimizers(self):
@@ -216,20 +161,6 @@ def test_the_summary_is_a_file_a_text_and_one_short_block_on_the_console(tmp_pat
     assert "parameters" in text
     assert "CUDA memory summary" not in text  # torch's table shows counters that the monitor has reset
     assert (Path(run.log_dir) / "memtools" / "memory_summary_test.md").exists()
-
-
-def test_the_rows_of_the_summary_have_a_fixed_order():
-    peaks = {stage: StagePeak(MIB, MIB) for stage in ("predict", "val", "test", "train")}
-    rows = MemorySummary(device="any", peaks=peaks).stage_table().rows
-    assert [row[0] for row in rows] == ["train", "val", "test", "predict"]
-
-
-def test_out_of_memory_still_ends_with_a_summary(tmp_path, capsys):
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        trainer(tmp_path, MemoryMonitor()).fit(Wide({"train": [10, 100]}), loader())
-    out = capsys.readouterr().out
-    assert out.count("Memory peaks on") == 1
-    assert "out-of-memory errors: 1" in out
 
 
 def test_a_plain_cpu_gets_host_memory_and_one_line_that_says_how_to_see_more(tmp_path, capsys):
@@ -271,16 +202,6 @@ def test_a_device_without_statistics_is_named_once_and_other_tags_are_logged(tmp
 def test_an_interval_below_one_is_refused_with_its_value(bad):
     with pytest.raises(ValueError, match=f"every_n_steps={bad} "):
         MemoryMonitor(every_n_steps=bad)
-
-
-def test_reading_a_device_that_was_never_used_gives_zeros():
-    stats = stats_from_nested({}, capacity=8 * GIB, free=6 * GIB)
-    assert (stats.allocated, stats.peak_reserved, stats.ooms) == (0, 0, 0)
-    assert (stats.capacity, stats.device_used) == (8 * GIB, 2 * GIB)
-
-
-def test_the_reader_of_a_plain_cpu_is_none():
-    assert reader_for(torch.device("cpu")) is None
 
 
 @pytest.mark.cuda_memory

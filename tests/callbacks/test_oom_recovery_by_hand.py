@@ -12,8 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery
-from tests.callbacks.recovery_runs import FailsOnce, Watched, batches
+from tests.callbacks.recovery_runs import FailsOnce, Watched, batches, recovery
 from tests.lightning_models import trainer
 
 N_BATCHES = 6
@@ -76,7 +75,7 @@ def test_weights_scales_and_random_streams_are_those_of_the_loop(options, optimi
     if own.get("precision") == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
         own["plugins"] = MixedPrecision(own.pop("precision"), "cpu", scaler)
-    run: Any = trainer(tmp_path, OOMRecovery(on_recover="ignore", loss="mean"), logger=False, **own)
+    run: Any = trainer(tmp_path, recovery(), logger=False, **own)
     with FailsOnce(model, 12, batch=1):
         run.fit(model, DataLoader(data, batch_size=None))
     assert model.seen == [16, 16, *[8] * 10]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import re
+import weakref
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,15 +14,25 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import HaltOnNaN, NonFiniteError, OOMRecovery, OOMReport, VirtualDevice, replay
-from lightning_memtools.memory.readers import allocated_bytes
+from lightning_memtools import HaltOnNaN, MemoryMonitor, NonFiniteError, OOMRecovery, OOMReport, VirtualDevice
 from lightning_memtools.recovery.step_recovery import StepRecovery
-from lightning_memtools.recovery.step_start import BatchStep
-from tests.callbacks.recovery_runs import TRIED, FailsOnce, NoLog, Sequences, StepResult, Timed, Watched, batches
+from tests.callbacks.recovery_runs import (
+    TIGHT,
+    FailsOnce,
+    Sequences,
+    StepResult,
+    Timed,
+    Watched,
+    batches,
+    closure,
+    fit,
+    recovery,
+)
 from tests.lightning_models import trainer
 
 ONCE_A_STEP = (
@@ -67,10 +80,10 @@ class Draws(Watched):
         return super().training_step(batch, batch_idx)
 
 
-def run_of(root: Any, at: int | None, loss: str) -> tuple[Draws, Notes]:
+def run_of(root: Any, at: int | None) -> tuple[Draws, Notes]:
     L.seed_everything(3, verbose=False)
     notes = Notes()
-    callbacks = [notes, TQDMProgressBar(), OOMRecovery(on_recover="ignore", loss=loss)]  # type: ignore[arg-type]
+    callbacks = [notes, TQDMProgressBar(), recovery()]
     run = trainer(root, *callbacks, logger=False, enable_progress_bar=True)
     with VirtualDevice():
         model = Draws()
@@ -81,113 +94,36 @@ def run_of(root: Any, at: int | None, loss: str) -> tuple[Draws, Notes]:
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
-    return run_of(tmp_path_factory.mktemp("healthy"), None, "mean")
+    return run_of(tmp_path_factory.mktemp("healthy"), None)
 
 
-@pytest.fixture(scope="module", params=["mean", "auto"])
-def recovered(request, tmp_path_factory):
-    return request.param, *run_of(tmp_path_factory.mktemp("recovered"), 12, request.param)
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("recovered"), 12)
 
 
 def test_hooks_counters_and_the_progress_bar_see_one_step(healthy, recovered):
-    loss, model, notes = recovered
-    tried = TRIED if loss == "auto" else []
-    assert model.seen == [16, 16, 16, *tried, 8, 8, *tried, 8, 8]
+    model, notes = recovered
+    assert model.seen == [16, 16, 16, 8, 8, 8, 8]
     assert notes.seen == healthy[1].seen
     assert [one[0] for one in notes.seen] == [*ONCE_A_STEP] * 4
     assert [one[3:] for one in notes.seen if one[0] == "on_train_batch_end"] == [(i + 1, i, i) for i in range(4)]
 
 
-class Ordered(Watched):
-    """Notes the order of forward passes, zero_grad and backward passes, and if there are gradients then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[str] = []
-
-    def note(self, what: str) -> None:
-        has_gradients = any(parameter.grad is not None for parameter in self.parameters())
-        self.order.append(f"{what}{' with gradients' if has_gradients else ''}")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"forward {len(batch[0])}")
-        return super().training_step(batch, batch_idx)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.note("zero_grad")
-
-    def on_before_backward(self, loss: Any) -> None:
-        self.note("backward")
-
-
-@pytest.mark.parametrize(
-    ("at", "again"),
-    [
-        (12, ["forward 16 with gradients", "zero_grad with gradients", "forward 8"]),
-        (80, ["forward 16 with gradients", "zero_grad with gradients", "backward", "forward 8"]),
-    ],
-    ids=["forward", "backward"],
-)
-def test_gradients_are_zeroed_once_a_step_after_its_first_forward_pass(at, again, tmp_path):
-    model = Ordered()
-    run = trainer(tmp_path, OOMRecovery(on_recover="ignore", loss="mean"), logger=False)
-    with FailsOnce(model, at, batch=1):
-        run.fit(model, DataLoader(batches((8,) * 3), batch_size=None))
-    second = ["backward", "forward 8 with gradients", "backward with gradients"]
-    planned = ["forward 8 with gradients", "zero_grad with gradients", *second]
-    assert model.order == ["forward 16", "zero_grad", "backward", *again, *second, *planned]
-
-
 def test_every_random_stream_goes_on_from_where_the_batch_began(healthy, recovered):
     whole = {one[0]: one for one in healthy[0].drawn}
     for index in range(3):  # the streams of the parts differ from then on
-        assert next(one for one in recovered[1].drawn if one[0] == index) == whole[index]
-    again = [one for one in recovered[1].drawn if one == whole[2]]
-    # The attempt that failed, each first of the groups that are tried, and the first part; trials go on within theirs.
-    assert len(again) == (3 if recovered[0] == "auto" else 2)
+        assert next(one for one in recovered[0].drawn if one[0] == index) == whole[index]
+    again = [one for one in recovered[0].drawn if one == whole[2]]
+    assert len(again) == 2  # the attempt that failed, and the first part
 
 
 def test_between_attempts_memory_is_that_of_the_beginning_of_the_step(recovered):
-    loss, model, _ = recovered
-    failed = model.seen.index(16) + 2
-    first_part = model.seen.index(8)
-    assert first_part - failed == (7 if loss == "auto" else 1)
+    model, _ = recovered
+    failed, first_part = 2, 3
     # The gradients of the step before are gone by then, which a whole batch takes away after its forward pass.
     gradients = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
     assert model.allocated[first_part] == model.allocated[failed] - gradients
-
-
-def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is_kept(tmp_path):
-    left = {}
-    data = DataLoader(batches((64, 3_000)), batch_size=None)
-    for name in ("with", "without"):
-        callbacks = [OOMReport(directory=str(tmp_path), snapshot=False)] if name == "with" else []
-        gc.collect()
-        with VirtualDevice("50MiB") as device:
-            model = Sequences()
-            try:
-                trainer(tmp_path, *callbacks, logger=False).fit(model, data)
-            except torch.OutOfMemoryError as error:
-                kept = error  # as a notebook does
-            left[name] = allocated_bytes(device)
-            if name == "with":
-                again = trainer(tmp_path, logger=False)
-                again.fit(model, DataLoader(batches((64, 1_500, 1_500)), batch_size=None))
-                assert again.global_step == 3
-            del kept
-    assert left["without"] > 20 * 2**20  # two activations
-    assert left["with"] < 3 * 2**20  # weights, momentum and the batch that the loader still holds
-
-
-def test_a_skipped_batch_is_reported(tmp_path):
-    report = OOMReport(directory=str(tmp_path / "reports"), snapshot=False)
-    recovery = OOMRecovery(skip_batch=True, on_recover="ignore")
-    with VirtualDevice("30MiB"):
-        run = trainer(tmp_path, recovery, report, logger=False)
-        run.fit(Sequences(), DataLoader(batches((64, 100_000, 64), n_rows=1), batch_size=None))
-    assert recovery.recoveries.n_skipped == 1
-    (page,) = (tmp_path / "reports").glob("*.md")
-    assert "A batch was skipped" in page.read_text()
 
 
 class TakesLogarithm(Timed):
@@ -197,24 +133,18 @@ class TakesLogarithm(Timed):
         return super().loss(batch) + torch.log(batch[1][:, 0, 0]).mean() * 0.01
 
 
-def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it_had_parts(tmp_path):
+def test_a_nan_in_a_part_is_found_in_the_whole_batch(tmp_path):
     torch.manual_seed(3)
     data = batches((8,) * 3)
     for _, y in data:
         y.abs_()
     data[1][1][13, 0, 0] = -1.0
     model = TakesLogarithm()
-    recovery = OOMRecovery(on_recover="ignore", loss="mean")
-    run = trainer(tmp_path, recovery, HaltOnNaN(directory=str(tmp_path)), logger=False)
+    run = trainer(tmp_path, recovery(), HaltOnNaN(directory=str(tmp_path)), logger=False)
     with FailsOnce(model, 12, batch=1), pytest.raises(NonFiniteError, match="loss is nan at step 1 ") as caught:
         run.fit(model, DataLoader(data, batch_size=None))
     assert model.seen[:4] == [16, 16, 8, 8]
     assert "torch.log in TakesLogarithm.loss" in str(caught.value)
-    assert "it affects sample 13 of batch 1" in str(caught.value)
-    (capsule,) = tmp_path.glob("*capsule.pt")
-    again = replay(capsule, model=TakesLogarithm)
-    assert not again.is_finite
-    assert again.mismatches[0] == "It gave 1 losses, the step 2."  # the whole batch is replayed
 
 
 class Manual(Sequences):
@@ -229,13 +159,13 @@ class Manual(Sequences):
 
 def test_manual_optimization_is_named_when_fit_begins(tmp_path, capsys):
     data = DataLoader(batches((8,)), batch_size=None)
-    trainer(tmp_path, OOMRecovery(), logger=False).fit(Manual(), data)
+    trainer(tmp_path, recovery(), logger=False).fit(Manual(), data)
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("in parts: in manual opt") == 1
 
 
 def test_fsdp_is_refused_at_setup_with_the_reason(tmp_path):
-    run = trainer(tmp_path, OOMRecovery(loss="mean"), logger=False, strategy=ModelParallelStrategy(1, 1), devices=1)
+    run = trainer(tmp_path, recovery(), logger=False, strategy=ModelParallelStrategy(1, 1), devices=1)
     model = Sequences()
     try:
         with pytest.raises(ValueError, match=r"OOMRecovery .* ModelParallelStrategy: .*strategy='ddp'"):
@@ -245,13 +175,13 @@ def test_fsdp_is_refused_at_setup_with_the_reason(tmp_path):
     assert model.seen == []
 
 
-def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_trial_or_a_second_attempt(tmp_path, capsys):
+def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_second_attempt(tmp_path, capsys):
     ends = []
 
     def update(parameter: Any) -> None:
         parameter.data.add_(parameter.grad, alpha=-0.1)
 
-    for callbacks in ([], [OOMRecovery()]):
+    for callbacks in ([], [recovery()]):
         torch.manual_seed(3)
         model = Watched()
         for parameter in model.parameters():
@@ -264,19 +194,77 @@ def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_tria
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+def test_a_batch_is_freed_without_a_garbage_collection(tmp_path):
+    class Looks(Sequences):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen_batches: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen_batches.append(weakref.ref(batch[0].untyped_storage()))
+            return super().training_step([batch[0].clone(), batch[1]], batch_idx)
+
+    model = Looks()
+    data: Any = [lambda: batches((8,))[0]] * 6
+    loader: Any = DataLoader(data, batch_size=None, collate_fn=lambda make: make())
+    gc.collect()
+    gc.disable()
+    try:
+        trainer(tmp_path, recovery(), logger=False).fit(model, loader)
+        alive = sum(reference() is not None for reference in model.seen_batches)
+    finally:
+        gc.enable()
+    assert alive <= 2  # those that the loader fetched last
+
+
+class Counts(Watched):
+    """Writes a buffer in every step from the given one on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.since = since
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= self.since:
+            self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("since", [0, 3])
+def test_a_buffer_that_steps_write_is_restored(since, tmp_path):
+    model, data = Counts(since), batches((8,) * 4)
+    run = trainer(tmp_path, recovery(), logger=False)
+    with FailsOnce(model, 0, batch=3, name="mse_loss"):
+        run.fit(model, DataLoader(data, batch_size=None))
+    assert float(model.steps) == 3 - since + 2  # the failed attempt is taken back, and two parts have written
+
+
+@pytest.mark.filterwarnings("ignore:Allocation retries have begun", "ignore:Peak reserved memory is")
+def test_the_first_recovery_is_warned_of_logged_and_reported_and_the_summary_counts_all(tmp_path, capsys):
+    logger = CSVLogger(tmp_path)
+    callbacks = [MemoryMonitor(), OOMReport(), OOMRecovery(loss="mean")]
+    with pytest.warns(UserWarning, match="OOMRecovery: A batch ran out of memory and was run again in"):
+        fit(tmp_path, Sequences(), *callbacks, capacity=TIGHT, logger=logger)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "memory/oom_recoveries" in rows
+    assert "memory/micro_batches" in rows
+    (report,) = tmp_path.rglob("oom-*.md")
+    assert report.name == "oom-train-step2.md"
+    assert re.search("The run goes on.* ran out of memory and was run again in", report.read_text())
+    (summary,) = tmp_path.rglob("memory_summary_fit.md")
+    assert re.search("OOMRecovery: 1 batch ran out of memory and ran again in up to", summary.read_text())
+    assert "The run goes on." in capsys.readouterr().out
+
+
 @pytest.mark.cuda_memory
 def test_a_healthy_step_waits_for_nothing():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1)).cuda()
     model.register_buffer("constant", torch.ones(3, device="cuda"))
-    recovery = StepRecovery(
-        model,
-        torch.device("cuda"),
-        max_splits=8,
-        skip_batch=True,
-        loss="auto",
-        allow_batch_norm=False,
-        tell=pytest.fail,
-    )
+    device = torch.device("cuda")
+    options: Any = {"max_splits": 8, "skip_batch": True, "loss": "mean", "allow_batch_norm": False}
+    recovering = StepRecovery(model, device, tell=pytest.fail, **options)
     batch = torch.zeros(16, 8, device="cuda")
     sizes: list[int] = []
 
@@ -284,14 +272,14 @@ def test_a_healthy_step_waits_for_nothing():
         sizes.append(len(part))
         return StepResult(model(part).mean())
 
-    step = BatchStep(batch, forward, NoLog(), lambda loss: loss.backward(), model.zero_grad)
-    recovery.run(step)
+    step = closure(batch, forward)
+    recovering.run(step)
     try:
         torch.cuda.set_sync_debug_mode("error")
         with pytest.raises(RuntimeError, match="synchronizing"):
             batch.sum().item()
         for _ in range(20):
-            recovery.run(step)
+            recovering.run(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sizes == [16] * 21

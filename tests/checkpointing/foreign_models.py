@@ -204,7 +204,7 @@ MORE: dict[str, Callable[[], Made]] = {
     "deeplabv3": _segmenting("deeplabv3_mobilenet_v3_large"),
     "lraspp": _segmenting("lraspp_mobilenet_v3_large"),
 }  # fmt: skip
-"""Tried by benchmarks/checkpointing_bitwise.py."""
+"""Tried with EVERY_MODEL=1 in the environment."""
 
 
 def made(name: str) -> tuple[LossOf, dict[str, Tensor]]:

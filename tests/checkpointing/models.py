@@ -69,23 +69,6 @@ def classifier(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(torchvision_models(), name)(num_classes=4, **options)
 
 
-def with_small_head(name: str) -> Callable[[], nn.Module]:
-    """A model whose classifier is as it is, but narrow: most of its weights are there."""
-
-    def make() -> nn.Module:
-        model: Any = classifier(name)()
-        widths = iter([16, 16, 4])
-        width = None
-        for at, layer in enumerate(model.classifier):
-            if isinstance(layer, nn.Linear):
-                out = next(widths)
-                model.classifier[at] = nn.Linear(width or layer.in_features, out)
-                width = out
-        return model  # type: ignore[no-any-return]
-
-    return make
-
-
 def from_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: timm().create_model(name, num_classes=4, **options)
 
@@ -99,22 +82,13 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "shared": (shared, (6, 32)),
 }
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "alexnet": (with_small_head("alexnet"), (2, 3, 64, 64)),
-    "vgg11_bn": (with_small_head("vgg11_bn"), (2, 3, 32, 32)),
     "resnet18": (classifier("resnet18"), (2, 3, 32, 32)),
     "mobilenet_v2": (classifier("mobilenet_v2", width_mult=0.35), (2, 3, 32, 32)),
-    "mobilenet_v3_small": (classifier("mobilenet_v3_small"), (2, 3, 32, 32)),
-    "shufflenet_v2_x0_5": (classifier("shufflenet_v2_x0_5"), (2, 3, 32, 32)),
-    "squeezenet1_1": (classifier("squeezenet1_1"), (2, 3, 48, 48)),
-    "mnasnet0_5": (classifier("mnasnet0_5"), (2, 3, 32, 32)),
-    "regnet_y_400mf": (classifier("regnet_y_400mf"), (2, 3, 32, 32)),
     "efficientnet_b0": (classifier("efficientnet_b0"), (2, 3, 32, 32)),
     "timm_vit_tiny": (
         from_timm("vit_tiny_patch16_224", img_size=32, depth=3, drop_path_rate=0.2, proj_drop_rate=0.1),
         (2, 3, 32, 32),
     ),
-    "timm_convnext_atto": (from_timm("convnext_atto", drop_path_rate=0.2), (2, 3, 32, 32)),
-    "timm_resnet10t": (from_timm("resnet10t"), (2, 3, 32, 32)),
 }
 
 

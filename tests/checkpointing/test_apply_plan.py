@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
-import weakref
 from collections import Counter, OrderedDict
 
 import pytest
@@ -61,18 +58,6 @@ def test_a_copy_is_the_plain_sequential_with_its_own_weights(how):
         assert model.eval()(torch.ones(2, 32)).abs().max() > 0
 
 
-def test_a_saved_module_loads_where_this_package_is_not(tmp_path):
-    model = same_seed(nested)
-    with applied_to(model, Range(0, 8)):
-        torch.save(model, tmp_path / "model.pt")
-    code = (
-        "import sys; sys.modules['lightning_memtools'] = None; import torch; "
-        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(m(torch.ones(2, 32)).shape)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert result.stdout.strip() == "torch.Size([2, 4])"
-
-
 def test_slices_and_state_dicts_are_those_of_the_plain_model():
     model = same_seed(nested)
     keys = list(model.state_dict())
@@ -82,15 +67,6 @@ def test_slices_and_state_dicts_are_those_of_the_plain_model():
         assert type(part) is nn.Sequential
         assert list(model.state_dict()) == keys
         assert isinstance(model.state_dict(), OrderedDict)
-
-
-def test_a_chain_that_is_changed_afterwards_runs_its_new_layers():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with applied_to(model, Range(0, 2)):
-        model[1] = nn.Identity()
-        model.append(nn.Hardtanh())
-        x = torch.randn(3, 4)
-        assert torch.equal(model(x), nn.functional.hardtanh(model[2](model[0](x))))
 
 
 def test_removing_twice_and_removing_after_an_error():
@@ -103,12 +79,6 @@ def test_removing_twice_and_removing_after_an_error():
     with pytest.raises(RuntimeError, match="from the step"), applied_to(model, Range(0, 8)):
         raise RuntimeError("from the step")
     assert set(vars(model)) == attributes
-
-
-def test_a_second_plan_on_the_same_module_raises():
-    model = same_seed(nested)
-    with applied_to(model, Range(0, 8)), pytest.raises(RuntimeError, match="forward of its own instance already"):
-        AppliedPlan(model, [ChainPlan("", ("0",), (Range(0, 1),))])
 
 
 def test_a_plan_for_a_model_of_another_depth_raises_and_leaves_nothing_applied():
@@ -134,18 +104,6 @@ def test_layers_run_again_in_backward_and_their_hooks_fire_again():
         assert runs == {"0": 2, "1.0": 3, "1.1.0": 2, "2.1": 1}
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_plain_chain_runs(mode, monkeypatch):
-    model = same_seed(nested).eval()
-    expected = model(torch.ones(2, 32))
-    with applied_to(model, Range(0, 8)):
-        monkeypatch.setattr(
-            "lightning_memtools.checkpointing.apply_plan.checkpoint", lambda *_, **__: pytest.fail("recomputes")
-        )
-        with mode():
-            assert torch.equal(model(torch.ones(2, 32)), expected)
-
-
 @pytest.mark.parametrize("trained_in_evaluation_mode", [False, True])
 def test_evaluation_runs_the_plain_chain_unless_the_model_was_in_evaluation_mode_before(trained_in_evaluation_mode):
     model = same_seed(nested)
@@ -157,34 +115,6 @@ def test_evaluation_runs_the_plain_chain_unless_the_model_was_in_evaluation_mode
         model.eval()
         model(torch.ones(2, 32, requires_grad=True)).sum().backward()
     assert runs["first layer"] == 1 + trained_in_evaluation_mode
-
-
-def test_the_output_of_a_range_is_freed_as_soon_as_in_the_plain_chain():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
-    given: list[weakref.ref[torch.Tensor]] = []
-    alive: list[bool] = []
-    # The layer after the range, a ReLU, keeps its own result and not what it was given.
-    model[3].register_forward_pre_hook(lambda _, args: given.append(weakref.ref(args[0])))
-    model[4].register_forward_pre_hook(lambda *_: alive.append(given[-1]() is not None))
-    for ranges in ((), (Range(0, 3),), (Range(0, 6, (Range(1, 3),)),)):
-        with applied_to(model, *ranges):
-            model(torch.ones(2, 4)).sum().backward()
-    assert not any(alive)
-    assert len(alive) == 1 + 1 + 2
-
-
-def test_a_sequential_with_hooks_of_its_own_is_one_layer():
-    model = same_seed(nested)
-    calls = []
-    model[1][1].register_forward_hook(lambda *_: calls.append("called"))
-    (inner, outer) = sorted(
-        find_chains(model, CheckpointOptions.parse()), key=lambda chain: len(chain.name), reverse=True
-    )
-    assert outer.layers == ("0", "1.0", "1.1", "1.2", "2.0.0", "2.0.1", "2.1")
-    assert inner.name == "1.1"
-    with AppliedPlan(model, [ChainPlan(outer.name, outer.layers, (Range(0, 4),))]):
-        model(torch.randn(6, 32)).sum().backward()
-    assert calls == ["called", "called"]
 
 
 class Alternates(nn.Module):
@@ -214,26 +144,16 @@ DIFFERENT = {
 }
 PLACES = {
     "within the range": Range(0, 5),
-    "at its end": Range(0, 3),
     "before a nested range": Range(0, 5, (Range(3, 5),)),
 }
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(
-    ("ways", "place"),
-    [
-        (ways, place)
-        for ways in DIFFERENT
-        for place in PLACES
-        # Running again ends with as many tensors as were kept at first: what would come after them is not seen.
-        if place != "at its end" or ways not in {"another operator", "more tensors"}
-    ],
-)
-def test_a_layer_whose_recomputation_differs_is_named(ways, place, autocast):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ways", DIFFERENT)
+def test_a_layer_whose_recomputation_differs_is_named(ways, place):
     odd = nn.Sequential(nn.Tanh(), Alternates(*DIFFERENT[ways]))
     model = nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 4), nn.Tanh())
-    with applied_to(model, PLACES[place]), torch.autocast("cpu", enabled=autocast):
+    with applied_to(model, PLACES[place]):
         loss = model(torch.randn(3, 4)).sum()
         with pytest.raises(CheckpointError, match=r"layer 1\.1 .*exclude=\['1\.1'\]"):
             loss.backward()

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from lightning_memtools.checkpointing.chains import depths, find_chains, nothing_found_message
+from lightning_memtools.checkpointing.chains import find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.exact_recomputation import is_dropout
 from tests.zoo import timm, torchvision_models
@@ -55,11 +55,6 @@ def test_a_forward_set_on_the_instance_is_not_sequentials_own():
     assert "list.0" not in found(model)
 
 
-def test_chains_within_layers_of_others_come_in_a_group_of_their_own():
-    groups = depths(find_chains(Model(), CheckpointOptions.parse()))
-    assert [[chain.name for chain in group] for group in groups] == [["stem", "list.0"], ["stem.own.0", "list.0"]]
-
-
 def test_include_takes_what_it_names_and_nothing_else():
     assert found(Model(), include=["list.*"]) == {"list.0": ("list.0.0", "list.0.1"), "list.1": ("list.1",)}
     assert found(Model(), include=["stem", "stem.own*"]) == {"stem": found(Model())["stem"]}
@@ -73,16 +68,6 @@ def test_compiled_layers_are_not_recomputed():
     (chain,) = find_chains(model, CheckpointOptions.parse())
     assert chain.layers == ("0", "1", "2.0", "2.1", "3")
     assert chain.outside == {1: "compiled", 4: "compiled"}
-
-
-def test_candidates_are_module_lists_of_one_class():
-    model = nn.ModuleDict(
-        {"blocks": nn.ModuleList([nn.Linear(2, 2)] * 3), "mixed": nn.ModuleList([nn.ReLU(), Model()])}
-    )
-    text = nothing_found_message(model, CheckpointOptions.parse(exclude=["mixed.1"]))
-    assert "it looked for nn.Sequential modules" in text
-    assert "except exclude=['mixed.1']" in text
-    assert "pass include=['blocks.*']." in text
 
 
 DROPOUTS = {

@@ -101,12 +101,6 @@ def test_only_the_gradients_that_are_needed_are_computed(chosen):
         torch.testing.assert_close(mine, other)
 
 
-def test_without_gradients_it_is_the_loss_alone():
-    *given, target = inputs()
-    with torch.no_grad():
-        torch.testing.assert_close(of("mean", target)(*given), plain(of("mean", target), *given))
-
-
 def test_under_autocast_the_layer_computes_in_bfloat16_and_the_loss_in_float32():
     *given, target = inputs(torch.float32)
     loss = of("mean", target, torch.bfloat16)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_memtools import GradientCheckpointing
-from lightning_memtools.simulation.step_runner import without_lbfgs
 from tests.lightning_models import trainer
 from tests.zoo import torchvision_models
 
@@ -100,10 +99,9 @@ class Detecting(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.cuda_memory  # torchvision's own operators run on a CUDA build of torch only
-@pytest.mark.parametrize("name", ["retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
-def test_a_detector_is_planned_and_trained_bit_for_bit(name, tmp_path):
+def test_a_detector_is_planned_and_trained_bit_for_bit(tmp_path):
     """It chooses a size at random, and sorts, selects and drops boxes by scores that nobody knows."""
-    build = getattr(torchvision_models().detection, name)
+    build = torchvision_models().detection.fasterrcnn_resnet50_fpn
     weights = []
     for callbacks in ([], [GradientCheckpointing(bn_dropout="recompute")]):
         torch.manual_seed(0)
@@ -114,11 +112,3 @@ def test_a_detector_is_planned_and_trained_bit_for_bit(name, tmp_path):
     assert plan.refused is None
     assert plan.peak_bytes < plan.plain_peak_bytes
     assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
-
-
-def test_the_history_of_lbfgs_counts():
-    """Two vectors for each of a hundred updates, and four more."""
-    module = COVERED["LBFGS"]()
-    n_bytes = sum(one.nbytes for one in module.parameters())
-    _, held = without_lbfgs([module.configure_optimizers()])
-    assert held == 204 * n_bytes

@@ -58,22 +58,6 @@ def test_tensors_are_fake_wherever_they_are_held(holder):
     assert not isinstance(model.get(model.held), FakeTensor)
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_plan_is_found_wherever_tensors_are_held(holder):
-    plan = plan_checkpoints(Model(holder), torch.zeros(256, 64))
-    assert plan.refused is None
-    assert [len(chain.ranges) for chain in plan.chains] == [
-        len(chain.ranges) for chain in plan_checkpoints(Model("attribute"), torch.zeros(256, 64)).chains
-    ]
-
-
-def test_a_tensor_that_is_held_twice_is_one_fake():
-    model = Model("dictionary")
-    model.again = [model.held["a"]]
-    with fake_mode(), borrowed([model], TensorExchange()):
-        assert model.again[0] is model.held["a"]
-
-
 class Store:
     """Keeps what a hook gives it."""
 

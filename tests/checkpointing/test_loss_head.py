@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -111,11 +110,6 @@ def test_the_plan_is_that_of_chunks_where_it_lowers_the_peak():
     assert "`argmax` at tests/checkpointing/test_loss_head.py:" in note
 
 
-def test_a_small_head_is_left_alone():
-    assert plan_checkpoints(Language(1000), words_of(classes=1000)).heads == ()
-    assert plan_checkpoints(Language(1200), words_of(64, classes=1200)).heads == ()  # less than a chunk
-
-
 def test_within_a_budget_the_loss_in_chunks_comes_before_recomputation():
     step = step_of(Language(), words_of())
     found = loss_in_chunks(step)
@@ -204,16 +198,6 @@ def test_read_in_a_later_step_it_is_taken_back_and_planned_again():
         fit(LooksLater(), callback, batches=5)
     assert callback.plan is not None
     assert callback.plan.heads == ()
-
-
-def test_copies_are_of_the_plain_model():
-    model = Language()
-    with AppliedPlan(model, (), heads=["head"]):
-        assert "forward" in vars(model.head)
-        assert "forward" not in vars(copy.deepcopy(model).head)
-    with AppliedPlan(model, (), heads=["head"]), pytest.raises(RuntimeError, match="forward of its own instance"):
-        AppliedPlan(model, (), heads=["head"])
-    assert "forward" not in vars(model.head)
 
 
 def _transformers(model: str, config: str, **options: Any) -> Any:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import hypothesis.strategies as st
-import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 
-from lightning_memtools.checkpointing import optimal_ranges
 from lightning_memtools.checkpointing.memory_model import (
     Product,
     Range,
@@ -19,8 +17,6 @@ from lightning_memtools.checkpointing.memory_model import (
     ranges_with_products,
 )
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
-
-MOST_PLANS = 50_000
 
 
 def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:
@@ -129,26 +125,6 @@ def test_no_plan_recomputes_less_in_the_same_memory(units):
     assert_as_good_as_any(units)
 
 
-@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
-@given(chains(7, 9))
-def test_no_plan_recomputes_less_in_the_same_memory_on_chains_of_nine_layers(units):
-    # A chain in which most layers may be anywhere in a range has millions of plans, which take minutes.
-    plans = all_plans(units, 0, len(units), outermost=True)
-    assume(sum(1 for _, _ in zip(range(MOST_PLANS + 1), plans, strict=False)) <= MOST_PLANS)
-    assert_as_good_as_any(units)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(chains(1, 6), st.integers(1, 40))
-def test_every_point_of_the_frontier_is_found_again_by_its_own_peak(units, resolution):
-    limit = estimate(units, ()).peak_bytes
-    planner = OptimalRanges(units, limit, resolution=resolution)
-    for peak, operations in planner.frontier():
-        plan = planner.best(peak)
-        assert plan is not None
-        assert estimate(units, plan).extra_operations == operations
-
-
 def long_chain(n: int) -> list[Unit]:
     """Blocks of five layers with tensors of several sizes, after a first layer and before a loss."""
     sizes_and_work = [(4096, 900), (4096, 40), (1024, 900), (1024, 30), (1024, 50)]
@@ -172,26 +148,8 @@ def long_chain(n: int) -> list[Unit]:
     return [Unit(out_bytes=1024, operations=100), *(blocks[at % 5] for at in range(n)), Unit(saves=False)]
 
 
-def test_a_long_chain_is_solved_coarsely_to_within_five_percent_of_the_exact_plan(monkeypatch):
-    units = long_chain(80)
-    limit = estimate(units, ()).peak_bytes
-    exact = OptimalRanges(units, limit)
-    monkeypatch.setattr(optimal_ranges, "_MOST_PLACES", 40)
-    coarse = OptimalRanges(units, limit)
-    for share in (0.2, 0.3, 0.5, 0.8):
-        plan, best = coarse.best(share * limit), exact.best(share * limit)
-        assert plan is not None
-        assert best is not None
-        assert all(may_be_range(units, one.start, one.stop) for one in plan)
-        mine, least = estimate(units, plan), estimate(units, best)
-        assert mine.peak_bytes <= share * limit * 1.01
-        work = 3 * sum(unit.operations for unit in units) + least.extra_operations
-        assert mine.extra_operations <= least.extra_operations + 0.05 * work
-
-
-@pytest.mark.parametrize("n", [500, 2000])
-def test_chains_of_any_length_are_solved(n):
-    units = long_chain(n)
+def test_chains_of_any_length_are_solved():
+    units = long_chain(500)
     limit = estimate(units, ()).peak_bytes
     plan = OptimalRanges(units, limit).best(0.2 * limit)
     assert plan is not None

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 
 from lightning_memtools import plan_checkpoints
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
@@ -107,24 +106,6 @@ def test_a_layer_that_counts_its_calls_is_found_in_the_trace():
     assert model[0][2].calls == 0
 
 
-class Cached(nn.Module):
-    """Makes a table at its first call, which does not change afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
-
-    def forward(self, x):
-        if self.length == 0:
-            self.length = x.shape[-1]
-        return x.sin() * self.length
-
-
-def test_a_cache_that_is_made_once_is_not_a_call_counter():
-    model = nn.Sequential(*[one for _ in range(4) for one in (nn.Linear(64, 64), Cached(), nn.Tanh())])
-    assert plan_checkpoints(model, torch.empty(2048, 64)).chains[0].outside == {}
-
-
 def hidden(kind):
     """A layer of the kind whose state nobody can see, and which differs from call to call."""
     calls = itertools.count(1)
@@ -176,26 +157,6 @@ def same_values(model, odd, kind, call):
             return (x * call).sin() if kind == "values" else x.sin() + 0 * (x * call).square()
 
     return nn.Sequential(*[Fixed() if layer is odd else layer for layer in model])
-
-
-def test_a_fake_quantized_layer_is_left_alone_and_its_observer_is_as_in_the_plain_run():
-    def make():
-        quantized = [one for _ in range(3) for one in (nn.Linear(8, 8), FusedMovingAvgObsFakeQuantize(), nn.Tanh())]
-        return nn.Sequential(*quantized, nn.Linear(8, 8))
-
-    x = torch.randn(5, 8)
-    ends = []
-    for recompute in (False, True):
-        model = same_seed(make)
-        plans = [ChainPlan("", tuple(map(str, range(10))), (Range(0, 9),))] if recompute else []
-        if recompute:
-            with pytest.warns(RecomputationDiffersWarning, match="it changes .* when it runs"):
-                end, differing = trained(model, x, plans, prove=True)
-            assert list(differing) == ["1"]
-        else:
-            end, _ = trained(model, x, plans, prove=True)
-        ends.append(end)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner
-from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_units
+from lightning_memtools.checkpointing.sharded_units import within_units
 from lightning_memtools.simulation.step_trace import TracedStep
 
 
@@ -51,11 +51,6 @@ def planned(model):
     return plan, step
 
 
-def test_without_sharded_modules_the_plan_stays_as_it_is():
-    plan, step = planned(Blocks())
-    assert within_units(plan, step) is plan
-
-
 def test_a_range_of_several_sharded_modules_is_cut_into_one_for_each(mesh):
     plain, _ = planned(Blocks())
     model = Blocks()
@@ -72,24 +67,6 @@ def test_a_range_of_several_sharded_modules_is_cut_into_one_for_each(mesh):
     assert all(chain.is_module for chain in cut.chains if chain.ranges)
     assert plan.plain.peak_bytes > cut.planned.peak_bytes
     assert "the peaks are those of one device that holds the whole model" in cut.notes[0]
-
-
-def test_layers_that_are_not_sharded_by_themselves_stay_in_ranges_of_several(mesh):
-    model = Blocks()
-    fully_shard(model, mesh=mesh)
-    plan, step = planned(model)
-    cut = within_units(plan, step)
-    assert [chain.ranges for chain in cut.chains] == [chain.ranges for chain in plan.chains]
-    assert cut.planned == plan.planned
-
-
-def test_a_budget_that_is_a_peak_is_refused_and_a_share_is_not(mesh):
-    model = Blocks()
-    refuse_peaks(CheckpointOptions.parse(memory_budget="8GiB"), model)
-    fully_shard(model, mesh=mesh)
-    refuse_peaks(CheckpointOptions.parse(memory_budget=0.5), model)
-    with pytest.raises(ValueError, match=r"a peak of 8\.00 GiB, and under FSDP 2 .* memory_budget=0\.5\."):
-        refuse_peaks(CheckpointOptions.parse(memory_budget="8GiB"), model)
 
 
 def test_gradients_are_those_of_the_plain_step_and_the_trace_leaves_sharding_as_it_was(mesh):

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 
 import lightning_memtools
-from lightning_memtools.cli import estimate
-from lightning_memtools.cli.main import main
-from lightning_memtools.cli.targets import print_error
 from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
@@ -83,16 +80,6 @@ def test_an_error_of_the_users_code_is_shown_without_our_internals(module, funct
     assert re.sub(r"\n +", "\n", done.stderr).strip().endswith(last)
 
 
-def test_an_error_of_ours_is_shown_with_its_frames(capsys):
-    def faulty():
-        estimate.optimizer_of(3)
-
-    with pytest.raises(TypeError) as caught:
-        faulty()
-    print_error(caught.value)
-    assert "in optimizer_of" in capsys.readouterr().err
-
-
 def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef model_and_batch():\n    print('ready', flush=True)\n    time.sleep(60)\n"
@@ -109,32 +96,8 @@ def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
     assert (process.returncode, ours) == (130, ["memtools: interrupted"])
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_output_that_nobody_reads_to_its_end_is_no_error(options, tmp_path):
-    (tmp_path / "early.py").write_text(
-        "import torch\n\ndef model_and_batch():\n    print('ready', flush=True)\n    input()\n"
-        "    return torch.nn.Linear(2, 2), torch.zeros(2, 2), lambda model, rows: model(rows).sum()\n"
-    )
-    line = [sys.executable, "-m", "lightning_memtools", "estimate", "early:model_and_batch", *options]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.stdout.close()
-        process.stdin.write("\n")
-        process.stdin.close()
-        assert process.wait(timeout=60) == 1
-        # torch may say that Triton is missing.
-        assert [line for line in process.stderr.read().splitlines() if "torch" not in line] == []
-
-
 @pytest.mark.parametrize("wrong", [(), ("estmate",)])
 def test_a_wrong_command_lists_those_that_exist(wrong):
     done = memtools(*wrong)
     assert done.returncode == 2
     assert "COMMAND" in done.stderr or "estimate" in done.stderr
-
-
-def test_a_dry_run_whose_snapshot_has_no_folder_is_not_begun(capsys):
-    assert main(["dry-run", "--snapshot", "nowhere/s.pickle", "train.py"]) == 2
-    said = "memtools: nowhere/s.pickle cannot be written: the folder nowhere does not exist.\n"
-    assert capsys.readouterr() == ("", said)

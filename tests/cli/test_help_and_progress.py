@@ -12,17 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
-import torch
-from torch import nn
 
-from lightning_memtools import HaltOnNaN, NonFiniteError, diagnose, dry_run, estimate_memory
+from lightning_memtools import diagnose, dry_run, estimate_memory
 from lightning_memtools.cli.main import command_parser
 from tests.browser import wait_until
 from tests.tensorboard_plugin.logdirs import write_small_run
@@ -56,25 +51,6 @@ def test_every_option_says_its_default(command, action):
         assert said[1] == str(known.default) or command == "estimate", "the function has another default"
 
 
-def test_every_argument_is_described():
-    for command, parser in parsers().items():
-        assert all(action.help for action in parser._actions), command
-
-
-class Fails(L.LightningModule):
-    """Its loss is NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return self.net(batch).exp().mean() * torch.nan
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 SLOW = """
 import time
 from pathlib import Path
@@ -100,33 +76,18 @@ class Slow(L.LightningModule):
 def with_batch():
     return Slow(), torch.zeros(8, 4)
 
-
-def with_loader():
-    return Slow(), torch.utils.data.DataLoader(torch.zeros(64, 4), batch_size=8)
 """
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a capsule, a log directory, and a module whose steps never end."""
-    folder = tmp_path_factory.mktemp("failed")
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    rows: Any = torch.zeros(64, 4)
-    data = torch.utils.data.DataLoader(rows, batch_size=8)
-    with warnings.catch_warnings(), contextlib.suppress(NonFiniteError):
-        warnings.simplefilter("ignore")
-        halt = HaltOnNaN(directory=str(folder / "nan"), explain=False)
-        L.Trainer(max_epochs=1, callbacks=[halt], enable_checkpointing=False, **quiet).fit(Fails(), data)
-    write_small_run(folder / "logs")
-    (folder / "slow.py").write_text(SLOW)
-    for pipe in ("ready", "page.html", "snapshot.pickle"):
-        os.mkfifo(folder / pipe)
-    return folder
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a log directory, and a module whose steps never end."""
+    made = tmp_path_factory.mktemp("folder")
+    write_small_run(made / "logs")
+    (made / "slow.py").write_text(SLOW)
+    for pipe in ("ready", "page.html"):
+        os.mkfifo(made / pipe)
+    return made
 
 
 class Terminal:
@@ -190,26 +151,17 @@ def reach(process: subprocess.Popen[str], pipe: Path, mode: int) -> int:
 
 
 AT_WORK = {
-    "estimate": ("The step is traced", "slow:with_batch", "--engine", "simulation"),
-    "doctor": ("The first steps are run", "slow:with_loader"),
-    "replay": ("The step is run again", "CAPSULE", "--model", "slow.Slow"),
-    "report": ("The page is written", "logs", "--output", "page.html"),
-    "snapshot": ("The snapshot is read", "snapshot.pickle"),
-    "diff": ("The results are read", "snapshot.pickle", "snapshot.pickle"),
+    "estimate": ("The step is traced", "ready", "slow:with_batch", "--engine", "simulation"),
+    "report": ("The page is written", "page.html", "logs", "--output", "page.html"),
 }
-"""tests/null_cuda/test_dry_run.py does the same with a dry run."""
+"""The others end in the same function; tests/null_cuda/test_dry_run.py does the same with a dry run."""
 
 
 @pytest.mark.parametrize("command", AT_WORK)
-def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command, failed):
-    doing, *arguments = AT_WORK[command]
-    files = {"CAPSULE": next(failed.glob("nan/*capsule.pt"))}
-    read = "snapshot.pickle", os.O_WRONLY
-    pipe, mode = {"report": ("page.html", os.O_RDONLY), "snapshot": read, "diff": read}.get(
-        command, ("ready", os.O_RDONLY)
-    )
-    with started(failed, command, *(str(files.get(one, one)) for one in arguments)) as (process, terminal):
-        end = reach(process, failed / pipe, mode)
+def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command, folder):
+    doing, pipe, *arguments = AT_WORK[command]
+    with started(folder, command, *arguments) as (process, terminal):
+        end = reach(process, folder / pipe, os.O_RDONLY)
         assert wait_until(lambda: doing in terminal.text), terminal.text
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=120)
@@ -218,7 +170,3 @@ def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command
     assert (process.returncode, printed) == (130, "")
     assert shown.rstrip().splitlines()[-1].strip() == "memtools: interrupted"
     assert "Traceback" not in shown
-
-
-def test_every_command_is_interrupted_here_or_in_the_dry_run_s_tests():
-    assert {*AT_WORK, "dry-run", "plan"} == parsers().keys()  # both end a script in the same function

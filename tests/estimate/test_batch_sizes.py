@@ -6,9 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from lightning_memtools import estimate_memory
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch, resized
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, replay
 
@@ -58,32 +56,6 @@ def test_the_answer_fits_and_one_more_does_not(mib, start, per_sample, n_tensors
     assert len(tried) <= 12
 
 
-def test_four_trials_are_enough_where_sizes_are_straight_lines():
-    found, tried = search(1000 * MIB)
-    assert tried == [8, 16, found, found + 1]
-    assert fits(found, 1000 * MIB)
-
-
-def test_sizes_that_were_tried_are_not_tried_again():
-    limit = 1000 * MIB
-    expected, _ = search(limit)
-    tried = []
-
-    def attempt(n):
-        trace, peak = program(n)
-        tried.append(n)
-        return TracedSize(replay(trace, capacity=limit).completed, peak, trace)
-
-    def serves(trace):
-        return replay(trace, capacity=limit).completed
-
-    known = {4 * expected: attempt(4 * expected)}
-    tried.clear()
-    found = largest_batch(expected - 20, attempt=attempt, serves=serves, limit=limit, known=known)
-    assert found == expected
-    assert tried == [expected - 20, expected, expected + 1]
-
-
 def test_where_the_program_changes_with_the_batch_it_is_still_exact():
     limit = 1000 * MIB
     options = {"extra_from": 1500}
@@ -91,21 +63,6 @@ def test_where_the_program_changes_with_the_batch_it_is_still_exact():
     assert fits(found, limit, **options)
     assert not fits(found + 1, limit, **options)
     assert len(tried) <= 12
-
-
-def test_nothing_fits():
-    assert search(2 * MIB, start=4)[0] == 0
-
-
-def test_without_traces_the_search_bisects_around_the_line_through_the_peaks():
-    tried = []
-
-    def attempt(n):
-        tried.append(n)
-        return TracedSize(fits=1000 + 7 * n <= 50_000, peak=1000 + 7 * n)
-
-    assert largest_batch(3, attempt=attempt, serves=pytest.fail, limit=50_000) == 7000
-    assert tried == [3, 6, 7000, 7001]
 
 
 def test_a_program_that_takes_the_same_at_every_size_has_no_answer():
@@ -129,14 +86,6 @@ def test_a_model_that_cannot_run_one_sample_is_tried_with_two() -> None:
     assert search(1) == 0
 
 
-def test_a_step_that_fails_with_two_samples_as_well_is_not_hidden() -> None:
-    def attempt(size: int) -> TracedSize:
-        raise ValueError(f"not with {size}")
-
-    with pytest.raises(ValueError, match="not with 2"):
-        largest_batch(1, attempt=attempt, serves=lambda _: False, limit=100)
-
-
 def test_a_batch_of_another_size_repeats_small_tensors_so_that_their_values_can_be_read():
     encoder, (target, weight) = resized(
         (
@@ -152,31 +101,3 @@ def test_a_batch_of_another_size_repeats_small_tensors_so_that_their_values_can_
     images = torch.zeros(2, 3, 512, 512).to(memory_format=torch.channels_last)
     assert resized(images, size=9).is_meta
     assert resized(images, size=9).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_the_largest_batch_of_a_forecast_that_masks_by_lengths():
-    class Forecast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.recurrent, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
-
-        def forward(self, x):
-            hidden, _ = self.recurrent(x["values"])
-            encoder, decoder = (torch.arange(int(x[name].max())) < x[name][:, None] for name in ("past", "future"))
-            return self.head(hidden * torch.cat([encoder, decoder], dim=1)[..., None])
-
-    def step(model, batch):
-        x, (target, weight) = batch
-        assert weight is None
-        return (model(x)[..., 0] - target).abs().mean()
-
-    def of(n):
-        x = {"values": torch.randn(n, 25, 4), "past": torch.arange(n) % 20 + 1, "future": torch.full((n,), 5)}
-        return estimate_memory(
-            Forecast(), (x, (torch.ones(n, 25), None)), step=step, optimizer=torch.optim.SGD, capacity="24MiB"
-        )
-
-    most = of(20).max_batch_size("24MiB")
-    assert most > 20
-    assert of(20 * (most // 20)).fits("24MiB")
-    assert not of(2 * most).fits("24MiB")

@@ -17,7 +17,6 @@ from tests.estimate.networks import (
     Decoder,
     Encoder,
     Gan,
-    Recurrent,
     Residual,
     UNet,
     classify,
@@ -46,14 +45,8 @@ MODELS = {
     "encoder": (Encoder, torch.zeros(2, 16, 32), total, ADAM),
     "u-net": (UNet, torch.zeros(2, 3, 16, 16), total, MOMENTUM),
     "checkpointed": (partial(Checkpointed, use_reentrant=False), torch.zeros(16, 64), total, ADAM),
-    "checkpointed, reentrant": (partial(Checkpointed, use_reentrant=True), torch.zeros(16, 64), total, ADAM),
-    "gru cell": (lambda: nn.GRUCell(16, 32), torch.zeros(4, 16), total, ADAM),
-    "alexnet": (vision("alexnet"), images(), classify, ADAM),
     "resnet18": (vision("resnet18"), images(), classify, MOMENTUM),
-    "mnasnet0_5": (vision("mnasnet0_5"), images(2, 32), classify, ADAM),
     "mobilenet_v3_small": (vision("mobilenet_v3_small"), images(), classify, ADAM),
-    "squeezenet1_1": (vision("squeezenet1_1"), images(), classify, ADAM),
-    "shufflenet_v2_x0_5": (vision("shufflenet_v2_x0_5"), images(), classify, MOMENTUM),
     "convnext_tiny": (vision("convnext_tiny"), images(2, 32), classify, ADAM),
 }
 
@@ -67,31 +60,14 @@ def test_an_estimate_for_the_cpu_is_the_real_run(name):
 
 
 @pytest.mark.parametrize("precision", get_args(PrecisionName))
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_precision_accumulation_and_clipping_are_those_of_the_real_run(precision, accumulate, clip):
+def test_precision_accumulation_and_clipping_are_those_of_the_real_run(precision):
     model, rows = mlp(64, 256, 64), torch.zeros(32, 64)
-    options = {"accumulate": accumulate, "clip": clip, "steps": 3, "precision": precision}
+    options = {"accumulate": 3, "clip": 1.0, "steps": 3, "precision": precision}
     estimate = estimate_memory(model, rows, step=total, optimizer=ADAM, device="cpu", **options)
     assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_real_run(model, rows, total, ADAM, **options)
 
 
-@pytest.mark.parametrize("precision", get_args(PrecisionName))
-def test_a_decoder_in_every_precision_is_the_real_run(precision):
-    model, options = Decoder(), {"accumulate": 2, "clip": 1.0, "precision": precision}
-    estimate = estimate_memory(model, TOKENS, step=next_token, optimizer=FOREACH, device="cpu", **options)
-    real = peaks_of_real_run(model, TOKENS, next_token, FOREACH, **options)
-    assert (estimate.peak_allocated, estimate.peak_reserved) == real
-
-
-def test_a_gru_is_the_real_run():
-    # An LSTM is not: torch's kernels for fakes take another way than the fused one of the CPU.
-    model, rows = Recurrent("GRU"), torch.zeros(4, 9, 16)
-    estimate = estimate_memory(model, rows, step=total, optimizer=ADAM, device="cpu")
-    assert estimate.peak_allocated == peaks_of_real_run(model, rows, total, ADAM)[0]
-
-
-@pytest.mark.parametrize("precision", get_args(PrecisionName))
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_lightning_module_takes_what_its_fit_takes(precision):
     module = Classifier()
     batch = torch.zeros(128, 32), torch.zeros(128, dtype=torch.long)
@@ -99,11 +75,10 @@ def test_a_lightning_module_takes_what_its_fit_takes(precision):
     assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_fit(module, batch, precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_manual_optimization_takes_what_its_fit_takes(precision):
+def test_manual_optimization_takes_what_its_fit_takes():
     module, batch = Gan(), torch.zeros(64, 64)
-    estimate = estimate_memory(module, batch, device="cpu", precision=precision)
-    assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_fit(module, batch, precision=precision)
+    estimate = estimate_memory(module, batch, device="cpu")
+    assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_fit(module, batch)
 
 
 def test_an_estimate_takes_no_step_of_an_optimizer_under_a_scheduler() -> None:

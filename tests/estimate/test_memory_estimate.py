@@ -7,11 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_memtools.estimate import estimate_memory
-from lightning_memtools.memory.allocator import AllocatorConfig
-from tests.estimate.networks import Classifier, Decoder, UNet, mlp, next_token, total
+from tests.estimate.networks import Decoder, mlp, next_token, total
 
 ADAM = torch.optim.Adam
 MIB = 2**20
@@ -55,7 +53,6 @@ def test_a_gpu_leaves_room_for_its_context(estimate):
     ("model", "batch", "step", "capacity"),
     [
         (mlp(256, 1024, 256), torch.zeros(8, 256), total, "64MiB"),
-        (UNet(), torch.zeros(2, 3, 32, 32), total, "100MiB"),
         (Decoder(), torch.zeros(100, 20, dtype=torch.long), next_token, "60MiB"),
     ],
 )
@@ -87,37 +84,6 @@ def test_the_largest_batch_is_that_of_trying_them_all():
     assert answers[0] == 0 < answers[1] < answers[-1]
 
 
-def test_few_traces_find_the_largest_batch(monkeypatch):
-    from lightning_memtools.estimate import estimator as module  # noqa: PLC0415, it is patched here
-
-    n_traces = 0
-    trace = module.trace
-
-    def counted(*arguments, **options):
-        nonlocal n_traces
-        n_traces += 1
-        return trace(*arguments, **options)
-
-    monkeypatch.setattr(module, "trace", counted)
-    made = estimate_memory(mlp(64, 512, 64), torch.zeros(8, 64), step=total, optimizer=ADAM)
-    assert made.max_batch_size("2GiB") > 100_000
-    assert n_traces == 1 + 3  # twice as many samples, the answer, and one more
-
-
-def test_memory_that_does_not_grow_has_no_largest_batch():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(8))
-
-        def forward(self, rows):
-            return self.weight * 2
-
-    made = estimate_memory(Constant(), {"n": torch.zeros(4, 0)}, step=total, device="cpu")
-    with pytest.raises(ValueError, match="not grow with the batch"):
-        made.max_batch_size("1GiB")
-
-
 def test_a_snapshot_tells_the_same_peak(estimate, tmp_path):
     path = tmp_path / "snapshot.pickle"
     estimate.as_snapshot(path)
@@ -143,23 +109,3 @@ def test_tables_hold_the_figures(estimate):
     assert rows["1"][4] == "8.00 MiB"
     assert rows["0"][1:4] == ("Linear", "[2048, 1024]", "263,168")
     assert [row[0] for row in estimate.module_table(top=1).rows] == ["1"]
-
-
-def test_the_table_says_that_a_sufficient_capacity_suffices():
-    made = estimate_memory(mlp(8, 8), torch.zeros(1, 8), step=total, capacity="RTX 4090")
-    assert "It fits in RTX 4090." in made.to_markdown()
-
-
-def test_expandable_segments_reserve_no_more_than_pages():
-    made = estimate_memory(UNet(), torch.zeros(4, 3, 64, 64), step=total, allocator="expandable_segments:True")
-    plain = estimate_memory(UNet(), torch.zeros(4, 3, 64, 64), step=total)
-    assert made.peak_allocated == plain.peak_allocated
-    assert made.peak_reserved <= made.peak_allocated + 22 * MIB
-    assert AllocatorConfig.parse("expandable_segments:True").expandable_segments
-
-
-def test_a_lightning_module_knows_its_largest_batch():
-    batch = torch.zeros(64, 32), torch.zeros(64, dtype=torch.long)
-    made = estimate_memory(Classifier(), batch)
-    assert made.batch_size == 64
-    assert made.max_batch_size("40MiB") > 64

@@ -157,7 +157,7 @@ LAST = {
 """Their runs end with the fit, so that the other rank can succeed."""
 
 FAULTS |= LAST
-"""All of them; benchmarks/faults.py runs them."""
+"""All of them; a run of this file takes names."""
 
 IN_CI = (
     *("none", "fewer_batches", "fewer_validation_batches", "stops_at_step", "disk_full", "log_directory_gone"),
@@ -180,7 +180,8 @@ def n_batches(name: str, rank: int, n: int) -> int:
 def callbacks(kind: str) -> list[L.Callback]:
     if kind == "without":
         return []
-    others = [GradientCheckpointing(), OOMRecovery(), BatchSizeTuner(stages=("train",), max_trials=2, max_val=8)]
+    tuner = BatchSizeTuner(stages=("train",), max_trials=2, max_val=8)
+    others = [GradientCheckpointing(), OOMRecovery(loss="mean"), tuner]
     return [*default_callbacks(), *(others if kind == "every" else [])]
 
 

@@ -102,9 +102,9 @@ SCENARIOS: dict[str, Scenario] = {
     "rank_0": ({(0, 2): (1, WHOLE)}, {}, {}, dict),
     "both_ranks": ({(0, 2): ("forward", WHOLE), (1, 2): (1, WHOLE)}, {}, {}, dict),
     "both_in_backward": ({(0, 2): (3, WHOLE), (1, 2): (0, WHOLE), (0, 3): (0, WHOLE)}, {}, {}, dict),
-    "planned_parts": ({(1, 2): ("forward", WHOLE), (1, 4): (1, (4,))}, {}, {"loss": "mean"}, dict),
+    "planned_parts": ({(1, 2): ("forward", WHOLE), (1, 4): (1, (4,))}, {}, {}, dict),
     "beside_others": ({(1, 2): (1, WHOLE)}, {}, {}, dict),
-    "last_micro_batch": ({(1, 2): ("last", (8, 4))}, {}, {"loss": "mean"}, dict),
+    "last_micro_batch": ({(1, 2): ("last", (8, 4))}, {}, {}, dict),
     "adamw_clipped": ({(1, 2): (1, WHOLE)}, {"optimizer": "AdamW"}, {}, lambda: {"gradient_clip_val": 0.1}),
     "bucket_views": (
         {(1, 1): (1, WHOLE), (1, 2): ("forward", WHOLE)}, {}, {},
@@ -166,7 +166,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     failures, module, callback, options = SCENARIOS[name]
     is_plain = options is dict and not module and name != "skipped"
     healthy = healthy_run("forward" if is_plain else name, folder, rank)
-    model, recovery = Net(failures, **module), OOMRecovery(on_recover="ignore", **callback)
+    model, recovery = Net(failures, **module), OOMRecovery(loss="mean", on_recover="ignore", **callback)
     begin = time.monotonic()
     logger = CSVLogger(folder, name=name, version="")
     others: list[L.Callback] = default_callbacks() if name == "beside_others" else []
@@ -196,7 +196,7 @@ def run_on_devices(folder: Path, rank: int) -> dict[str, Any]:
 
     torch.manual_seed(5 + rank)
     mine = data()
-    healthy, model, recovery = Net({}), Net({}), OOMRecovery(on_recover="ignore")
+    healthy, model, recovery = Net({}), Net({}), OOMRecovery(loss="mean", on_recover="ignore")
     fit(folder, healthy, mine)
     with VirtualDevice("64MiB"):
         done = fit(folder, model, mine, recovery)

@@ -14,7 +14,6 @@ from tests.two_processes import run_script
 RUNS = [
     ("lightning.pytorch", "lightning.pytorch"),
     ("pytorch_lightning", "pytorch_lightning"),
-    ("pytorch_lightning", "lightning_memtools"),
 ]
 
 

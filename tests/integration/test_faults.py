@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration import faults_run
-from tests.integration.faults_run import EVERY_IN_CI, FAULTS, IN_CI, LIMIT_S
+from tests.integration.faults_run import EVERY_IN_CI, IN_CI, LIMIT_S
 from tests.two_processes import run_script
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults.json"
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +25,6 @@ LATER_S = {"with": 30, "every": 60}
 
 def ended_alike(one: list[int | None], other: list[int | None]) -> bool:
     return [(code is None, code == 0) for code in one] == [(code is None, code == 0) for code in other]
-
-
-MET_IN_THE_SEARCH = {
-    **{f"sigterm_at_{moment}": "sigterm_at_fit_start" for moment in ("step", "backward", "validation")},
-    "raises_in_the_last_validation": "raises_at_fit_start",
-}
-"""With BatchSizeTuner these faults come in its first trial, and end the ranks as the same fault does when a fit starts:
-SIGTERM before the Trainer waits for it, an error before there is a training that another rank could end alone."""
 
 
 RUNS = [(fault, "with") for fault in IN_CI] + [(fault, "every") for fault in EVERY_IN_CI]
@@ -67,29 +57,3 @@ def test_a_late_rank_is_named_once_and_counts_with_its_last_point(folder):
         assert "highest of 2 ranks" in table
     said = (folder / "slow_at_test_end" / "with" / "rank0.txt").read_text()
     assert said.count("the values of rank 1") == 1
-
-
-def test_the_committed_faults_end_as_without_our_callbacks():
-    committed = json.loads(RESULTS.read_text())["faults"]
-    assert committed.keys() == FAULTS.keys()
-    for fault, seen in committed.items():
-        assert seen.keys() == {"without", *LATER_S}
-        for kind, later_s in LATER_S.items():
-            ends = [seen["without"]["exit"]]
-            if kind == "every" and fault in MET_IN_THE_SEARCH:
-                ends.append(committed[MET_IN_THE_SEARCH[fault]]["without"]["exit"])
-            assert seen[kind]["exit"] in ends, seen
-            assert max(seen[kind]["seconds"]) < max(seen["without"]["seconds"]) + later_s, seen
-
-
-def test_the_page_says_which_faults_take_longer():
-    committed = json.loads(RESULTS.read_text())["faults"]
-    took = {fault: [max(seen[kind]["seconds"]) for kind in ("with", "without")] for fault, seen in committed.items()}
-    later = {fault: both for fault, both in took.items() if both[0] - both[1] >= 15}
-    moments = {"validation": "in a validation", "train_end": "at the end of training", "test_step": "in a test step"}
-    assert later.keys() == {f"sigterm_at_{moment}" for moment in moments}
-    page = " ".join((RESULTS.parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8").split())
-    assert "Three of the faults with SIGTERM take 15 s or more longer with the default callbacks" in page
-    for moment, words in moments.items():
-        ours, without = (round(seconds) for seconds in later[f"sigterm_at_{moment}"])
-        assert f"{ours} in place of {without} {words}" in page.replace(" s in place", " in place")

@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.tuner.tuning import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -124,20 +123,6 @@ def test_fit_is_bitwise_the_same_as_outside(tmp_path: Path) -> None:
     assert torch.equal(state, same_state)
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_resumed_adam_run_shows_its_moments(tmp_path: Path) -> None:
-    first = trainer(tmp_path, logger=False, max_steps=2, max_epochs=9)
-    first.fit(Wide())
-    first.save_checkpoint(tmp_path / "last.ckpt")
-    look = Look()
-    with VirtualDevice():
-        trainer(tmp_path, look, logger=False, max_steps=4, max_epochs=9).fit(Wide(), ckpt_path=tmp_path / "last.ckpt")
-    p = blocks(*Wide.SIZES)
-    assert look.at_start["parameter"] == p
-    assert look.at_start["optimizer"] == 2 * p + 4 * 512
-    assert [ended["optimizer"] for _, ended in look.batches] == [2 * p + 4 * 512] * 2
-
-
 def test_fit_runs_out_of_memory_and_a_smaller_batch_fits_afterwards(tmp_path: Path) -> None:
     data = TensorDataset(torch.ones(4096, 4), torch.ones(4096, 1))
     with VirtualDevice("16MiB") as device:
@@ -156,21 +141,8 @@ def test_fit_runs_out_of_memory_and_a_smaller_batch_fits_afterwards(tmp_path: Pa
         assert device.stats().ooms == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*PossibleUserWarning")
-def test_lightnings_batch_size_finder_takes_it_for_the_real_error(tmp_path: Path) -> None:
-    with VirtualDevice("24MiB") as device:
-        model = Wide()
-        tune = trainer(tmp_path, logger=False)
-        found = Tuner(tune).scale_batch_size(model, mode="power", init_val=256, max_trials=6, steps_per_trial=2)
-        assert device.stats().ooms == 1
-    # A hidden activation takes 4 kB a sample, and three are needed at once in backward. At 1024 these are 12 MB of one
-    # segment of 20 MiB, beside one of 2 MiB for what is small; at 2048 there is no room for the third.
-    assert found == 1024
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_each_rank_has_its_device(strategy: str, tmp_path: Path) -> None:
-    run_script(Path(__file__).with_name("virtual_ranks.py"), tmp_path, strategy)
+def test_each_rank_that_is_spawned_has_its_device(tmp_path: Path) -> None:
+    run_script(Path(__file__).with_name("virtual_ranks.py"), tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     # Two linear layers, 4-1000-1, and a batch norm between them.
     p = blocks(4000, 1000, 1000, 1000, 1000, 1)
@@ -181,7 +153,7 @@ def test_each_rank_has_its_device(strategy: str, tmp_path: Path) -> None:
         # DDP keeps a copy of all gradients, in buckets.
         assert rank["categories"]["other"] >= p - 6 * 512
         assert rank["peak"] == rank["at_peak"]
-        assert rank["entered_here"] == (strategy == "ddp_spawn")
+        assert rank["entered_here"]
     assert ranks[0]["categories"] == ranks[1]["categories"]
     # DDP broadcasts the batch norm's buffers, those of one type as one tensor, and gloo's thread lets go of it when it
     # gets to it: on one rank that may be after the peak. (Seen in one of ten runs on a machine under load.)

@@ -1,9 +1,6 @@
 """The wheel, installed in an environment that does not know the source."""
 
-import email
 import os
-import re
-import runpy
 import subprocess
 import sys
 import sysconfig
@@ -77,31 +74,6 @@ def test_the_wheel_holds_the_package_and_what_it_reads(wheel):
     tracked = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
     assert tracked <= held  # the tab's page and scripts and the C sources of the null device among them
     assert {name.split("/")[0] for name in held - tracked} == {f"{wheel.name.split('-py3')[0]}.dist-info"}
-
-
-LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
-
-
-def test_a_package_index_shows_the_readme_without_a_broken_link(wheel):
-    """Relative links lead nowhere there."""
-    (name,) = (one for one in zipfile.ZipFile(wheel).namelist() if one.endswith("/METADATA"))
-    shown = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
-    assert shown["Description-Content-Type"] == "text/markdown"
-    text = shown.get_payload()
-    assert text.startswith("# lightning_memtools")
-    assert LINK.findall(text) == []
-    assert "| `MemoryMonitor` |" in text or "[`MemoryMonitor`](http" in text
-
-
-def test_with_an_address_every_link_of_the_readme_leads_to_a_file_of_the_repository():
-    make = runpy.run_path(str(ROOT / "hatch_build.py"))["with_absolute_links"]
-    readme = (ROOT / "README.md").read_text("utf-8")
-    relative = LINK.findall(readme)
-    shown = make(readme, "https://example.org/some/where/")
-    assert LINK.findall(shown) == []
-    leading = re.findall(r"\]\(https://example.org/some/where/(?:blob|raw)/HEAD/([^)]+)\)", shown)
-    assert leading == relative
-    assert all((ROOT / path.partition("#")[0]).exists() for path in leading)
 
 
 def test_a_run_and_the_commands_work_away_from_the_source(installed, tmp_path):

@@ -1,6 +1,6 @@
 """A fit on two ranks, each with a VirtualDevice, started by test_virtual_device.py; leaves each rank's figures behind.
 
-python virtual_ranks.py FOLDER STRATEGY
+python virtual_ranks.py FOLDER
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Report(L.Callback):
             self.device.__exit__()
 
 
-def main(root: Path, strategy: str) -> None:
+def main(root: Path) -> None:
     device = VirtualDevice("1GiB")
     model = Regression(width=1000)
-    run = trainer(root, Report(root, device), strategy=strategy, devices=2, logger=False, barebones=False)
+    run = trainer(root, Report(root, device), strategy="ddp_spawn", devices=2, logger=False, barebones=False)
     with device:
         run.fit(model, loader(32, 8))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

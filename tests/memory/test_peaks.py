@@ -11,19 +11,6 @@ from lightning_memtools.memory.peaks import peak_counter
 from tests.memory.scripted import ScriptedDevice
 
 
-def test_a_window_keeps_its_peak_when_another_one_resets_the_counter():
-    device = ScriptedDevice()
-    counter = peak_counter(device)
-    outer, inner = counter.open(), counter.open()
-    outer.resume()
-    device.use(50, 10)
-    inner.resume()  # folds 50 into outer and resets the device
-    device.use(30, 20)
-    inner.pause()
-    counter.fold()
-    assert (inner.allocated, outer.allocated) == (30, 50)
-
-
 def test_a_paused_window_is_not_given_a_peak_from_outside_its_time():
     device = ScriptedDevice()
     window = peak_counter(device).open()
@@ -67,18 +54,6 @@ def test_a_forgotten_peak_belongs_to_no_window():
     n_resets = device.n_resets
     counter.forget()
     assert device.n_resets == n_resets, "whoever reads the counter besides is left with it"
-
-
-def test_a_restarted_window_begins_at_the_current_level():
-    device = ScriptedDevice()
-    counter = peak_counter(device)
-    window = counter.open()
-    window.resume()
-    device.use(70, 20)
-    counter.fold()
-    window.restart()
-    counter.fold()
-    assert window.allocated == 20
 
 
 def test_every_caller_gets_the_same_owner_and_nothing_outlives_the_device():

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.scalars import (
-    batch_scalars,
     composition_scalars,
     device_scalars,
     over_ranks,
@@ -72,12 +71,3 @@ def test_ranks_give_the_maximum_the_smallest_peak_and_who_holds_the_largest():
         "memory/capacity_gib": 8.0,
     }
     assert over_ranks(ranks, "train", per_rank=True)[f"{peak}/rank2"] == 3.0
-
-
-def test_an_evaluation_batch_has_tags_of_its_own():
-    assert batch_scalars("test", FULL) == {
-        "memory/test/batch_allocated_gib": 1.0,
-        "memory/test/batch_reserved_gib": 4.0,
-        "memory/test/batch_peak_allocated_gib": 2.0,
-        "memory/test/batch_peak_reserved_gib": 4.0,
-    }

@@ -44,7 +44,7 @@ SCRIPT = """
         train, val = (DataLoader(rows, batch_size=64) for _ in range(2))
         callbacks = [
             BatchSizeTuner(max_trials=4), GradientCheckpointing(), MemoryMonitor(), LossCurves(), EmptyCache(),
-            OOMReport(), OOMRecovery(), HaltOnNaN(), LossSpikes(), TrainingDoctor(),
+            OOMReport(), OOMRecovery(loss="mean"), HaltOnNaN(), LossSpikes(), TrainingDoctor(),
         ]
         trainer = L.Trainer(callbacks=callbacks, logger=CSVLogger("logs"), log_every_n_steps=1, limit_val_batches=2)
         trainer.fit(Model(), train, val)

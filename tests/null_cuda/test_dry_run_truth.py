@@ -84,37 +84,6 @@ def test_peaks_that_the_script_resets_still_count(script, plain):
         assert stage.peak_allocated == plain.stages[0].peak_allocated
 
 
-RESETS_IN_A_TRAINER = """
-import lightning as L, torch
-from torch import nn
-from torch.utils.data import DataLoader
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
-    def training_step(self, batch, _):
-        loss = self.net(batch).square().mean()
-        self.log("loss", loss, prog_bar=True)
-        return loss
-    def on_train_batch_end(self, *_):
-        {reset}
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-L.Trainer(logger=False).fit(Model(), DataLoader(torch.rand(8192, 1024), batch_size=2048))
-"""
-
-
-def test_peaks_that_a_hook_of_the_module_resets_still_count(script):
-    found = [
-        dry_run(script(RESETS_IN_A_TRAINER.format(reset=reset)))
-        for reset in ("pass", "torch.cuda.reset_peak_memory_stats()")
-    ]
-    assert found[0].stages == found[1].stages
-    assert found[0].assumed == []  # the progress bar reads the loss
-
-
 def test_a_mask_that_comes_from_the_data_is_true_and_one_that_does_not_selects_all_and_is_named(script):
     masked = """
         import torch
@@ -171,11 +140,6 @@ def test_the_largest_batch_of_a_sorted_loader_runs_last(script):
     assert not any("largest" in one for one in whole.notes)
 
 
-def test_batches_of_one_size_run_as_they_come(script):
-    result = dry_run(script(SORTED.format(lengths=[16] * 80)))
-    assert not any("largest" in one for one in result.notes)
-
-
 KERNELS = """
 import os
 os.environ.update({environment!r})
@@ -222,15 +186,3 @@ def test_the_kernels_of_every_gpu_of_the_table_run_in_every_precision():
             printed = json.loads(process.stdout.readline()).strip()
             assert printed == f"({gpu.compute_capability.replace('.', ', ')}) True", gpu.name
         process.stdin.close()
-
-
-def test_what_a_function_of_lists_has_written_is_no_longer_known(script):
-    path = script("""
-        import torch
-        known = [torch.zeros(2, device="cuda") for _ in range(2)]
-        torch._foreach_add_(known, [torch.rand(2, device="cuda") for _ in range(2)])
-        for one in known:
-            assert one[0].item() == 1.0  # as any number that nobody computed
-    """)
-    done = command(str(path))
-    assert done.returncode == 0, done.stderr

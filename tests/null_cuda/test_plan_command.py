@@ -60,13 +60,6 @@ def test_each_line_for_checkpointing_makes_the_script_fit(script):
         assert dry_run(path, [code], gpu="RTX 4090").fits, code
 
 
-def test_a_script_that_fits_is_told_so(script):
-    done = planned(script(DEEP.replace("SIZE", "8")), "--gpu", "RTX 4090")
-    assert done.returncode == 0, done.stderr
-    assert "It fits." in done.stdout
-    assert "as it is" in done.stdout
-
-
 def test_a_gpu_that_nobody_knows_is_status_2(script):
     done = planned(script("print()"), "--gpu", "RTX 4091")
     assert done.returncode == 2

@@ -11,6 +11,7 @@ import random
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -188,10 +189,23 @@ PROGRAMS = {
          allocate("c", 5 * MIB, 1), allocate("d", 5 * MIB)],
         settings="expandable_segments:True",
     ),
-    "test_allocator_fuzz, segments": Program(random_steps(0)),
-    "test_allocator_fuzz, expandable": Program(random_steps(1), settings="expandable_segments:True"),
-    "test_allocator_fuzz, large blocks unsplit": Program(random_steps(2), settings="max_split_size_mb:21"),
 }  # fmt: skip
+
+FUZZED = [
+    "",
+    "expandable_segments:True",
+    "max_split_size_mb:21",
+    "max_split_size_mb:24,max_non_split_rounding_mb:40",
+    "expandable_segments:True,max_split_size_mb:32",
+    "roundup_power2_divisions:[1:2,2:4,4:8,>:1]",
+    "garbage_collection_threshold:0.5",
+    "expandable_segments:True,garbage_collection_threshold:0.6",
+    "large_segment_size_mb:30",
+]
+PROGRAMS |= {
+    f"test_allocator_fuzz, {settings or 'plain'}, {fraction}": Program(random_steps(seed), settings, fraction)
+    for seed, (settings, fraction) in enumerate(product(FUZZED, (1.0, 0.4)))
+}
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +255,12 @@ def simulated(program: Program) -> Iterator[tuple[dict[str, int], list[list[list
             actions[action](*arguments)
         except SimulatedOutOfMemory:
             failed = True
+        # Torch shows the mapped stretches of an expandable segment one by one.
         blocks = [
-            [[block.size, block.state == FREE] for block in segment.blocks() if block.state != UNMAPPED]
+            [[block.size, block.state == FREE] for block in stretch]
             for segment in allocator.segments()
+            for is_mapped, stretch in groupby(segment.blocks(), lambda block: block.state != UNMAPPED)
+            if is_mapped
         ]
         yield allocator.memory_stats(), sorted(blocks), failed
 

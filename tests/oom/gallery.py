@@ -577,9 +577,9 @@ class OddBatch(Net):
         return [*[8 + n % 5 for n in range(20)], 60, 8, 8]
 
 
-@exhibit("[60, ", "5 times as large", "[12, ", advice=("OOMRecovery()", "sort or bucket"), capacity_mib=32)
+@exhibit("[60, ", "5 times as large", "[12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
 def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
-    fit(OddBatch(), *([OOMRecovery(on_recover="ignore")] if mended else []))
+    fit(OddBatch(), *([OOMRecovery(loss="mean", on_recover="ignore")] if mended else []))
 
 
 # --- healthy runs, in which much is kept on purpose

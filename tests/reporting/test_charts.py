@@ -4,7 +4,7 @@ import re
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_memtools import EmptyCache, LossCurves, MemoryMonitor, VirtualDevice
+from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice
 from lightning_memtools.reporting.loggers import merged_layout
 from tests.lightning_models import Regression, loader, trainer
 
@@ -37,13 +37,6 @@ def test_one_layout_holds_the_charts_of_all_callbacks_and_is_written_once(tmp_pa
         "memory": ["host (GiB)"],
         "loss": ["gradient norm", "training and validation"],
     }
-
-
-def test_no_chart_stays_empty_on_a_plain_cpu(tmp_path):
-    logger = CountsLayouts(tmp_path)
-    trainer(tmp_path, MemoryMonitor(), EmptyCache(), logger=logger).fit(Regression(), loader(), loader(8))
-    (layout,) = logger.layouts
-    assert {category: sorted(charts) for category, charts in layout.items()} == {"memory": ["host (GiB)"]}
 
 
 def test_test_and_predict_are_charted_with_units_and_the_charts_of_fit_stay(tmp_path):

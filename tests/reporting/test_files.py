@@ -6,14 +6,12 @@ import errno
 import os
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lightning_memtools import HaltOnNaN, LossSpikes, MemoryMonitor, NonFiniteError, OOMReport, VirtualDevice
+from lightning_memtools import HaltOnNaN, LossSpikes, NonFiniteError
 from lightning_memtools.reporting.files import (
     NotWritten,
     report_directory,
@@ -50,21 +48,6 @@ def test_a_relative_directory_is_meant_where_the_program_was_when_it_was_given(m
     assert list(Path(tmp_path, "elsewhere").iterdir()) == []
 
 
-def test_an_out_of_memory_report_goes_there_too(tmp_path, monkeypatch):
-    class Grows(LeavesTheDirectory):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, 0) if batch_idx == 0 else self.loss(batch)
-            self.kept = torch.zeros(1 if batch_idx == 0 else 2**24)
-            return loss
-
-    monkeypatch.chdir(tmp_path)
-    Path("elsewhere").mkdir()
-    report = OOMReport(directory="reports")
-    with VirtualDevice("16MiB"), pytest.raises(torch.OutOfMemoryError):
-        trainer(tmp_path, report, logger=False).fit(Grows(), loader())
-    assert len(list(Path(tmp_path, "reports").glob("*.md"))) == 1
-
-
 def test_a_dry_run_keeps_no_files_and_says_so(tmp_path):
     none = report_directory(trainer(tmp_path, fast_dev_run=True))
     assert "(fast_dev_run)" in none.reason
@@ -90,12 +73,6 @@ def test_a_run_that_keeps_its_files_elsewhere_than_in_a_folder_says_how_to_get_r
     assert write_report(none, "a.md", "text") == none
     assert report_directory(run, str(tmp_path / "mine")) == tmp_path / "mine"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stand_in_for_a_logger_whose_directory_is_no_path_counts_as_one_without(tmp_path):
-    stand_in = Mock(spec=CSVLogger, version="run7")
-    stand_in.name = "experiment"
-    assert report_directory(trainer(tmp_path, logger=stand_in)) == tmp_path / "experiment" / "run7" / "memtools"
 
 
 def test_a_report_is_written_into_a_new_directory(tmp_path):
@@ -148,30 +125,10 @@ def test_the_first_logger_that_has_a_directory_gives_it(tmp_path):
     assert report_directory(run) == Path(csv.log_dir) / "memtools"
 
 
-def test_without_any_logger_directory_a_run_has_its_folder_below_the_trainers_root(tmp_path):
-    assert report_directory(trainer(tmp_path, logger=Database())) == tmp_path / "experiment" / "run7" / "memtools"
-    numbered = trainer(tmp_path, logger=Database(3))
-    assert report_directory(numbered) == tmp_path / "experiment" / "version_3" / "memtools"
-
-
-def test_a_logger_with_a_directory_for_all_runs_gets_a_folder_for_each(tmp_path):
-    run = trainer(tmp_path, logger=Database("run8", str(tmp_path / "mlruns")))
-    assert report_directory(run) == tmp_path / "mlruns" / "experiment" / "run8" / "memtools"
-
-
 def test_runs_without_a_version_do_not_share_a_folder(tmp_path):
     first, second = (trainer(tmp_path, logger=Database(None)) for _ in range(2))
     assert report_directory(first) == report_directory(first)  # fit and test of one Trainer
     assert report_directory(first) != report_directory(second)
-
-
-def test_a_whole_run_with_a_database_writes_its_summaries(tmp_path):
-    run = trainer(tmp_path, MemoryMonitor(), logger=Database())
-    model = Regression()
-    run.fit(model, loader())
-    run.test(model, loader(), verbose=False)
-    written = {path.name for path in (tmp_path / "experiment" / "run7" / "memtools").iterdir()}
-    assert written == {"memory_summary_fit.md", "memory_summary_test.md"}
 
 
 def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_memtools import LossCurves, MemoryMonitor
-from lightning_memtools.reporting.loggers import log_scalars, log_text, write_layout
+from lightning_memtools.reporting.loggers import log_scalars, log_text
 from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
 
@@ -129,32 +129,3 @@ def test_a_logger_that_fails_gives_one_warning_and_the_others_still_get_everythi
     assert run.global_step == 8
     assert [step for metrics, step in recorder.points if "loss-train" in metrics] == [*range(8)]
     assert "memtools/memory_summary" in recorder.texts
-
-
-def test_a_test_does_not_replace_the_summary_of_fit_in_a_logger_of_files(tmp_path):
-    mlflow = MlflowLike()
-    run, model = trainer(tmp_path, MemoryMonitor(), logger=mlflow), Regression()
-    run.fit(model, loader())
-    run.test(model, loader(), verbose=False)
-    assert set(mlflow.texts) == {"memtools/memory_summary_fit.md", "memtools/memory_summary_test.md"}
-
-
-class WithoutExperiment(Recorder):
-    """A logger of one's own need not have an experiment."""
-
-    log_text = property()
-    experiment = property()
-
-
-def test_a_logger_without_an_experiment_keeps_its_warning_for_a_real_failure(tmp_path):
-    logger = WithoutExperiment()
-    run = trainer(tmp_path, logger=logger)
-    log_text(run, "memtools/doctor", "| a |")
-    write_layout(run)
-
-    def fail(metrics, step=None):
-        raise OSError("the write failed") from OSError(28, "No space left on device")
-
-    logger.log_metrics = fail
-    with pytest.warns(UserWarning, match=r"caused by OSError: \[Errno 28\] No space left on device"):
-        log_scalars(run, {"a": 1.0}, 0)

@@ -27,32 +27,26 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")  # they are not made anew then
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("optimizer", [SGD, torch.optim.Adam])
-def test_a_rank_takes_what_was_estimated(one_rank, as_view, accumulate, find_unused, optimizer):
+def test_a_rank_takes_what_was_estimated(one_rank, as_view, accumulate):
     model, rows = mlp(512, 1024, 1024, 512), torch.zeros(64, 512)
-    options = {"bucket_cap_mb": 1, "gradient_as_bucket_view": as_view, "find_unused_parameters": find_unused}
+    options = {"bucket_cap_mb": 1, "gradient_as_bucket_view": as_view}
     # A run on a busy machine once took another peak: gloo's thread may hold a bucket a moment longer.
     real = (
-        peaks_of_real_run(
-            model, rows, total, optimizer, steps=3, accumulate=accumulate, strategy=DDPStrategy(**options)
-        )
+        peaks_of_real_run(model, rows, total, SGD, steps=3, accumulate=accumulate, strategy=DDPStrategy(**options))
         for _ in range(3)
     )
     estimate = partial(
-        estimate_memory, batch=rows, step=total, optimizer=optimizer, steps=3, accumulate=accumulate, device="cpu"
+        estimate_memory, batch=rows, step=total, optimizer=SGD, steps=3, accumulate=accumulate, device="cpu"
     )
     made = estimate(DistributedDataParallel(copy.deepcopy(model), **options))
     assert (made.peak_allocated, made.peak_reserved) in real
-    if not find_unused:
-        by_hand = estimate(model, ddp_bucket_mb=1, gradient_as_bucket_view=as_view)
-        assert by_hand.composition == made.composition
+    by_hand = estimate(model, ddp_bucket_mb=1, gradient_as_bucket_view=as_view)
+    assert by_hand.composition == made.composition
 
 
-@pytest.mark.parametrize("bucket_mb", [1, 5, 25])
+@pytest.mark.parametrize("bucket_mb", [1, 25])
 def test_buckets_are_those_of_torch(bucket_mb):
     with torch.device("meta"):
         model = torchvision_models().resnet50()

@@ -10,11 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_memtools._torch import FakeTensor
 from lightning_memtools.estimate import estimate_memory
-from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.fakes import TensorExchange
-from lightning_memtools.simulation.simulated import simulated
 from tests.estimate.networks import mlp
 from tests.estimate.real_runs import peaks_of_real_run
 
@@ -57,12 +53,3 @@ def test_a_process_survives_copies_in_traced_steps():
     done = subprocess.run([sys.executable, "-c", CRASHED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.strip("[]\n").split(", "))) == 1
-
-
-def test_fake_tensors_are_copied_as_torch_does_it_once_the_trace_is_over():
-    layer = nn.Linear(4, 4)
-    with simulated(layer, VirtualDevice(), TensorExchange(), cuda=False):
-        assert "__deepcopy__" in vars(FakeTensor)
-        weight = copy.deepcopy(layer.weight)
-        assert weight.fake_mode is layer.weight.fake_mode
-    assert "__deepcopy__" not in vars(FakeTensor)

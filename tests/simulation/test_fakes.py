@@ -7,15 +7,13 @@ import random
 from typing import ClassVar
 
 import numpy as np
-import pytest
 import torch
 import torchmetrics
 from torch import nn
 
 from lightning_memtools.estimate import estimate_memory
-from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.state.random_state import RandomState
-from tests.estimate.networks import Classifier, mlp, total
+from tests.estimate.networks import mlp, total
 
 
 class Keeps(nn.Module):
@@ -113,13 +111,6 @@ def test_a_step_that_draws_and_seeds_leaves_every_random_stream_as_it_was():
     assert RandomState.now() == streams
 
 
-def test_evaluation_mode_stays_what_it_was():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval()
-    model[0].train()
-    estimate_memory(model, torch.zeros(1, 4), step=total)
-    assert [module.training for module in model.modules()] == [False, True, False]
-
-
 def test_an_optimizer_with_state_is_left_as_it_was_and_its_state_counts():
     model = mlp(64, 64)
     optimizer = torch.optim.Adam(model.parameters())
@@ -133,33 +124,6 @@ def test_an_optimizer_with_state_is_left_as_it_was_and_its_state_counts():
     assert all(torch.equal(after[key], value) for key, value in state.items())
 
 
-def test_a_lightning_module_has_no_trainer_afterwards():
-    module = Classifier()
-    before = everything(module)
-    estimate_memory(module, (torch.zeros(4, 32), torch.zeros(4, dtype=torch.long)))
-    assert everything(module) == before
-    assert module._trainer is None
-    assert module.n_steps == 0
-    assert "log" not in vars(module)
-
-
-def test_tensors_that_share_memory_share_it_as_fakes():
-    model = nn.Module()
-    flat = torch.zeros(100)
-    model.first, model.second = nn.Parameter(flat[:60]), nn.Parameter(flat[60:])
-    model.plain = nn.Parameter(torch.zeros(3, 5).t())
-    from torch._subclasses import FakeTensorMode  # noqa: PLC0415, its one use
-
-    with FakeTensorMode(), borrowed([model], TensorExchange()):
-        first, second = model.first.untyped_storage(), model.second.untyped_storage()
-        assert first._cdata == second._cdata
-        assert first.nbytes() == 400
-        assert model.second.storage_offset() == 60
-        assert model.plain.stride() == (1, 5)
-        assert isinstance(model.first, nn.Parameter)
-    assert model.first.untyped_storage().data_ptr() == flat.data_ptr()
-
-
 def test_parameters_of_a_model_on_meta_are_never_made_real():
     with torch.device("meta"):
         model = mlp(*[32768] * 18)  # 68 GiB
@@ -167,9 +131,3 @@ def test_parameters_of_a_model_on_meta_are_never_made_real():
     assert made.parameter_count == 17 * (32768**2 + 32768)
     assert made.peak_allocated > 2 * 4 * made.parameter_count
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, lambda p: torch.optim.SGD(p, lr=0.1)])
-def test_an_optimizer_can_be_a_class_or_a_function(optimizer):
-    made = estimate_memory(mlp(64, 64), torch.zeros(1, 64), step=total, optimizer=optimizer, device="cpu")
-    assert made.composition["optimizer"] == 0

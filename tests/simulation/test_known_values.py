@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools import VirtualDevice, estimate_memory
-from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.simulation.fakes import TensorExchange
-from lightning_memtools.simulation.known_values import KnownValues, values_known
+from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step_runner import copy_of_batch
-from tests.checkpointing.foreign_models import made, measured_peak
 
 ONES = torch.ones(2, 5, dtype=torch.long)
 PADDED = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -110,40 +108,12 @@ def test_what_is_not_known_is_assumed_and_named(name):
     assert "test_known_values.py:" in assumed[0]
 
 
-def test_what_a_mask_that_is_not_known_selects_can_be_looked_up():
-    found, _ = as_traced(lambda x: torch.unique(LEVELS[x.flatten() * torch.rand(40) > 0]), ROWS)
-    assert found == (4,)
-
-
-def test_values_are_those_of_views_and_gone_with_the_memory():
-    values = KnownValues()
-    mask = torch.empty(2, 5, dtype=torch.long, device="meta")
-    part = mask.view(5, 2)[1:, 0]
-    values.note(mask, PADDED)
-    assert torch.equal(values.of(part), PADDED.view(5, 2)[1:, 0])
-    assert torch.equal(values.of(mask.detach()), PADDED)
-    del mask
-    assert torch.equal(values.of(part), PADDED.view(5, 2)[1:, 0])  # the memory is still there
-    assert values.of(torch.empty(2, 5, dtype=torch.long, device="meta")) is None
-
-
 def test_a_change_by_what_is_not_known_makes_values_unknown():
     def change(mask):
         mask[0] = (torch.rand(5) > 0.5).long()
         return int(mask.sum())
 
     assert as_traced(change, PADDED) == (1, [next(iter(as_traced(change, PADDED)[1]))])
-
-
-def test_a_real_tensor_that_a_step_writes_to_keeps_its_values():
-    counts = torch.zeros(3, dtype=torch.long)
-
-    def count(mask):
-        counts[0] = mask.sum()
-        return counts
-
-    as_traced(count, PADDED)
-    assert counts.tolist() == [0, 0, 0]
 
 
 def test_lengths_are_read_again_where_a_layer_is_recomputed():
@@ -181,17 +151,6 @@ def test_trained_weights_are_not_known():
     assert "test_known_values.py" in note
 
 
-@pytest.mark.parametrize(("name", "padding"), [("bert", 0), ("bert", 8), ("pegasus", 0)])
-def test_the_predicted_peak_is_the_measured_one_with_and_without_padding(name, padding):
-    pytest.importorskip("transformers")
-    model, batch = made(name)
-    if padding:
-        batch["attention_mask"][0, -padding:] = 0
-    plan = plan_checkpoints(model, batch, bn_dropout="recompute")
-    assert plan.refused is None
-    assert measured_peak(model, batch, plan) == plan.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("mask", "left_out"),
     [
@@ -216,12 +175,3 @@ def test_transformers_leaves_a_mask_out_if_it_is_ones_or_not_known(mask, left_ou
 
     assert as_traced(make, torch.zeros(*mask.shape, 8), mask)[0] is left_out
     assert masking.is_tracing is plain
-
-
-@pytest.mark.parametrize(
-    ("positions", "packed"), [(torch.arange(4).repeat(2, 1), False), (torch.arange(2).repeat(2, 2), True)]
-)
-def test_transformers_finds_sequences_packed_if_their_positions_begin_again(positions, packed):
-    masking = pytest.importorskip("transformers.masking_utils")
-    found, _ = as_traced(lambda one: masking.find_packed_sequence_indices(one) is not None, positions)
-    assert found is packed

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
-import pytest
 import torch
 from torch.nn import functional
 
-from lightning_memtools._torch import OperatorMode
 from lightning_memtools.simulation import repeated_fakes
 from lightning_memtools.simulation.fakes import fake_mode
-from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
-from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments
+from lightning_memtools.simulation.size_names import has_sizes_of_arguments
 from tests.simulation.compared_fakes import ComparedWithFakeTensorMode
 
 aten = torch.ops.aten
@@ -53,42 +49,3 @@ def test_results_at_other_sizes_are_those_of_a_fake_tensor_mode():
             steps(*shape, layout)
     named = {one for one in both.compared if has_sizes_of_arguments(one)}
     assert len(named) > 25
-
-
-def test_a_fake_tensor_mode_is_asked_once_for_many_sizes():
-    class Asked(OperatorMode):
-        def __init__(self):
-            super().__init__()
-            self.operators = Counter()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.operators[func] += 1
-            return func(*args, **(kwargs or {}))
-
-    with fake_mode() as mode, Asked() as asked, RepeatedFakes(mode):
-        repeated_fakes._known.clear()
-        repeated_fakes._known_by_names.clear()
-        for n in (5, 7, 9, 13):
-            steps(n, n + 1, n + 10, n + 21, torch.contiguous_format)
-    # Batch norm both in training and in evaluation.
-    once = {aten.native_batch_norm_backward: 2, aten.gelu_backward: 1, aten._log_softmax: 1, aten.addmm: 1}
-    assert {one: asked.operators[one.default] for one in once} == once
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "order"),
-    [
-        ((2, 3, 4), (12, 4, 1), (0, 1, 2)),
-        ((2, 3, 4), (12, 1, 3), (0, 2, 1)),
-        ((5, 1), (1, 1), (0, 1)),
-        ((2, 3, 4), (24, 4, 1), None),  # every second row of a larger one
-        ((2, 3), (0, 1), None),  # expanded
-    ],
-)
-def test_only_dense_tensors_have_a_layout(shape, stride, order):
-    sizes = SizeNames()
-    layout = sizes.layout_of(shape, stride, is_new=True)
-    assert (None if layout is None else layout[1]) == order
-    if layout is not None:
-        assert sizes.shape_and_stride(layout) == (shape, stride)
-        assert sizes.layout_of((97,), (1,), is_new=False) is None

@@ -42,53 +42,6 @@ def test_gathering_from_all_ranks_gives_what_one_rank_has(capsys):
     assert made.gradient_count == made.parameter_count
 
 
-def test_schedulers_of_manual_optimization_can_be_stepped():
-    rates = []
-
-    class Schedules(Gan):
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            first, second = self.lr_schedulers()
-            first.step()
-            second.step()
-            rates.append((first.get_last_lr(), second.get_last_lr()))
-
-        def configure_optimizers(self):
-            optimizers = super().configure_optimizers()
-            return optimizers, [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in optimizers]
-
-    plain = estimate_memory(Gan(), torch.zeros(64, 64))
-    made = estimate_memory(Schedules(), torch.zeros(64, 64))
-    assert rates == [([0.0005], [0.0005]), ([0.00025], [0.00025])]
-    assert made.peak_allocated == plain.peak_allocated
-
-
-class Wants(Classifier):
-    """Looks into the Trainer."""
-
-    def training_step(self, batch, batch_idx):
-        return self.trainer.my_own_setting
-
-
-def test_what_no_trainer_has_is_named():
-    with pytest.raises(AttributeError, match="my_own_setting"):
-        estimate_memory(Wants(), BATCH)
-
-
-def test_a_step_in_place_of_the_modules_trains_with_the_modules_optimizer():
-    def step(model, batch):
-        return Classifier.training_step(model, batch, 0)
-
-    plain, replaced = estimate_memory(Classifier(), BATCH), estimate_memory(Wants(), BATCH, step=step)
-    assert replaced.composition == plain.composition
-    assert replaced.composition["optimizer"] == 2 * replaced.composition["parameters"]
-
-
-def test_a_step_that_returns_no_loss_is_refused():
-    with pytest.raises(TypeError, match="bool"):
-        estimate_memory(Classifier(), BATCH, step=lambda model, batch: True)
-
-
 @pytest.mark.parametrize(("stage", "name"), [("val", "validation"), ("test", "test"), ("predict", "predict")])
 def test_every_stage_runs_its_own_step(stage, name):
     seen = []

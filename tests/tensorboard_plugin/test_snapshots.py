@@ -16,7 +16,7 @@ from lightning_memtools.cli.main import main
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view, timeline_from, timeline_of
-from tests.browser import chromium, get, open_page, tensorboard, wait_until
+from tests.browser import chromium, open_page
 from tests.lightning_models import Regression, loader, trainer
 from tests.tensorboard_plugin.logdirs import ATTACK
 
@@ -57,13 +57,6 @@ def test_one_step_is_divided_into_what_it_holds(run_directory):
     assert view["peak"]["phase"] in {"forward", "backward"}
 
 
-def test_modules_that_hold_equally_much_come_together(run_directory):
-    view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
-    largest = next(one for one in view["top"] if one["part"] == "activations")
-    assert largest["bytes"] == MIB
-    assert {"Twins.net.0", "Twins.net.1", "Twins.net.2"} <= set(largest["names"])
-
-
 def test_holders_of_the_peak_are_named_sorted_by_share_and_add_up_to_it(run_directory):
     view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
     held = [one["bytes"] * len(one["names"]) for one in view["top"]]
@@ -74,30 +67,6 @@ def test_holders_of_the_peak_are_named_sorted_by_share_and_add_up_to_it(run_dire
         assert named[f"net.{layer}.weight"] == ("parameters", MIB)
         assert named[f'net.{layer}.weight["exp_avg"]'] == ("optimizer", MIB)
     assert not [name for name in named if "(outside)" in name]
-
-
-def test_every_block_of_the_model_has_the_name_of_its_tensor(run_directory):
-    path = run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle"
-    blocks = timeline_from(path, with_blocks=True)["blocks"]
-    names = {part: {row[7] for row in blocks if row[4] == part} for part in ("parameters", "gradients", "inputs")}
-    assert names["parameters"] == {f"net.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")}
-    assert names["gradients"] == {f"{name}.grad" for name in names["parameters"]}
-    assert names["inputs"] == {"batch[0]", "batch[1]"}
-
-
-def test_the_monitor_leaves_nothing_running(tmp_path):
-    with VirtualDevice("1GiB") as device:
-        trainer(tmp_path, MemoryMonitor(snapshot_at_step=1)).fit(Twins(), loader())
-        assert device.history is None
-    with pytest.raises(ValueError, match="snapshot_at_step=-1 is no training step"):
-        MemoryMonitor(snapshot_at_step=-1)
-
-
-def test_without_files_or_history_it_is_said(tmp_path):
-    with VirtualDevice(), pytest.warns(UserWarning, match="keeps no files"):
-        trainer(tmp_path, MemoryMonitor(snapshot_at_step=1), logger=False).fit(Twins(), loader())
-    with pytest.warns(UserWarning, match="cpu keeps no history"):
-        trainer(tmp_path, MemoryMonitor(snapshot_at_step=1)).fit(Twins(), loader())
 
 
 def test_the_view_of_a_run_names_its_snapshots(run_directory, tmp_path):
@@ -153,21 +122,6 @@ def test_names_of_modules_and_functions_never_become_markup(tmp_path):
             assert window.execute_script("return window.attacked") is None
 
 
-def test_a_pinned_segment_is_shown_with_the_block_that_keeps_it(tmp_path):
-    frames = [{"filename": "train.py", "line": 7, "name": "step"}]
-    kept = {"address": 0x5000, "size": MIB, "requested_size": MIB, "state": "active_allocated", "frames": frames}
-    free = {"address": 0x5000 + MIB, "size": 19 * MIB, "state": "inactive"}
-    segment = {"device": 0, "address": 0x5000, "total_size": 20 * MIB, "stream": 0, "blocks": [kept, free]}
-    (tmp_path / "one.pickle").write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
-    assert main(["snapshot", str(tmp_path / "one.pickle"), "-o", str(tmp_path / "one.html")]) == 0
-    with chromium() as window:
-        open_page(window, (tmp_path / "one.html").as_uri())
-        shown = window.execute_script("return document.querySelector('#pins').innerText")
-        assert "19.0 MiB of a segment of 20.0 MiB, for blocks of 1.00 MiB, made at train.py:7" in shown
-        window.execute_script("document.querySelector('#pins summary').click()")
-        assert "address 0x5000" in window.execute_script("return document.querySelector('#pins').innerText")
-
-
 class Harmful:
     def __reduce__(self):
         return os.system, ("touch harmed",)
@@ -192,14 +146,6 @@ def test_what_is_no_snapshot_is_refused_and_never_run(content, words, tmp_path, 
     assert main(["snapshot", "file.pickle"]) == 1
     assert "is no memory snapshot" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"file.pickle"}
-
-
-def test_the_command_writes_one_file(run_directory, tmp_path, capsys):
-    source = run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle"
-    assert main(["snapshot", str(source), "-o", str(tmp_path / "page.html")]) == 0
-    assert "blocks. Open it in a browser." in capsys.readouterr().out
-    assert main(["snapshot", str(tmp_path / "missing.pickle")]) == 1
-    assert "cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_directory, tmp_path):
@@ -231,15 +177,3 @@ def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_dir
         assert window.execute_script(opened) == [True] + 7 * [False]
         window.save_screenshot(str(tmp_path / "snapshot.png"))
         assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
-
-
-def test_the_tab_shows_the_composition_over_one_step(run_directory, tmp_path):
-    with tensorboard(run_directory.parent, tmp_path / "output") as address, chromium() as window:
-        get(address, "plugin/lightning_memtools/runs")
-        open_page(window, f"{address}/data/plugin_entry.html?name=lightning_memtools")
-        window.execute_script("document.getElementById('tab-composition').click()")
-        text = "return document.querySelector('#view').innerText"
-        assert wait_until(lambda: "Who holds the peak" in window.execute_script(text), 20), window.execute_script(text)
-        shown = window.execute_script(text)
-        assert "Composition over step 2, rank 0" in shown
-        assert "modules of 1.00 MiB" in shown

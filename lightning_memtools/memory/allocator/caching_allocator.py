@@ -1,7 +1,7 @@
 """A simulation of PyTorch's CUDA caching allocator, over a simulated device.
 
 The rules were read in c10/cuda/CUDACachingAllocator.cpp, the constants in c10/core/AllocatorConfig.h of torch 2.13.
-docs/caching-allocator.md lists the versions for which they hold, and what is not simulated.
+docs/virtual-device.md has them in a table, and names what is not simulated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The allocations of CUDA's kernels, for operators where the CPU's kernels allocate something else.
 
 Each function here is called in place of its operator. It runs the operator on the fake tensors and allocates CUDA's
-workspace for a moment (`ledger.work_with`), or returns results of CUDA's sizes. docs/estimate-accuracy.md lists them
-with their sources; the tests check each on its own.
+workspace for a moment (`ledger.work_with`), or returns results of CUDA's sizes. The tests check each on its own.
 """
 
 from __future__ import annotations

@@ -331,9 +331,10 @@ def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Ten
     while (child := held_by[id(chain[-1])][1]) is not None:
         chain.append(child)
     steps = tuple(steps_along(chain))
-    if is_a(root, dict):  # a module's globals
+    module = sys.modules.get(name) if is_a(root, dict) else None
+    if module is not None and vars(module) is root:
         return TensorHolder(
-            sys.modules[name],
+            module,
             name,
             (ReferenceStep(ReferenceKind.ATTRIBUTE, steps[0].key), *steps[1:]),
             tuple(chain[:-1]),

@@ -6,26 +6,66 @@ import { reports } from "./reports_page.js";
 import { RunPage } from "./run_page.js";
 import { followTheme } from "./theme.js";
 
-const VIEWS = [["run", "Run"], ["composition", "Composition"], ["compare", "Compare runs"], ["reports", "Reports"]];
+const VIEWS = [
+  ["run", "Run"],
+  ["composition", "Composition"],
+  ["compare", "Compare runs"],
+  ["reports", "Reports"],
+];
 const REFRESH_MS = 30000;
 
 function emptyState() {
-  return h("section", { class: "card empty-state" },
+  return h(
+    "section",
+    { class: "card empty-state" },
     h("h2", {}, "No memory curves in these logs yet"),
     h("p", {}, "Add the callbacks of lightning_memtools to your Trainer, train, and come back:"),
-    h("pre", {}, "import lightning as L\nfrom lightning_memtools import default_callbacks\n\ntrainer = L.Trainer(callbacks=default_callbacks())\ntrainer.fit(model)"),
-    h("p", {}, "MemoryMonitor logs memory/*, LossCurves logs loss/*. Without a GPU, put the run inside VirtualDevice(\"RTX 4090\") to see a GPU's memory."));
+    h(
+      "pre",
+      {},
+      "import lightning as L\nfrom lightning_memtools import default_callbacks\n\ntrainer = L.Trainer(callbacks=default_callbacks())\ntrainer.fit(model)",
+    ),
+    h(
+      "p",
+      {},
+      'MemoryMonitor logs memory/*, LossCurves logs loss/*. Without a GPU, put the run inside VirtualDevice("RTX 4090") to see a GPU\'s memory.',
+    ),
+  );
 }
 
 export async function start(root, source) {
   const state = { run: null, view: "run", runs: [] };
   const picker = h("select", { id: "run", onchange: () => choose(picker.value) });
-  const tabs = VIEWS.map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", onclick: () => open(name), onkeydown: (event) => step(event, name) }, label));
+  const tabs = VIEWS.map(([name, label]) =>
+    h(
+      "button",
+      {
+        type: "button",
+        role: "tab",
+        id: `tab-${name}`,
+        "aria-controls": "view",
+        onclick: () => open(name),
+        onkeydown: (event) => step(event, name),
+      },
+      label,
+    ),
+  );
   const place = h("main", { id: "view", role: "tabpanel", tabindex: "-1" });
   const left = h("span", { class: "remark" });
   const problem = h("p", { class: "problem", role: "alert" });
-  const pages = { run: new RunPage(source, place, "run"), composition: new RunPage(source, place, "composition"), compare: new ComparePage(source, place) };
-  const bar = h("header", { class: "top" }, h("h1", {}, "Memory"), h("label", { for: "run", class: "picker" }, h("span", {}, "Run"), picker), left, h("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs));
+  const pages = {
+    run: new RunPage(source, place, "run"),
+    composition: new RunPage(source, place, "composition"),
+    compare: new ComparePage(source, place),
+  };
+  const bar = h(
+    "header",
+    { class: "top" },
+    h("h1", {}, "Memory"),
+    h("label", { for: "run", class: "picker" }, h("span", {}, "Run"), picker),
+    left,
+    h("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs),
+  );
   root.replaceChildren(bar, problem, place);
 
   function step(event, name) {
@@ -62,7 +102,7 @@ export async function start(root, source) {
         const entries = await source.reports(run);
         if (state.view === view && state.run === run) reports(place, entries);
       } else {
-        const found = await source.run(run, null);
+        const found = await source.run(run);
         if (state.view === view && state.run === run) pages[view].show(found);
       }
       problem.textContent = "";
@@ -84,19 +124,33 @@ export async function start(root, source) {
     state.ready = true;
     state.runs = found.runs;
     bar.hidden = !found.runs.length;
-    left.textContent = found.n_runs > found.runs.length ? `the newest ${found.runs.length} of ${found.n_runs} runs` : "";
+    left.textContent =
+      found.n_runs > found.runs.length ? `the newest ${found.runs.length} of ${found.n_runs} runs` : "";
     if (!found.runs.length) {
       clear(place, emptyState());
       return;
     }
     const names = found.runs.map((run) => run.run);
     if (!names.includes(state.run)) state.run = found.newest;
-    picker.replaceChildren(...names.map((name) => h("option", { value: name, selected: name === state.run }, name === "." ? ". (the log directory itself)" : name)));
+    picker.replaceChildren(
+      ...names.map((name) =>
+        h(
+          "option",
+          { value: name, selected: name === state.run },
+          name === "." ? ". (the log directory itself)" : name,
+        ),
+      ),
+    );
     await show();
   }
 
-  followTheme(() => { if (state.runs.length) show(); });
+  followTheme(() => {
+    if (state.runs.length) show();
+  });
   await refresh();
   document.documentElement.dataset.ready = "true";
-  if (source.grows) setInterval(() => { if (!document.hidden) refresh(); }, REFRESH_MS);
+  if (source.grows)
+    setInterval(() => {
+      if (!document.hidden) refresh();
+    }, REFRESH_MS);
 }

@@ -9,13 +9,12 @@ const STEPPED = ["peak", "faint", "area"];
 const NEAR_PX = 6;
 const KEYS = "Arrow keys move the cursor, plus and minus zoom, Escape shows all steps.";
 
-// The charts of one page. `zoomed` is called with the shown steps, or null for all of them.
+// The charts of one page.
 export class LinkedCharts {
-  constructor(zoomed) {
+  constructor() {
     this.charts = [];
     this.range = null;
     this.full = [0, 1];
-    this.zoomed = zoomed;
     this.sync = uPlot.sync(`memtools-${Math.random()}`);
     this.sizes = new ResizeObserver(() => this.charts.forEach((chart) => chart.fit()));
   }
@@ -46,7 +45,6 @@ export class LinkedCharts {
     const end = Math.min(high, begin + width);
     this.range = begin <= low && end >= high ? null : [begin, end];
     this.draw();
-    this.zoomed(this.range);
   }
 
   reset() {
@@ -63,7 +61,10 @@ export class LinkedCharts {
 function widened([steps, values]) {
   if (steps.length !== 1) return [steps, values];
   const [step, value] = [steps[0], values[0]];
-  return [[step - 0.4, step, step + 0.4], [value, value, value]];
+  return [
+    [step - 0.4, step, step + 0.4],
+    [value, value, value],
+  ];
 }
 
 // Points at equal steps become one, the highest: a chart has one value per step.
@@ -82,18 +83,49 @@ export function column(group, tag, change = (value) => value) {
   return [steps, values];
 }
 
-const MARK_NAMES = { cache: "cache emptied", retry: "allocation retry", oom: "out of memory", leak: "leak found", nonfinite: "NaN or Inf", spike: "loss spike" };
+const MARK_NAMES = {
+  cache: "cache emptied",
+  retry: "allocation retry",
+  oom: "out of memory",
+  leak: "leak found",
+  nonfinite: "NaN or Inf",
+  spike: "loss spike",
+};
 
 // The legend of the marks that a chart has.
 function marksNote(marks) {
   const kinds = Object.keys(MARK_NAMES).filter((kind) => marks.some((mark) => mark.kind === kind));
-  return kinds.length ? h("div", { class: "note" }, kinds.map((kind) => h("span", { class: "event", style: `--c:${colours().marks[kind]}` }, MARK_NAMES[kind]))) : null;
+  return kinds.length
+    ? h(
+        "div",
+        { class: "note" },
+        kinds.map((kind) => h("span", { class: "event", style: `--c:${colours().marks[kind]}` }, MARK_NAMES[kind])),
+      )
+    : null;
 }
 
 export class StepChart {
   // `series`: {label, colour, data: [steps, values], style: "line" | "faint" | "peak" | "points" | "limit" | "area", fill, hidden}.
   // `marks`: {step, kind, words}, said when the cursor is near. `fits`: the axis begins at the lowest value, not at 0.
-  constructor(linked, { title, describe, series, height = 220, bands = [], format, isSize = false, shading = [], marks = [], note = null, top = null, unit = "step", phases = [], fits = false }) {
+  constructor(
+    linked,
+    {
+      title,
+      describe,
+      series,
+      height = 220,
+      bands = [],
+      format,
+      isSize = false,
+      shading = [],
+      marks = [],
+      note = null,
+      top = null,
+      unit = "step",
+      phases = [],
+      fits = false,
+    },
+  ) {
     this.linked = linked;
     this.series = series;
     this.format = format;
@@ -104,13 +136,31 @@ export class StepChart {
     this.phases = phases;
     this.shading = shading;
     this.marks = marks;
-    this.host = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", "aria-label": `${title}. ${describe} ${KEYS}` });
+    this.host = h("div", {
+      class: "plot",
+      tabindex: "0",
+      role: "group",
+      "aria-roledescription": "chart",
+      "aria-label": `${title}. ${describe} ${KEYS}`,
+    });
     this.spoken = h("div", { class: "spoken", "aria-live": "polite" });
     this.values = series.map(() => h("span", { class: "value" }));
     this.at = h("span", { class: "at" });
-    const legend = h("ul", { class: "legend", "aria-label": `Curves of ${title}` }, series.map((one, i) => h("li", {}, this.legendButton(one, i))));
-    this.element = h("section", { class: "card chart" },
-      h("header", {}, h("h3", {}, title), this.at), legend, note, marksNote(marks), this.host, this.spoken);
+    const legend = h(
+      "ul",
+      { class: "legend", "aria-label": `Curves of ${title}` },
+      series.map((one, i) => h("li", {}, this.legendButton(one, i))),
+    );
+    this.element = h(
+      "section",
+      { class: "card chart" },
+      h("header", {}, h("h3", {}, title), this.at),
+      legend,
+      note,
+      marksNote(marks),
+      this.host,
+      this.spoken,
+    );
     this.height = height;
     this.plot = new uPlot(this.options(height, bands), this.joined(), this.host);
     this.host.addEventListener("keydown", (event) => this.key(event));
@@ -118,23 +168,28 @@ export class StepChart {
   }
 
   legendButton(one, i) {
-    const button = h("button", { type: "button", "aria-pressed": String(!one.hidden), title: "Show or hide this curve", onclick: () => {
-      one.hidden = !one.hidden;
-      button.setAttribute("aria-pressed", String(!one.hidden));
-      this.plot.setSeries(i + 1, { show: !one.hidden });
-    } }, h("span", { class: `key ${one.style ?? "line"}`, style: `--c:${one.colour}`, "aria-hidden": "true" }), one.label, this.values[i]);
+    const button = h(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": String(!one.hidden),
+        title: "Show or hide this curve",
+        onclick: () => {
+          one.hidden = !one.hidden;
+          button.setAttribute("aria-pressed", String(!one.hidden));
+          this.plot.setSeries(i + 1, { show: !one.hidden });
+        },
+      },
+      h("span", { class: `key ${one.style ?? "line"}`, style: `--c:${one.colour}`, "aria-hidden": "true" }),
+      one.label,
+      this.values[i],
+    );
     return button;
   }
 
   joined() {
     const tables = this.series.map((one) => (STEPPED.includes(one.style) ? widened(one.data) : one.data));
     return tables.length ? uPlot.join(tables) : [[]];
-  }
-
-  setSeries(series) {
-    series.forEach((one, i) => { this.series[i].data = one.data; });
-    this.plot.setData(this.joined(), false);
-    this.linked.draw();
   }
 
   fit() {
@@ -145,10 +200,18 @@ export class StepChart {
   options(height, bands) {
     const paint = colours();
     const font = "11px system-ui, sans-serif";
-    const axis = { stroke: paint.text, font, grid: { stroke: paint.grid, width: 1 }, ticks: { stroke: paint.grid, width: 1, size: 4 } };
+    const axis = {
+      stroke: paint.text,
+      font,
+      grid: { stroke: paint.grid, width: 1 },
+      ticks: { stroke: paint.grid, width: 1, size: 4 },
+    };
     const unit = () => unitFor(this.plot?.scales.y.max || 1);
     return {
-      width: 600, height, bands, padding: [10, 14, 0, 0],
+      width: 600,
+      height,
+      bands,
+      padding: [10, 14, 0, 0],
       legend: { show: false },
       focus: { alpha: 1 },
       cursor: {
@@ -160,16 +223,36 @@ export class StepChart {
       scales: {
         x: { time: false, range: () => this.linked.shown() },
         // From 0, and below it only where there are negative losses.
-        y: { range: (u, min, max) => this.fits && max > min ? [min - 0.06 * (max - min), max + 0.06 * (max - min)] : [min < 0 ? min * 1.08 : 0, this.top ?? (max > 0 ? max * 1.08 : min < 0 ? 0 : 1)] },
+        y: {
+          range: (u, min, max) =>
+            this.fits && max > min
+              ? [min - 0.06 * (max - min), max + 0.06 * (max - min)]
+              : [min < 0 ? min * 1.08 : 0, this.top ?? (max > 0 ? max * 1.08 : min < 0 ? 0 : 1)],
+        },
       },
       axes: [
-        { ...axis, size: 30, space: 70, label: this.unit === "step" ? "training step" : this.unit, labelFont: font, labelSize: 16, labelGap: 0, incrs: incrementsFor(1).filter((x) => x >= 1), values: (u, splits) => splits.map(whole) },
         {
-          ...axis, size: 78, gap: 6,
-          ...(this.isSize ? {
-            incrs: (u, index, min, max) => incrementsFor(unitFor(max)[1]),
-            values: (u, splits) => splits.map((value) => (value === 0 ? "0" : `${+(value / unit()[1]).toPrecision(4)} ${unit()[0]}`)),
-          } : { values: (u, splits) => splits.map((value) => tick(this.format(value))) }),
+          ...axis,
+          size: 30,
+          space: 70,
+          label: this.unit === "step" ? "training step" : this.unit,
+          labelFont: font,
+          labelSize: 16,
+          labelGap: 0,
+          incrs: incrementsFor(1).filter((x) => x >= 1),
+          values: (u, splits) => splits.map(whole),
+        },
+        {
+          ...axis,
+          size: 78,
+          gap: 6,
+          ...(this.isSize
+            ? {
+                incrs: (u, index, min, max) => incrementsFor(unitFor(max)[1]),
+                values: (u, splits) =>
+                  splits.map((value) => (value === 0 ? "0" : `${+(value / unit()[1]).toPrecision(4)} ${unit()[0]}`)),
+              }
+            : { values: (u, splits) => splits.map((value) => tick(this.format(value))) }),
         },
       ],
       series: [{}, ...this.series.map((one) => drawn(one))],
@@ -177,12 +260,14 @@ export class StepChart {
         drawClear: [(u) => this.shade(u)],
         draw: [(u) => this.markPhases(u), (u) => this.mark(u)],
         setCursor: [(u) => this.show(u)],
-        setSelect: [(u) => {
-          if (u.select.width < 4) return;
-          const [first, last] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
-          u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-          this.linked.zoom(first, last);
-        }],
+        setSelect: [
+          (u) => {
+            if (u.select.width < 4) return;
+            const [first, last] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
+            u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+            this.linked.zoom(first, last);
+          },
+        ],
       },
     };
   }
@@ -266,7 +351,11 @@ export class StepChart {
   show(u) {
     const { idx } = u.cursor;
     const on = idx !== null && idx !== undefined && u.cursor.left >= 0;
-    const near = on ? this.marks.filter(({ step }) => Math.abs(u.valToPos(step, "x") - u.cursor.left) < NEAR_PX).map(({ words }) => words) : [];
+    const near = on
+      ? this.marks
+          .filter(({ step }) => Math.abs(u.valToPos(step, "x") - u.cursor.left) < NEAR_PX)
+          .map(({ words }) => words)
+      : [];
     this.at.textContent = on ? [`${this.unit} ${whole(u.data[0][idx])}`, ...near].join(" · ") : "";
     this.series.forEach((one, i) => {
       const values = u.data[i + 1];
@@ -279,7 +368,9 @@ export class StepChart {
   }
 
   speak() {
-    const words = this.series.map((one, i) => (this.values[i].textContent ? `${one.label} ${this.values[i].textContent}` : ""));
+    const words = this.series.map((one, i) =>
+      this.values[i].textContent ? `${one.label} ${this.values[i].textContent}` : "",
+    );
     this.spoken.textContent = [this.at.textContent, ...words.filter(Boolean)].join(", ");
   }
 
@@ -312,15 +403,33 @@ export class StepChart {
 }
 
 function drawn(one) {
-  const base = { label: one.label, stroke: one.colour, width: 1.5, spanGaps: true, points: { show: false }, show: !one.hidden };
+  const base = {
+    label: one.label,
+    stroke: one.colour,
+    width: 1.5,
+    spanGaps: true,
+    points: { show: false },
+    show: !one.hidden,
+  };
   const few = one.data[0].length < 40;
   const dot = { show: few, size: 5, width: 1, fill: one.colour };
   switch (one.style) {
-    case "peak": return { ...base, width: 2, paths: uPlot.paths.stepped({ align: -1 }) };
-    case "points": return { ...base, width: 0, paths: () => null, points: { show: true, size: 9, width: 2, fill: one.colour, stroke: one.edge ?? one.colour } };
-    case "limit": return { ...base, dash: [7, 5] };
-    case "area": return { ...base, width: 1, fill: one.fill, paths: uPlot.paths.stepped({ align: -1 }) };
-    case "faint": return { ...base, width: 1, paths: uPlot.paths.stepped({ align: -1 }) };
-    default: return { ...base, width: 2, points: dot };
+    case "peak":
+      return { ...base, width: 2, paths: uPlot.paths.stepped({ align: -1 }) };
+    case "points":
+      return {
+        ...base,
+        width: 0,
+        paths: () => null,
+        points: { show: true, size: 9, width: 2, fill: one.colour, stroke: one.edge ?? one.colour },
+      };
+    case "limit":
+      return { ...base, dash: [7, 5] };
+    case "area":
+      return { ...base, width: 1, fill: one.fill, paths: uPlot.paths.stepped({ align: -1 }) };
+    case "faint":
+      return { ...base, width: 1, paths: uPlot.paths.stepped({ align: -1 }) };
+    default:
+      return { ...base, width: 2, points: dot };
   }
 }

@@ -7,9 +7,23 @@ import { bytesOf, difference, milliseconds, number, size, whole } from "./format
 import { colours } from "./theme.js";
 
 const CURVES = [
-  ["Memory of the chosen runs", "peak allocated in training", (tag) => tag === "memory/train/peak_allocated_gib", bytesOf, size, true],
+  [
+    "Memory of the chosen runs",
+    "peak allocated in training",
+    (tag) => tag === "memory/train/peak_allocated_gib",
+    bytesOf,
+    size,
+    true,
+  ],
   ["Loss of the chosen runs", "training loss", (tag) => tag === "loss/train", (value) => value, number, false],
-  ["Validation loss of the chosen runs", "validation loss", (tag) => tag === "loss/val", (value) => value, number, false],
+  [
+    "Validation loss of the chosen runs",
+    "validation loss",
+    (tag) => tag === "loss/val",
+    (value) => value,
+    number,
+    false,
+  ],
 ];
 const MOST_ROWS = 15;
 const AT_FIRST = 6;
@@ -17,8 +31,12 @@ const STAGES = ["train", "val", "test", "predict"];
 
 function figures() {
   const rows = [];
-  for (const [name, words] of [["peak_allocated", "peak allocated"], ["peak_reserved", "peak reserved"]]) {
-    for (const stage of STAGES) rows.push([`${words}, ${stage}`, (run) => run.stages[stage]?.[name]?.gib ?? null, (gib) => size(bytesOf(gib))]);
+  for (const [name, words] of [
+    ["peak_allocated", "peak allocated"],
+    ["peak_reserved", "peak reserved"],
+  ]) {
+    for (const stage of STAGES)
+      rows.push([`${words}, ${stage}`, (run) => run.stages[stage]?.[name]?.gib ?? null, (gib) => size(bytesOf(gib))]);
   }
   rows.push(["device", (run) => run.capacity_gib, (gib) => size(bytesOf(gib)), true]);
   rows.push(["host memory", (run) => run.host_gib, (gib) => size(bytesOf(gib))]);
@@ -35,15 +53,49 @@ function figures() {
 export function comparison(runs) {
   const rows = figures().filter(([, of]) => runs.some((run) => of(run) !== null && of(run) !== 0));
   const [reference] = runs;
-  const head = h("tr", {}, h("th", { scope: "col" }, "figure"), runs.map((run, i) => h("th", { scope: "col", class: "right name" }, breakable(run.run), i ? null : h("span", { class: "remark" }, runs.length > 1 ? " (compared with)" : ""))));
-  const body = rows.map(([label, of, format, plain]) => h("tr", {}, h("th", { scope: "row" }, label), runs.map((run, i) => {
-    const value = of(run);
-    const change = i && !plain ? difference(value, of(reference)) : "";
-    return h("td", { class: "right" }, value === null ? "–" : format(value), change ? h("span", { class: `change ${change.startsWith("+") ? "up" : change.startsWith("−") ? "down" : ""}` }, change) : null);
-  })));
+  const head = h(
+    "tr",
+    {},
+    h("th", { scope: "col" }, "figure"),
+    runs.map((run, i) =>
+      h(
+        "th",
+        { scope: "col", class: "right name" },
+        breakable(run.run),
+        i ? null : h("span", { class: "remark" }, runs.length > 1 ? " (compared with)" : ""),
+      ),
+    ),
+  );
+  const body = rows.map(([label, of, format, plain]) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, label),
+      runs.map((run, i) => {
+        const value = of(run);
+        const change = i && !plain ? difference(value, of(reference)) : "";
+        return h(
+          "td",
+          { class: "right" },
+          value === null ? "–" : format(value),
+          change
+            ? h(
+                "span",
+                { class: `change ${change.startsWith("+") ? "up" : change.startsWith("−") ? "down" : ""}` },
+                change,
+              )
+            : null,
+        );
+      }),
+    ),
+  );
   const plans = runs.filter((run) => run.checkpoint_plan !== null);
-  return h("div", {}, h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, body))),
-    plans.map((run) => h("p", { class: "remark" }, `Checkpoint plan of ${run.run}: ${run.checkpoint_plan}`)));
+  return h(
+    "div",
+    {},
+    h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, body))),
+    plans.map((run) => h("p", { class: "remark" }, `Checkpoint plan of ${run.run}: ${run.checkpoint_plan}`)),
+  );
 }
 
 // Rows of names whose bytes differ between runs, largest difference to the first run first.
@@ -61,13 +113,38 @@ function holdersTable(what, views, kind) {
   const signed = (bytes) => (bytes ? ` ${bytes > 0 ? "+" : "−"}${size(Math.abs(bytes))}` : "");
   const cell = (side, name, i) => {
     const change = i ? (side[name] ?? 0) - (sides[0][name] ?? 0) : 0;
-    return h("td", { class: "right" }, name in side ? size(side[name]) : "–", change ? h("span", { class: `change ${change > 0 ? "up" : "down"}` }, signed(change)) : null);
+    return h(
+      "td",
+      { class: "right" },
+      name in side ? size(side[name]) : "–",
+      change ? h("span", { class: `change ${change > 0 ? "up" : "down"}` }, signed(change)) : null,
+    );
   };
-  const head = h("tr", {}, h("th", { scope: "col" }, what), views.map(({ run }) => h("th", { scope: "col", class: "right name" }, breakable(run))));
-  const rows = names.slice(0, MOST_ROWS).map((name) => h("tr", {}, h("th", { scope: "row", class: "holder" }, breakable(name)), sides.map((side, i) => cell(side, name, i))));
-  const left = names.length > MOST_ROWS ? h("p", { class: "remark" }, `${whole(names.length - MOST_ROWS)} more differ by less.`) : null;
-  return h("section", { class: "card" }, h("h3", {}, `Memory by ${what} at the peak of a step`),
-    h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, rows))), left);
+  const head = h(
+    "tr",
+    {},
+    h("th", { scope: "col" }, what),
+    views.map(({ run }) => h("th", { scope: "col", class: "right name" }, breakable(run))),
+  );
+  const rows = names.slice(0, MOST_ROWS).map((name) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row", class: "holder" }, breakable(name)),
+      sides.map((side, i) => cell(side, name, i)),
+    ),
+  );
+  const left =
+    names.length > MOST_ROWS
+      ? h("p", { class: "remark" }, `${whole(names.length - MOST_ROWS)} more differ by less.`)
+      : null;
+  return h(
+    "section",
+    { class: "card" },
+    h("h3", {}, `Memory by ${what} at the peak of a step`),
+    h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, rows))),
+    left,
+  );
 }
 
 export class ComparePage {
@@ -93,11 +170,33 @@ export class ComparePage {
       const first = new Set(runs.filter((run) => run.last_step !== null).slice(-AT_FIRST));
       this.left = new Set(runs.filter((run) => !first.has(run)).map((run) => run.run));
     }
-    const boxes = runs.map((run) => h("label", { class: "choice" }, h("input", { type: "checkbox", checked: !this.left.has(run.run), onchange: (event) => {
-      if (event.target.checked) this.left.delete(run.run); else this.left.add(run.run);
-      draw();
-    } }), run.run));
-    this.container.replaceChildren(h("section", { class: "card" }, h("h3", {}, "Runs side by side"), h("fieldset", { class: "choices" }, h("legend", {}, "runs"), boxes), place), curves, holders);
+    const boxes = runs.map((run) =>
+      h(
+        "label",
+        { class: "choice" },
+        h("input", {
+          type: "checkbox",
+          checked: !this.left.has(run.run),
+          onchange: (event) => {
+            if (event.target.checked) this.left.delete(run.run);
+            else this.left.add(run.run);
+            draw();
+          },
+        }),
+        run.run,
+      ),
+    );
+    this.container.replaceChildren(
+      h(
+        "section",
+        { class: "card" },
+        h("h3", {}, "Runs side by side"),
+        h("fieldset", { class: "choices" }, h("legend", {}, "runs"), boxes),
+        place,
+      ),
+      curves,
+      holders,
+    );
     draw();
   }
 
@@ -106,17 +205,43 @@ export class ComparePage {
     const views = await Promise.all(chosen.map(({ run }) => this.source.run(run, null)));
     if (this.drawn !== chosen || !place.isConnected) return;
     this.linked?.destroy();
-    const linked = this.linked = new LinkedCharts(() => {});
+    const linked = (this.linked = new LinkedCharts());
     const steps = views.flatMap((view) => view.groups.flatMap((group) => [group.steps[0], group.steps.at(-1)]));
     if (steps.length) linked.setFull(Math.min(...steps), Math.max(...steps));
     const { allocated, reserved, norm, val, time, capacity } = colours();
     const paint = [...new Set([allocated, reserved, norm, val, time, capacity])];
     const charts = CURVES.map(([title, describe, wanted, change, format, isSize]) => {
-      const series = views.flatMap((view, i) => view.groups.flatMap((group) => Object.keys(group.series).filter(wanted).map((tag) => ({ label: view.run, colour: paint[i % paint.length], style: "line", data: column(group, tag, change) }))));
-      return series.length ? new StepChart(linked, { title, describe: `One curve for each run: ${describe}.`, series, height: 240, format, isSize }) : null;
+      const series = views.flatMap((view, i) =>
+        view.groups.flatMap((group) =>
+          Object.keys(group.series)
+            .filter(wanted)
+            .map((tag) => ({
+              label: view.run,
+              colour: paint[i % paint.length],
+              style: "line",
+              data: column(group, tag, change),
+            })),
+        ),
+      );
+      return series.length
+        ? new StepChart(linked, {
+            title,
+            describe: `One curve for each run: ${describe}.`,
+            series,
+            height: 240,
+            format,
+            isSize,
+          })
+        : null;
     });
-    clear(place, charts.map((chart) => chart?.element ?? null));
-    requestAnimationFrame(() => { linked.charts.forEach((chart) => chart.fit()); linked.draw(); });
+    clear(
+      place,
+      charts.map((chart) => chart?.element ?? null),
+    );
+    requestAnimationFrame(() => {
+      linked.charts.forEach((chart) => chart.fit());
+      linked.draw();
+    });
   }
 
   // What the peaks consist of, in the runs that have a snapshot of a step.
@@ -125,7 +250,16 @@ export class ComparePage {
     if (this.drawn !== chosen || !place.isConnected) return;
     const views = steps.filter(({ step }) => step.timeline);
     if (views.length < 2) {
-      clear(place, chosen.length < 2 ? null : h("p", { class: "remark" }, "Memory by module is compared where two runs have a snapshot of a step: MemoryMonitor(snapshot_at_step=...) takes one."));
+      clear(
+        place,
+        chosen.length < 2
+          ? null
+          : h(
+              "p",
+              { class: "remark" },
+              "Memory by module is compared where two runs have a snapshot of a step: MemoryMonitor(snapshot_at_step=...) takes one.",
+            ),
+      );
       return;
     }
     clear(place, holdersTable("module", views, "modules"), holdersTable("line", views, "lines"));

@@ -1,7 +1,13 @@
 // Numbers as people read them: sizes in the unit that suits them, three digits.
 
 const GIB = 2 ** 30;
-const UNITS = [["B", 1], ["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", GIB], ["TiB", 2 ** 40]];
+const UNITS = [
+  ["B", 1],
+  ["KiB", 2 ** 10],
+  ["MiB", 2 ** 20],
+  ["GiB", GIB],
+  ["TiB", 2 ** 40],
+];
 
 export const bytesOf = (gib) => (gib === null || gib === undefined ? null : gib * GIB);
 
@@ -30,7 +36,8 @@ export function milliseconds(ms) {
 }
 
 export const number = (value) => (value === null || value === undefined ? "–" : threeDigits(value));
-export const whole = (value) => (value === null || value === undefined ? "–" : (Math.round(value) + 0).toLocaleString("en-US")); // + 0: no "-0"
+export const whole = (value) =>
+  value === null || value === undefined ? "–" : (Math.round(value) + 0).toLocaleString("en-US"); // + 0: no "-0"
 
 // For an axis: without zeros at the end, "0.5" and not "0.500".
 export const tick = (text) => text.replace(/(\.\d*?)0+(?=\s|$)/, "$1").replace(/\.(?=\s|$)/, "");

@@ -1,7 +1,18 @@
 // The tab in TensorBoard: loads its styles and asks the plugin's routes.
 
 const here = (path) => new URL(path, import.meta.url);
-const MODULES = ["app", "charts", "compare_page", "dom", "format", "markdown", "reports_page", "run_page", "step_chart", "theme", "uPlot.esm"];
+const MODULES = [
+  "app",
+  "charts",
+  "compare_page",
+  "dom",
+  "format",
+  "reports_page",
+  "run_page",
+  "step_chart",
+  "theme",
+  "uPlot.esm",
+];
 const STYLES = ["./uPlot.min.css", "./memory_tab.css"];
 
 // Everything that the first picture needs is asked for at once: each round to the server would wait for the one before.
@@ -15,7 +26,8 @@ function urlOf(path, query) {
 
 async function answer(url) {
   const response = await fetch(url);
-  if (!response.ok) throw new Error((await response.text()).slice(0, 500) || `TensorBoard answered ${response.status}.`);
+  if (!response.ok)
+    throw new Error((await response.text()).slice(0, 500) || `TensorBoard answered ${response.status}.`);
   return response.json();
 }
 
@@ -33,28 +45,33 @@ function ask(path, query = {}) {
   return coming ?? answer(url);
 }
 
-const ofRun = (run, shown) => ({ run, buckets: Math.max(200, Math.min(1000, Math.round(innerWidth / 2))), ...(shown ? { first: shown[0], last: shown[1] } : {}) });
-
 const source = {
   grows: true,
   runs: () => ask("./runs"),
   step: (run, snapshot) => ask("./step", { run, ...(snapshot ? { snapshot } : {}) }),
   reports: (run) => ask("./reports", { run }),
-  run: (run, shown) => ask("./run", ofRun(run, shown)),
+  run: (run) => ask("./run", { run }),
 };
 
 function link(rel, path) {
   const element = document.createElement("link");
   element.rel = rel;
   element.href = here(path);
-  const loaded = new Promise((done) => { element.onload = element.onerror = done; });
+  const loaded = new Promise((done) => {
+    element.onload = element.onerror = done;
+  });
   document.head.append(element);
   return loaded;
 }
 
 const styled = Promise.all(STYLES.map((path) => link("stylesheet", path)));
 MODULES.forEach((name) => link("modulepreload", `./${name}.js`));
-begin(urlOf("./runs", {})).then(({ newest }) => { if (newest !== undefined) begin(urlOf("./run", ofRun(newest))); }, () => {});
+begin(urlOf("./runs", {})).then(
+  ({ newest }) => {
+    if (newest !== undefined) begin(urlOf("./run", { run: newest }));
+  },
+  () => {},
+);
 
 export async function render() {
   document.documentElement.lang = "en";

@@ -2,12 +2,16 @@
 
 import { h } from "./dom.js";
 import { whole } from "./format.js";
-import { markdown } from "./markdown.js";
 
 const TITLES = {
-  "memtools/memory_summary": "Memory summary", "memtools/checkpoint_plan": "Checkpoint plan", "memtools/oom_report": "Out of memory",
-  "memtools/nonfinite_report": "NaN or Inf", "memtools/batch_size": "Batch size", "memtools/doctor": "Training doctor",
-  "memtools/leak": "Leak found", "memtools/loss_spike": "Loss spike",
+  "memtools/memory_summary": "Memory summary",
+  "memtools/checkpoint_plan": "Checkpoint plan",
+  "memtools/oom_report": "Out of memory",
+  "memtools/nonfinite_report": "NaN or Inf",
+  "memtools/batch_size": "Batch size",
+  "memtools/doctor": "Training doctor",
+  "memtools/leak": "Leak found",
+  "memtools/loss_spike": "Loss spike",
 };
 const OPEN_AT_FIRST = 3;
 
@@ -22,9 +26,29 @@ export function reports(container, entries) {
     const total = totals.get(entry.tag);
     const which = total > 1 ? `call ${total - before} of ${total}` : null;
     const when = new Date(1000 * entry.time).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
-    return h("details", { class: "card report", open: i < OPEN_AT_FIRST },
-      h("summary", {}, h("span", { class: "title" }, TITLES[entry.tag] ?? entry.tag), h("span", { class: "remark" }, [which, `step ${whole(entry.step)}`, when].filter(Boolean).join(" · "))),
-      h("div", { class: "text" }, markdown(entry.text)));
+    const text = h("div", { class: "text" });
+    text.innerHTML = entry.html; // the server's markdown-it, which shows HTML in a report as text
+    return h(
+      "details",
+      { class: "card report", open: i < OPEN_AT_FIRST },
+      h(
+        "summary",
+        {},
+        h("span", { class: "title" }, TITLES[entry.tag] ?? entry.tag),
+        h("span", { class: "remark" }, [which, `step ${whole(entry.step)}`, when].filter(Boolean).join(" · ")),
+      ),
+      text,
+    );
   });
-  container.replaceChildren(...(cards.length ? cards : [h("p", { class: "card empty" }, "This run has no reports yet. Callbacks write them when fit, validate, test or predict ends, and when something goes wrong.")]));
+  container.replaceChildren(
+    ...(cards.length
+      ? cards
+      : [
+          h(
+            "p",
+            { class: "card empty" },
+            "This run has no reports yet. Callbacks write them when fit, validate, test or predict ends, and when something goes wrong.",
+          ),
+        ]),
+  );
 }

@@ -12,7 +12,10 @@ const SHOWN_NAMES = 3;
 // Parts without a colour of their own, such as lines of a program, take the colours in turn.
 export function colourOf(name, i) {
   const { parts } = colours();
-  return parts[name] ?? (name === "everything else" ? parts.other : Object.values(parts)[i % (Object.keys(parts).length - 1)]);
+  return (
+    parts[name] ??
+    (name === "everything else" ? parts.other : Object.values(parts)[i % (Object.keys(parts).length - 1)])
+  );
 }
 
 function stacked(view) {
@@ -23,10 +26,22 @@ function stacked(view) {
     const own = new Map(view.columns.map((at, k) => [at, values[k]]));
     const ceiling = values.map((value, k) => (totals[k] += value));
     const colour = colourOf(name, i);
-    return { label: PART_NAMES[name] ?? name, colour, fill: colour, style: "area", data: [view.columns, ceiling], part: (at) => own.get(at) ?? null };
+    return {
+      label: PART_NAMES[name] ?? name,
+      colour,
+      fill: colour,
+      style: "area",
+      data: [view.columns, ceiling],
+      part: (at) => own.get(at) ?? null,
+    };
   });
   const reserved = { label: "reserved", colour: colours().line, style: "limit", data: [view.columns, view.reserved] };
-  const peak = { label: "peak", colour: colours().marks.oom, style: "points", data: [[view.peak.at], [view.peak.bytes]] };
+  const peak = {
+    label: "peak",
+    colour: colours().marks.oom,
+    style: "points",
+    data: [[view.peak.at], [view.peak.bytes]],
+  };
   return [...series.reverse(), reserved, peak];
 }
 
@@ -38,29 +53,74 @@ function partOf(view, at, bytes) {
 }
 
 function holders(view) {
-  const names = ({ names }) => (names.length === 1 ? names[0] : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`);
+  const names = ({ names }) =>
+    names.length === 1
+      ? names[0]
+      : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`;
   const kind = (part) => (MADE_BY_MODULES.includes(part) ? view.holders : "tensors");
-  const each = ({ part, names, bytes }) => (names.length === 1 ? "" : `${whole(names.length)} ${kind(part)} of ${size(bytes)}: `);
+  const each = ({ part, names, bytes }) =>
+    names.length === 1 ? "" : `${whole(names.length)} ${kind(part)} of ${size(bytes)}: `;
   const hasParts = view.top.some(({ part }) => part);
-  const row = (bytes, part, words) => h("tr", {}, h("td", { class: "right" }, percent(bytes / view.peak.bytes)), h("td", { class: "right" }, size(bytes)), hasParts ? h("td", {}, PART_NAMES[part] ?? part) : null, h("td", { class: "name" }, words));
+  const row = (bytes, part, words) =>
+    h(
+      "tr",
+      {},
+      h("td", { class: "right" }, percent(bytes / view.peak.bytes)),
+      h("td", { class: "right" }, size(bytes)),
+      hasParts ? h("td", {}, PART_NAMES[part] ?? part) : null,
+      h("td", { class: "name" }, words),
+    );
   const rows = view.top.map((one) => row(one.bytes * one.names.length, one.part, each(one) + names(one)));
-  return h("div", { class: "scroll" }, h("table", { class: "holders" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "share"), h("th", { scope: "col", class: "right" }, "held"), hasParts ? h("th", { scope: "col" }, "what") : null, h("th", { scope: "col" }, "by"))),
-    h("tbody", {}, rows, row(view.peak.bytes, "", "total at the peak"))));
+  return h(
+    "div",
+    { class: "scroll" },
+    h(
+      "table",
+      { class: "holders" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col", class: "right" }, "share"),
+          h("th", { scope: "col", class: "right" }, "held"),
+          hasParts ? h("th", { scope: "col" }, "what") : null,
+          h("th", { scope: "col" }, "by"),
+        ),
+      ),
+      h("tbody", {}, rows, row(view.peak.bytes, "", "total at the peak")),
+    ),
+  );
 }
 
 // Returns the element, and the chart for whoever follows its cursor.
 export function stepChart(view, title) {
-  const linked = new LinkedCharts(() => {});
+  const linked = new LinkedCharts();
   linked.setFull(0, view.n_events);
   const where = view.peak.phase ? `, in ${view.peak.phase}` : "";
   const words = `Peak allocated ${size(view.peak.bytes)} at event ${whole(view.peak.at)}${where}. An event is an allocation or a freeing; ${view.name}.`;
   const chart = new StepChart(linked, {
-    title, describe: words, series: stacked(view), height: 360, format: size, isSize: true, unit: "event", phases: view.phases,
+    title,
+    describe: words,
+    series: stacked(view),
+    height: 360,
+    format: size,
+    isSize: true,
+    unit: "event",
+    phases: view.phases,
     note: h("div", { class: "note" }, h("span", {}, words)),
   });
-  requestAnimationFrame(() => { chart.fit(); linked.draw(); });
+  requestAnimationFrame(() => {
+    chart.fit();
+    linked.draw();
+  });
   const partAt = (at, bytes) => partOf(view, at, bytes);
-  const element = h("div", {}, chart.element, view.top.length ? h("section", { class: "card" }, h("h3", {}, "Who holds the peak"), holders(view)) : null);
+  const element = h(
+    "div",
+    {},
+    chart.element,
+    view.top.length ? h("section", { class: "card" }, h("h3", {}, "Who holds the peak"), holders(view)) : null,
+  );
   return { element, chart, linked, partAt };
 }

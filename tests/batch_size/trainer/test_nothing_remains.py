@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
@@ -96,21 +95,6 @@ def test_every_trial_frees_what_it_has_allocated(tmp_path, monkeypatch):
     assert all(before == after and grown <= 0 for _, before, after, grown in allocated)
 
 
-def test_on_fit_start_is_called_before_each_trial(tmp_path):
-    calls = []
-
-    class Prepares(Small):
-        def on_fit_start(self):
-            calls.append(hasattr(self, "factor"))
-            self.factor = 1.0
-
-        def loss(self, x):
-            return super().loss(x) * self.factor
-
-    fit(tmp_path, Tuner(stages=("train",)), Prepares())
-    assert not any(calls), "each call found the module as it was"
-
-
 def test_an_error_that_is_not_about_memory_is_raised_unchanged(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -125,79 +109,3 @@ def test_an_error_that_is_not_about_memory_is_raised_unchanged(tmp_path, monkeyp
         fit(tmp_path, Tuner(), model)
     assert not [*(tmp_path / "temporary").iterdir()]
     assert model.hparams["batch_size"] == 4
-
-
-def test_a_search_in_the_middle_of_training_restores_the_state(tmp_path):
-    class Grows(Constant):
-        """Takes twice the memory from epoch 1 on."""
-
-        def loss(self, x):
-            extra = (x * self.scale).tanh() * (x * self.scale).sigmoid() if self.current_epoch else x
-            return super().loss(extra)
-
-    class State(L.Callback):
-        """The state at the beginning of each epoch, before and after the tuner's turn."""
-
-        def __init__(self, into):
-            self.into = into
-
-        def on_train_epoch_start(self, trainer, pl_module):
-            state = {name: value.clone() for name, value in pl_module.state_dict().items()}
-            moments = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
-            self.into.append((state, moments, trainer.global_step, torch.get_rng_state()))
-
-    before, after = [], []
-    tuner = Tuner(at_epochs=(1,), stages=("train",))
-    with VirtualDevice("128MiB"):
-        L.seed_everything(0, verbose=False)
-        model = Grows(n=200)
-        run = trainer(tmp_path, State(before), tuner, State(after), logger=False, max_epochs=2, limit_val_batches=0)
-        run.fit(model)
-    first, second = {trial.size for trial in tuner.result.trials}, tuner.result.sizes["train"]
-    assert second in first
-    sizes = sorted(set(model.seen), reverse=True)
-    assert second in sizes
-    assert second < 0.8 * sizes[0]
-    one, other = before[1], after[1]
-    assert_same_bits(one[0], other[0])
-    for index, values in one[1].items():
-        assert_same_bits(values, other[1][index])
-    assert one[2] == other[2] == -(-200 // sizes[0])
-    assert run.global_step == one[2] + -(-200 // second)
-    assert torch.equal(one[3], other[3])
-
-
-def test_a_schedule_for_a_number_of_steps_is_renewed_in_the_middle_of_training(tmp_path):
-    class Grows(Small):
-        """Takes twice the memory once `grown`."""
-
-        grown = False
-
-        def loss(self, x):
-            return super().loss((x * self.scale).tanh() * (x * self.scale).sigmoid() if self.grown else x)
-
-    class Grow(L.Callback):
-        """Not by epoch: trials run through epochs too, and take the larger memory into account at once."""
-
-        takes_part_in_trials = False
-
-        def on_train_epoch_end(self, _, model):
-            model.grown = True
-
-    tuner = Tuner(at_epochs=(1,), stages=("train",), max_trials=6)
-    _, run = fit(tmp_path, tuner, Grows(n=100), Grow(), max_epochs=2)
-    steps = -(-100 // tuner.result.sizes["train"])
-    assert run.global_step < 2 * steps, "the first epoch had fewer"
-    scheduler = run.lr_scheduler_configs[0].scheduler
-    (optimizer,) = run.optimizers
-    assert scheduler.optimizer is optimizer
-    assert scheduler.total_steps == 2 * steps
-    assert scheduler.last_epoch == 2 * steps, "it ends with the training"
-    anew = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    other = torch.optim.lr_scheduler.OneCycleLR(anew, 1e-2, total_steps=2 * steps)
-    for _ in range(2 * steps):
-        anew.step()
-        other.step()
-    for name in ("lr", "min_lr"):
-        assert optimizer.param_groups[0][name] == anew.param_groups[0][name]
-    assert all(state["step"] == run.global_step for state in optimizer.state.values())

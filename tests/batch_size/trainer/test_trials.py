@@ -40,36 +40,6 @@ def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
     assert {"BatchSizeTuner", "EarlyStopping", "MemoryMonitor"} <= set(present[-1])
 
 
-def test_a_callbacks_memory_counts(tmp_path):
-    class Holds(L.Callback):
-        def on_fit_start(self, trainer, pl_module):
-            self.kept = torch.empty(50 * MIB, dtype=torch.uint8)
-
-    sizes = []
-    for callbacks in ((), (Holds(),)):
-        tuner = Tuner(stages=("train",))
-        fit(tmp_path, tuner, None, *callbacks)
-        sizes.append(tuner.result.sizes["train"])
-    assert sizes[1] < 0.75 * sizes[0]
-
-
-def test_accumulation_does_not_multiply_the_work(tmp_path):
-    n_batches = []
-
-    class Counts(Small):
-        def training_step(self, batch, batch_idx):
-            if any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
-                n_batches.append(len(batch))
-            return super().training_step(batch, batch_idx)
-
-    tuner = Tuner(stages=("train",))
-    _, run = fit(tmp_path, tuner, Counts(), accumulate_grad_batches=50)
-    assert run.accumulate_grad_batches == 50
-    trials = tuner.result.trials
-    # Two steps of two micro-batches; sizes that take more than half of the limit wait for steady memory.
-    assert len(n_batches) <= 2 * sum(2 if one.tightest.peak < one.tightest.limit / 2 else 6 for one in trials)
-
-
 def test_a_search_that_takes_longer_says_which_trial_it_is_at(tmp_path, capsys):
     line = r"BatchSizeTuner is trying batches of 4 in train, trial 1 of at most \d+ \(\d+ s so far\)"
     said = [""]
@@ -137,37 +107,6 @@ def test_a_killed_worker_is_a_failed_trial(tmp_path):
     fit(tmp_path, tuner, None, loaders=loader)
     assert "a data-loader worker was killed" in {trial.outcome for trial in tuner.result.trials}
     assert tuner.result.sizes["train"] <= 10
-
-
-@pytest.mark.parametrize("who", ["the data set", "a function"])
-def test_the_largest_samples_are_used_in_trials(tmp_path, who):
-    class Longer(Dataset):
-        def __init__(self):
-            if who == "the data set":
-                self.lengths = [1 + (i % 50) for i in range(500)]
-
-        def __len__(self):
-            return 500
-
-        def __getitem__(self, index):
-            return torch.ones((1 + index % 50) * 1311)
-
-    longest = []
-
-    class Watching(Small):
-        def training_step(self, batch, batch_idx):
-            if any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
-                longest.append((len(batch), batch.shape[1]))
-            return super().training_step(nn.functional.pad(batch, (0, WIDTH - batch.shape[1])), batch_idx)
-
-    def collate(samples):
-        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
-
-    tuner = Tuner(stages=("train",))
-    if who == "a function":
-        tuner.worst_case = lambda data, n: [49 + 50 * (i % 10) for i in range(n)]
-    fit(tmp_path, tuner, Watching(), loaders=DataLoader(Longer(), 2, collate_fn=collate))
-    assert {length for _, length in longest} == {50 * 1311}
 
 
 class Layers(Constant):
@@ -256,35 +195,6 @@ def test_checkpointing_is_applied_in_trials(tmp_path, capsys):
     assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, None, Layers(size, n=100), limit_val_batches=0)
-
-
-class WideLayers(Layers):
-    """With a layer that is not recomputed, and that takes the more of a step's activations the smaller the batch is."""
-
-    def __init__(self, batch_size=4, n=N):
-        super().__init__(batch_size, n)
-        self.table = nn.Parameter(torch.full((16, WIDTH), 0.5))
-
-    def loss(self, x):
-        return super().loss(x) + self.table.tanh().sin().exp().mean()
-
-
-def test_a_share_that_a_small_trial_cannot_reach_does_not_end_the_search(tmp_path, capsys):
-    tuner, checkpointing = Tuner(stages=("train",), max_trials=5), GradientCheckpointing(memory_budget=0.75)
-    fit(tmp_path, tuner, WideLayers(n=100), checkpointing)
-    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*raise the budget"):
-        fit(tmp_path, None, WideLayers(2, n=100), GradientCheckpointing(memory_budget=0.75), limit_val_batches=0)
-    plan = checkpointing.plan
-    assert tuner.result.sizes["train"] > 10
-    assert plan.planned.activation_bytes <= 0.75 * plan.plain.activation_bytes, "the fit's plan keeps to the share"
-    assert not checkpointing.is_in_trial
-
-
-def test_a_trial_that_no_plan_can_fit_into_a_size_is_too_large(tmp_path, capsys):
-    tuner = Tuner(stages=("train",), init_val=90, max_trials=6)
-    fit(tmp_path, tuner, Layers(n=100), GradientCheckpointing(memory_budget="48MiB"), capacity="1GiB")
-    assert tuner.result.trials[0].outcome == "out of memory"
-    assert 10 < tuner.result.sizes["train"] < 90
 
 
 def watching():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import time
 
-import lightning as L
 import pytest
 import torch
 
@@ -27,17 +24,6 @@ def test_networks_trained_in_turn_by_hand_survive_the_fit_with_no_fewer_samples_
         trainer.fit(model)
     assert trainer.global_step == 100
     assert model.batch_size == tuner.result.sizes["train"] >= 16
-
-
-def test_a_configured_size_that_leaves_less_than_the_margin_stays(tmp_path):
-    """Nothing larger fits either, since memory grows with the batch."""
-    tuners = [Tuner(stages=("train",), margin=margin, max_trials=8) for margin in (0.0, 0.4)]
-    most, _ = fit(tmp_path, tuners[0], Constant())
-    configured = most.hparams.batch_size
-    again, _ = fit(tmp_path, tuners[1], Constant(batch_size=configured))
-    assert tuners[1].result.sizes["train"] == again.hparams.batch_size == configured
-    assert [trial.size for trial in tuners[1].result.trials] == [configured]
-    assert tuners[1].result.trials[0].is_within_margin
 
 
 def test_a_size_that_an_operator_refuses_is_an_upper_bound_and_its_error_is_quoted(tmp_path):
@@ -96,13 +82,6 @@ def test_a_fit_goes_on_with_the_configured_size_where_no_search_can_be_run(tmp_p
         fit(tmp_path, Tuner(stages=("train",), batch_arg_name="size_of_batch"), Constant(), max_steps=2)
 
 
-def test_a_fit_goes_on_with_the_configured_size_where_none_fits(tmp_path):
-    """And runs out of memory by itself, since nothing fits."""
-    tuner = Tuner(stages=("train",), on_failure="warn")
-    with pytest.warns(UserWarning, match="No batch size fits"), pytest.raises(torch.OutOfMemoryError):
-        fit(tmp_path, tuner, Constant(), capacity="4MiB", max_steps=2)
-
-
 class Paced(Constant):
     """Up to 32 samples a step takes equally long, and then more than in proportion to them."""
 
@@ -138,45 +117,3 @@ def test_throughput_is_refused_on_a_simulated_device(tmp_path):
 def test_arguments_out_of_range(argument, value):
     with pytest.raises(ValueError, match=argument):
         BatchSizeTuner(**{argument: value})
-
-
-def test_two_ways_to_give_the_effective_batch_are_refused():
-    with pytest.raises(ValueError, match="effective_batch_size"):
-        BatchSizeTuner(keep="effective", effective_batch_size=64)
-
-
-class Copies(L.Callback):
-    """Copies the Trainer before each step."""
-
-    def __init__(self, copied):
-        self.copied = copied
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        assert len(self.copied(trainer).callbacks) == len(trainer.callbacks)
-        COPIES.append(trainer.global_step)
-
-
-COPIES: list[int] = []
-
-
-def pickled(one):
-    return pickle.loads(pickle.dumps(one))  # noqa: S301, our own
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_trainer_can_be_copied_in_a_trial(tmp_path, copied):
-    COPIES.clear()
-    fit(tmp_path, Tuner(stages=("train",)), Constant(n=20), Copies(copied), max_steps=1)
-    assert len(COPIES) > 2, "in trials too"
-
-
-def test_the_same_trainer_fits_twice(tmp_path):
-    tuner = Tuner(stages=("train",))
-    model, trainer = fit(tmp_path, tuner, Constant(), max_epochs=1)
-    first = tuner.result.sizes["train"]
-    with VirtualDevice("128MiB"):
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(model)
-    assert trainer.current_epoch == 2
-    assert tuner.result.sizes["train"] == model.hparams.batch_size == first
-    assert trainer.train_dataloader.batch_size == first

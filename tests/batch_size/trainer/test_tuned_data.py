@@ -8,11 +8,10 @@ import re
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler
 
 from tests.lightning_models import assert_same_bits
-from tests.tuner_runs import WIDTH, Constant, Data, N, Small, Tuner, everything_of, fit
+from tests.tuner_runs import Data, N, Small, Tuner, everything_of, fit
 
 
 class Module(L.LightningDataModule):
@@ -71,23 +70,6 @@ def test_a_batch_sampler_of_ones_own_makes_batches_of_the_size_that_was_found(tm
     assert model.seen == [size] * (N // size) + [N % size] * (N % size > 0)
 
 
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, n=100):
-        self.n = n
-
-    def __iter__(self):
-        return (torch.full((WIDTH,), i / self.n) for i in range(self.n))
-
-
-def test_an_iterable_dataset_and_one_smaller_than_the_batch(tmp_path):
-    for n, expected in ((1000, None), (23, 23)):
-        tuner = Tuner(stages=("train",))
-        fit(tmp_path, tuner, Constant(), loaders=DataLoader(Stream(n), 4, drop_last=n == 1000),
-            limit_val_batches=0)  # fmt: skip
-        size = tuner.result.sizes["train"]
-        assert size == expected if expected else size > 30
-
-
 def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
     tuner = Tuner()
     _, run = fit(tmp_path, tuner, Small(n=20))
@@ -105,40 +87,6 @@ def test_no_last_batch_of_one_sample_in_front_of_batchnorm(tmp_path):
     assert tuner.result.sizes == {"train": 23}
     assert 1 not in model.seen
     assert any("BatchNorm" in note for note in tuner.result.notes)
-
-
-def test_an_interval_of_validation_in_batches_still_works(tmp_path):
-    tuner = Tuner()
-    _, run = fit(tmp_path, tuner, Small(n=100), val_check_interval=5)
-    assert run.num_training_batches >= 5
-
-
-def test_an_item_of_a_dict_that_makes_batches_of_indices(tmp_path):
-    """As scvi-tools does: the data set reads whole batches, whose indices come from the loader's sampler."""
-
-    class ByBatches(Data):
-        def __getitem__(self, indices):
-            return torch.stack([super(ByBatches, self).__getitem__(i) for i in indices])
-
-    class Module(L.LightningDataModule):
-        def __init__(self):
-            super().__init__()
-            self.loader_kwargs = {"batch_size": 4}
-
-        def train_dataloader(self):
-            sampler = BatchSampler(range(N), drop_last=False, **self.loader_kwargs)
-            return DataLoader(ByBatches(), sampler=sampler, batch_size=None)
-
-    class Model(Constant):
-        train_dataloader = L.LightningModule.train_dataloader
-
-    with pytest.raises(ValueError, match=r"Similar names there: .*loader_kwargs.batch_size"):
-        fit(tmp_path, Tuner(stages=("train",), batch_arg_name="batch"), Model(), datamodule=Module())
-    data = Module()
-    tuner = Tuner(stages=("train",), batch_arg_name="loader_kwargs.batch_size", max_trials=8)
-    model, _ = fit(tmp_path, tuner, Model(), datamodule=data, max_epochs=1)
-    assert [trial.size for trial in tuner.result.trials][:1] == [4]
-    assert data.loader_kwargs["batch_size"] == tuner.result.sizes["train"] == max(model.seen) > 40
 
 
 def test_an_attribute_that_does_not_exist_is_named(tmp_path):
@@ -177,20 +125,3 @@ def test_a_validation_loader_that_keeps_its_size_can_be_left_out(tmp_path):
     tuner = Tuner(stages=("train",))
     fit(tmp_path, tuner, FixedValidation())
     assert tuner.result.sizes["train"] > 4
-
-
-def test_a_passed_loader_that_cannot_be_resized(tmp_path):
-    with pytest.raises(ValueError, match="it has batch_size=None"):
-        fit(tmp_path, Tuner(), loaders=DataLoader(Data(), batch_size=None))
-
-
-def test_tensors_in_datasets_stay(tmp_path):
-    data = TensorDataset(torch.ones(60, WIDTH))
-
-    class Pairs(Small):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch[0], batch_idx)
-
-    tuner = Tuner(stages=("train",))
-    fit(tmp_path, tuner, Pairs(), loaders=DataLoader(data, 4))
-    assert 30 < tuner.result.sizes["train"] <= 60

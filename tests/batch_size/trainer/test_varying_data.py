@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, random_split
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_memtools.batch_size.resized_loaders import worst_first
-from lightning_memtools.batch_size.sample_sizes import declared_sizes, measured_sizes
+from lightning_memtools.batch_size.sample_sizes import measured_sizes
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from tests.tuner_runs import Constant, Tuner, fit
 
@@ -112,20 +110,6 @@ def test_the_found_size_fits_in_the_whole_fit_and_is_near_the_largest_that_does(
     assert any("vary in size" in note for note in tuner.result.notes)
 
 
-def test_samples_that_could_not_all_be_read_are_told_of():
-    sizes = measured_sizes(Texts(), seconds=0.0)
-    assert not sizes.are_complete
-    assert "1 of 600 samples were looked at" in sizes.described()
-
-
-def test_equal_samples_are_not_said_to_vary_and_the_loader_stays():
-    data = [torch.ones(3) for _ in range(10)]
-    sizes = measured_sizes(data)
-    assert not sizes.vary
-    loader = DataLoader(data, 2)
-    assert worst_first(loader, 2, None, sizes) is loader
-
-
 def test_reading_samples_draws_no_random_numbers():
     class Draws(Texts):
         def __getitem__(self, index):
@@ -134,38 +118,3 @@ def test_reading_samples_draws_no_random_numbers():
     before = torch.get_rng_state()
     assert measured_sizes(Draws()).vary
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_lengths_are_told_through_parts_of_data_sets():
-    class Tells(Texts):
-        @property
-        def lengths(self):
-            return self.n_words
-
-    data = Tells(20, outliers=2)
-    part, rest = random_split(data, [5, 15])
-    assert [declared_sizes(part).of[i] for i in range(5)] == [data.n_words[i] for i in part.indices]
-    both = declared_sizes(ConcatDataset([rest, data]))
-    assert both.of[15] == data.n_words[0]
-    assert both.n_samples == 35
-    longest = max(both.of, key=both.of.get)
-    assert both.largest(1) == [longest]
-
-
-def test_the_largest_in_each_dimension_come_first():
-    shapes = [(3, 10, 10), (3, 30, 2), (3, 2, 30), (3, 15, 15)]
-    sizes = measured_sizes([torch.zeros(shape) for shape in shapes])
-    assert set(sizes.largest(2)) <= {1, 2, 3}
-    assert set(sizes.largest(3)) == {1, 2, 3}
-
-
-def test_a_stream_of_varying_shapes_is_told_of(tmp_path):
-    class Stream(IterableDataset[Any]):
-        def __iter__(self):
-            return (torch.full((n * STEP,), 0.5) for n in lengths_of(64, outliers=4))
-
-    tuner = Tuner(stages=("train",), max_trials=2, max_val=8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(tmp_path, tuner, OfAnyLength(), loaders=DataLoader(Stream(), 2, collate_fn=padded))
-    assert any("batches vary in shape" in note for note in tuner.result.notes)

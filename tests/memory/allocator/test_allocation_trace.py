@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
@@ -60,26 +58,6 @@ def test_events_are_recorded_in_order_with_allocations_by_number():
     ]
 
 
-def test_stream_pool_and_label_are_stored_once():
-    allocator = CachingAllocator(record=True)
-    for label in ["a", "a", "b", "a"]:
-        allocator.malloc(512, label=label)
-    assert len(allocator.trace.contexts) == 3
-    assert len(allocator.trace) == 4 + 3
-
-
-def test_a_recorded_event_takes_about_8_bytes():
-    allocator = CachingAllocator(record=True)
-    for _ in range(10_000):
-        allocator.free(allocator.malloc(4096))
-    assert len(allocator.trace) == 20_000
-    assert allocator.trace.n_bytes == 160_000
-
-
-def test_without_recording_there_is_no_trace() -> None:
-    assert CachingAllocator().trace is None
-
-
 def test_a_saved_trace_is_the_same_when_loaded(tmp_path):
     config = AllocatorConfig.parse("max_split_size_mb:64,roundup_power2_divisions:4")
     trace = recorded().trace
@@ -89,23 +67,6 @@ def test_a_saved_trace_is_the_same_when_loaded(tmp_path):
     assert (loaded.config, loaded.capacity, loaded.used_by_others) == (config, 100 * MIB, MIB)
     assert loaded.contexts == trace.contexts
     assert list(loaded.events()) == list(trace.events())
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "not json",
-        "[]",
-        "{}",
-        json.dumps({"format": "lightning_memtools allocator trace", "version": 99}),
-        '{"format": 1}',
-    ],
-)
-def test_other_files_are_refused_with_their_name(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json .*version 1"):
-        AllocationTrace.load(path)
 
 
 def trace_of(*sizes: int, labels: tuple[str, ...] = ("a", "a")) -> AllocationTrace:

@@ -1,4 +1,4 @@
-"""Rules 5 (lookup), 7 (split) and 8 (merge), one by one."""
+"""Rules 5 (lookup), 6 (release), 7 (split), 8 (merge) and 9 (empty_cache), one by one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator
-from tests.memory.allocator.pair import cached
+from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator
 
 KIB, MIB = 2**10, 2**20
+
+
+def cached(allocator: CachingAllocator, *segments: int) -> list[Block]:
+    """Leave free segments of these sizes in the cache, in this order of age."""
+    blocks = [allocator.malloc(size) for size in segments]
+    for block in blocks:
+        allocator.free(block)
+    return blocks
 
 
 def sizes(allocator: CachingAllocator) -> list[tuple[int, bool]]:
@@ -42,21 +49,6 @@ def test_among_equals_of_one_segment_the_lower_address_is_taken() -> None:
     assert allocator.malloc(512).address == blocks[3].address
 
 
-def test_a_block_of_exactly_the_size_is_not_split() -> None:
-    allocator = CachingAllocator()
-    cached(allocator, 12 * MIB)
-    allocator.malloc(12 * MIB)
-    assert sizes(allocator) == [(12 * KIB, True)]
-
-
-def test_small_blocks_are_split_to_the_last_512_bytes() -> None:
-    allocator = CachingAllocator()
-    block = allocator.malloc(MIB)
-    allocator.malloc(MIB - 512)
-    assert [b.size for b in allocator.blocks()] == [MIB, MIB - 512, 512]
-    assert block.size == MIB
-
-
 @pytest.mark.parametrize(("rest", "is_split"), [(MIB, False), (MIB + 512, True)])
 def test_large_blocks_are_split_when_more_than_1_mib_is_left(rest: int, is_split: bool) -> None:
     allocator = CachingAllocator()
@@ -64,14 +56,6 @@ def test_large_blocks_are_split_when_more_than_1_mib_is_left(rest: int, is_split
     assert allocator.reserved == 12 * MIB
     assert block.size == (12 * MIB - rest if is_split else 12 * MIB)
     assert len(list(allocator.blocks())) == (2 if is_split else 1)
-
-
-def test_the_front_goes_to_the_caller_and_the_rest_is_free() -> None:
-    allocator = CachingAllocator()
-    first, second = allocator.malloc(3 * MIB), allocator.malloc(5 * MIB)
-    assert second.address == first.address + 3 * MIB
-    assert sizes(allocator) == [(3 * KIB, True), (5 * KIB, True), (12 * KIB, False)]
-    assert allocator.stats().inactive_split == 12 * MIB
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
@@ -97,13 +81,6 @@ def test_small_and_large_requests_do_not_share_segments() -> None:
     assert allocator.reserved == 22 * MIB
 
 
-def test_without_a_split_the_whole_block_counts_as_allocated() -> None:
-    allocator = CachingAllocator()
-    block = allocator.malloc(11 * MIB + 1)
-    assert (block.size, block.requested) == (12 * MIB, 11 * MIB + 1)
-    assert allocator.allocated == 12 * MIB
-
-
 # --- max_split_size_mb
 
 
@@ -125,3 +102,67 @@ def test_which_oversize_blocks_serve_which_requests(rounding, segments, asked, s
     cached(allocator, *segments)
     assert allocator.malloc(asked).size == size
     assert allocator.reserved == reserved * MIB
+
+
+# --- what is released
+
+
+def held_segments(allocator: CachingAllocator) -> list[int]:
+    return [segment.size // MIB for segment in allocator.segments()]
+
+
+def test_emptying_the_cache_spares_segments_in_use() -> None:
+    allocator = CachingAllocator()
+    used = [allocator.malloc(3 * MIB), allocator.malloc(4)]
+    cached(allocator, 18 * MIB, 30 * MIB)
+    assert allocator.reclaimable == 48 * MIB
+    allocator.empty_cache()
+    assert held_segments(allocator) == [20, 2]
+    assert allocator.stats().inactive_split == 17 * MIB + 2 * MIB - 512
+    for block in used:
+        allocator.free(block)
+    assert allocator.reclaimable == 22 * MIB
+
+
+SPLIT = AllocatorConfig.parse("max_split_size_mb:40")
+GARBAGE = AllocatorConfig.parse("garbage_collection_threshold:0.5,per_process_memory_fraction:0.8")
+
+
+@pytest.mark.parametrize(
+    ("config", "capacity", "kept", "held", "retries"),
+    [
+        # The oversize block that is large enough, and no other: 90 is 20 MiB or more too large to be taken.
+        (SPLIT, 200, (50, 90, 20, 60), [50, 20, 60], 0),
+        # From the largest until there is enough: 60, then 50, together more than 100.
+        (SPLIT, 200, (42, 60, 50, 20, 100), [42, 20, 100], 0),
+        # Everything where oversize blocks are not enough.
+        (SPLIT, 200, (42, 60, 50, 20, 180), [180], 1),
+        # release_available_cached_blocks looks in the request's own pool: a small one releases no oversize block.
+        (SPLIT, 100, (50, 50, 4 / MIB), [2], 1),
+        # Below the threshold, and without a memory fraction, no garbage is collected.
+        (GARBAGE, 250, (30, 32, 36), [30, 32, 36], 0),
+        (AllocatorConfig(garbage_collection_threshold=0.1), 250, (30, 200), [30, 200], 0),
+    ],
+)
+def test_what_a_request_releases_of_the_cache(config, capacity, kept, held, retries):
+    allocator = CachingAllocator(config, capacity=capacity * MIB)
+    *segments, asked = (int(mib * MIB) for mib in kept)
+    cached(allocator, *segments)
+    allocator.malloc(asked)
+    assert held_segments(allocator) == held
+    assert (allocator.alloc_retries, allocator.ooms) == (retries, 0)
+
+
+def test_above_the_threshold_the_oldest_cached_segments_are_released() -> None:
+    allocator = CachingAllocator(GARBAGE, capacity=250 * MIB)  # 200 allowed, collected above 100
+    old = allocator.malloc(30 * MIB)
+    allocator.free(old)
+    middle, young = allocator.malloc(32 * MIB), allocator.malloc(60 * MIB)
+    allocator.free(middle)
+    allocator.free(young)
+    # 122 MiB are held, so at least 22 have to go. Lookups since they were freed, this one counted: 3, 1 and 1. The
+    # average is 5/3, and only the first is that old.
+    assert allocator.reserved == 122 * MIB
+    allocator.malloc(64 * MIB)
+    assert held_segments(allocator) == [32, 60, 64]
+    assert allocator.alloc_retries == 0

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import random
-from copy import deepcopy
 
 import pytest
 
-from lightning_memtools.memory.allocator import CachingAllocator, copy_of
-from tests.memory.allocator.naive import MIB
-from tests.memory.allocator.pair import CONFIGS, Pair, layout
-from tests.memory.allocator.random_calls import random_call
+from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator, SimulatedOutOfMemory, copy_of
+
+MIB = 2**20
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_copy_and_its_original_each_do_what_a_naive_allocator_does(config: str) -> None:
-    pair = Pair.of(config, 220 * MIB)
-    rng = random.Random(config)  # noqa: S311, test data
+def layout(allocator: CachingAllocator) -> list[tuple[int, int, int]]:
+    return [(block.address, block.size, block.state) for block in allocator.blocks()]
+
+
+def work(allocator: CachingAllocator, seed: int) -> list[object]:
+    """Allocate and free at random, and return what happened and what is there afterwards."""
+    draw = random.Random(seed)  # noqa: S311, test data
+    held: list[Block] = [block for block in allocator.blocks() if block.allocated]
+    happened: list[object] = []
     for _ in range(300):
-        random_call(pair, rng)
-    ours = copy_of(pair.ours)
-    at = {block.address: block for block in ours.blocks() if block.allocated}
-    held = {number: at[block.address] for number, block in pair.held.items()}
-    other = Pair(ours, deepcopy(pair.naive), held, pair.n_mallocs)
-    before = layout(ours)
-    for _ in range(150):
-        random_call(other, rng)
-        other.check()
-    assert layout(other.ours) != before
-    assert layout(pair.ours) == before
-    for _ in range(150):
-        random_call(pair, rng)
-        pair.check()
+        if held and draw.random() < 0.45:
+            allocator.free(held.pop(draw.randrange(len(held))))
+            continue
+        try:
+            held.append(allocator.malloc(draw.choice([4, 700, MIB, 3 * MIB, 12 * MIB, draw.randint(1, 40 * MIB)])))
+            happened.append(held[-1].address)
+        except SimulatedOutOfMemory as error:
+            happened.append(str(error))
+            allocator.empty_cache()
+    return [*happened, layout(allocator), allocator.memory_stats()]
+
+
+@pytest.mark.parametrize("config", ["", "expandable_segments:True", "max_split_size_mb:32"])
+def test_a_copy_does_what_its_original_does_and_neither_notices_the_other(config: str) -> None:
+    allocator = CachingAllocator(AllocatorConfig.parse(config), capacity=220 * MIB)
+    work(allocator, seed=0)
+    copy, before = copy_of(allocator), layout(allocator)
+    done_by_copy = work(copy, seed=1)
+    assert layout(copy) != before
+    assert layout(allocator) == before
+    assert work(allocator, seed=1) == done_by_copy
 
 
 def test_a_segment_of_many_blocks_is_no_deeper_than_one_of_few() -> None:

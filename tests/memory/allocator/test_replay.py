@@ -9,7 +9,6 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     replay,
 )
-from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 
 MIB = 2**20
 
@@ -45,16 +44,6 @@ def test_a_smaller_device_shows_where_memory_runs_out() -> None:
     assert result.stats.alloc_retries == 7  # 24 to 48 needed what the one before held; the last try counts with the oom
 
 
-def test_the_recorded_capacity_holds_unless_another_is_given() -> None:
-    allocator = CachingAllocator(capacity=40 * MIB, record=True)
-    allocator.free(allocator.malloc(30 * MIB))
-    allocator.free(allocator.malloc(36 * MIB))
-    assert allocator.trace is not None
-    assert replay(allocator.trace).stats.alloc_retries == 1
-    assert replay(allocator.trace, capacity=None).stats.alloc_retries == 0
-    assert replay(allocator.trace, capacity=None).stats.peak_reserved == 66 * MIB
-
-
 def test_a_recorded_failure_that_succeeds_in_the_replay_is_freed_at_once() -> None:
     allocator = CachingAllocator(capacity=40 * MIB, record=True)
     kept = allocator.malloc(20 * MIB)
@@ -67,10 +56,3 @@ def test_a_recorded_failure_that_succeeds_in_the_replay_is_freed_at_once() -> No
     assert (same.completed, same.stats.ooms, same.allocator.allocated) == (True, 1, 10 * MIB)
     larger = replay(allocator.trace, capacity=80 * MIB)
     assert (larger.stats.ooms, larger.stats.peak_allocated, larger.allocator.allocated) == (0, 50 * MIB, 10 * MIB)
-
-
-def test_an_unknown_kind_of_event_is_an_error() -> None:
-    trace = growing_batches()
-    trace.add(max(TraceEventKind) + 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"Unknown kind of event {max(TraceEventKind) + 1}"):
-        replay(trace)

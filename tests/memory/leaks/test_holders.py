@@ -201,3 +201,13 @@ def test_a_cache_of_functools_is_named_by_its_function():
     assert holder.path == f"{__name__}.cached"
     assert any(held is cached(7) for held in holder.holds())
     cached.cache_clear()
+
+
+def test_a_known_dict_is_no_modules_globals():
+    history, tensor = {}, new()
+    history[0, 1] = [new(), tensor]
+    holder = find_holder(tensor, {id(history): "history in main (run.py:7)"})
+    assert holder.path == "history in main (run.py:7)[(0, 1)][1]"
+    assert holder.container_path == "history in main (run.py:7)"
+    assert holder.container is history
+    assert any(held is tensor for held in holder.holds())

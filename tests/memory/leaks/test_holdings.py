@@ -46,13 +46,6 @@ def test_a_view_counts_with_all_of_its_storage():
     assert holding_in_words(one).startswith("`Model.kept`, a list of 3 tensors, 12.0 MiB")
 
 
-def test_an_array_over_a_tensor_keeps_it():
-    with VirtualDevice() as device:
-        model = Model()
-        model.kept = mib(4).numpy()
-        assert only(held_by(model, device)).path == "Model.kept"
-
-
 def test_what_a_graph_has_saved_counts_with_the_tensor_that_carries_it():
     with VirtualDevice() as device:
         model = Model()
@@ -63,13 +56,6 @@ def test_what_a_graph_has_saved_counts_with_the_tensor_that_carries_it():
     assert one.finding.with_graph == 2
     assert 2 * MIB <= one.n_bytes < 3 * MIB
     assert "with autograd graphs" in holding_in_words(one)
-
-
-def test_a_container_with_a_limit_and_a_single_tensor_do_not_pile_up():
-    with VirtualDevice() as device:
-        model = Model()
-        model.kept = mib(4)
-        assert not only(held_by(model, device)).piles_up
 
 
 def test_models_and_optimizers_of_others_are_named_with_what_refers_to_them():
@@ -103,12 +89,3 @@ def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
             notes=BlockNotes(lambda one: one is young),
         )
     assert [(one.path, one.n_bytes) for one in held.found] == [("Model.kept", 2 * MIB)]
-
-
-def test_when_the_time_is_over_the_rest_is_counted_as_not_found():
-    with VirtualDevice() as device:
-        model = Model()
-        model.kept = [mib(4)]
-        held = held_by(model, device, seconds=-1.0)
-    assert held.found == ()
-    assert held.unheld_bytes == 4 * MIB

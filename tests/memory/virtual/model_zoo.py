@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo import torchvision_models
-
 Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
 
 
@@ -153,24 +151,6 @@ PLAIN: dict[str, Make] = {
         autocast,
     )
 }
-
-# Name and input size: small, because the machine that runs the tests is.
-TORCHVISION = {
-    "resnet18": 32,
-    "mobilenet_v3_small": 32,
-    "squeezenet1_1": 32,
-    "shufflenet_v2_x0_5": 32,
-}
-
-
-def torchvision_model(name: str) -> Make:
-    """A maker of one of torchvision's models; skips the test where torchvision cannot be had."""
-    models = torchvision_models()
-
-    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        return getattr(models, name)(num_classes=10), (torch.randn(2, 3, TORCHVISION[name], TORCHVISION[name]),)
-
-    return make
 
 
 def train_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer | None) -> Any:

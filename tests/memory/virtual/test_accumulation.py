@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_memtools import VirtualDevice
@@ -51,23 +50,6 @@ def test_the_sum_takes_a_block_only_where_autograd_cannot_reuse_a_gradient(loss_
     in_place = blocks()
     monkeypatch.setattr(accounting_mode, "is_gradient_sum", lambda *_: False)
     assert blocks() - in_place == n_saved
-
-
-def gradients(*, in_device):
-    torch.manual_seed(0)
-    net = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
-    hidden = rows = torch.randn(8, 16)
-    context = VirtualDevice() if in_device else torch.enable_grad()
-    with context:
-        for layer in net:
-            hidden = hidden + torch.tanh(layer(hidden)) * rows
-        hidden.square().sum().backward()
-    return [parameter.grad for parameter in net.parameters()]
-
-
-def test_gradients_are_bitwise_those_without_a_device():
-    for with_device, without in zip(gradients(in_device=True), gradients(in_device=False), strict=True):
-        assert torch.equal(with_device, without)
 
 
 def test_a_gradient_that_somebody_holds_is_not_written_to():

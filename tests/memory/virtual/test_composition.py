@@ -121,27 +121,6 @@ def test_mlp_is_charged_to_its_modules() -> None:
         del out
 
 
-def test_peak_of_an_adam_step_by_arithmetic() -> None:
-    with VirtualDevice() as device:
-        net = Mlp()
-        optimizer = torch.optim.Adam(net.parameters(), foreach=False)
-        x = torch.randn(BATCH, 300)
-        net(x).sum().backward()
-        optimizer.step()
-        device.reset_peaks()
-        optimizer.step()
-        p = blocks(*SIZES)
-        # One parameter after the other: the denominator, sqrt(v) and then sqrt(v) / bias correction, at the largest.
-        assert device.composition_at_peak() == {
-            "parameters": p,
-            "gradients": p,
-            "optimizer": 2 * p + 4 * 512 + 2 * blocks(300 * 500),
-            "activations": 0,
-            "inputs": blocks(BATCH * 300),
-            "other": 0,
-        }
-
-
 def test_article_a_three_bias_free_layers() -> None:
     """Three linear layers without bias, 1024-1024-1024-1, inputs of 1024 x 1024, forward and backward twice."""
     mib = 2**20
@@ -175,31 +154,6 @@ def test_article_a_three_bias_free_layers() -> None:
         assert peaks[1] > peaks[0]
 
 
-def test_loss_and_what_follows_from_activations_outside_of_modules_is_activation() -> None:
-    with VirtualDevice() as device:
-        net = nn.Linear(10, 1000)
-        with torch.no_grad():
-            out = net(torch.ones(100, 10))
-            correct = out > 0
-        noise = torch.ones(1000)
-        assert of(device) == {
-            "parameter": blocks(10000, 1000),
-            "activation": blocks(100 * 1000) + 100352,
-            "other": 4096,
-        }
-        del out, correct, noise
-
-
-def test_average_of_the_weights_is_other() -> None:
-    with VirtualDevice() as device:
-        net = nn.Linear(10, 1000)
-        average = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-        for name, parameter in net.named_parameters():
-            average[name].lerp_(parameter.detach(), 0.1)
-        p = blocks(10000, 1000)
-        assert of(device) == {"parameter": p, "other": p}
-
-
 def test_buffers_are_known_and_count_as_other_in_the_logs() -> None:
     with VirtualDevice() as device:
         norm = nn.BatchNorm1d(1000)
@@ -229,23 +183,6 @@ def test_gradients_set_by_hand_are_gradients() -> None:
         assert of(device) == {"parameter": 4096, "gradient": 4096}
 
 
-def test_accumulated_gradients_are_counted_once() -> None:
-    with VirtualDevice() as device:
-        net = nn.Linear(1000, 10, bias=False)
-        for _ in range(3):
-            net(torch.ones(7, 1000)).sum().backward()
-            assert of(device) == {"parameter": blocks(10000), "gradient": blocks(10000)}
-
-
-def test_plain_leaf_with_an_optimizer_is_a_parameter() -> None:
-    with VirtualDevice() as device:
-        weight = torch.ones(1000, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], momentum=0.9)
-        weight.square().sum().backward()
-        optimizer.step()
-        assert of(device) == {"parameter": 4096, "gradient": 4096, "optimizer": 4096}
-
-
 @pytest.mark.parametrize("as_keyword", [False, True])
 def test_closure_of_a_step_is_not_part_of_the_optimizer(as_keyword: bool) -> None:
     with VirtualDevice() as device:
@@ -267,21 +204,6 @@ def test_closure_of_a_step_is_not_part_of_the_optimizer(as_keyword: bool) -> Non
         kept.append(torch.ones(2000))
         assert of(device)["other"] == 2 * 8192
         del loss
-
-
-def test_step_that_failed_does_not_claim_what_comes_after() -> None:
-    with VirtualDevice() as device:
-        net = nn.Linear(1000, 1, bias=False)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def closure() -> float:
-            raise KeyError
-
-        with pytest.raises(KeyError):
-            optimizer.step(closure)
-        x = torch.ones(1000)
-        assert of(device) == {"parameter": 4096, "other": 4096}
-        del x
 
 
 def test_module_that_failed_does_not_claim_what_comes_after() -> None:
@@ -307,24 +229,6 @@ def test_a_category_learnt_later_corrects_the_composition_at_the_peak() -> None:
         del net.weight
         net.weight = nn.Parameter(weights)
         assert device.composition_at_peak()["parameters"] >= 4096
-
-
-def test_two_roots_of_one_class_are_told_apart() -> None:
-    with VirtualDevice() as device:
-        nets = [nn.Sequential(nn.Linear(1000, 1, bias=False)) for _ in range(2)]
-        outs = [net(torch.ones(200, 1000)) for net in nets]
-        found = device.composition().by_module
-        parameters = {name: sizes["parameter"] for name, sizes in found.items() if name != "(outside)"}
-        assert parameters == {"Sequential.0": 4096, "Sequential#2.0": 4096}
-        del outs
-
-
-def test_module_first_seen_below_another_gets_its_path_there() -> None:
-    with VirtualDevice() as device:
-        net = Mlp()
-        net.first(torch.ones(1, 300))
-        net(torch.ones(1, 300))
-        assert set(device.composition().by_module) == {"Mlp.first", "Mlp.second"}
 
 
 def test_inputs_are_known_by_being_passed_in_any_way() -> None:

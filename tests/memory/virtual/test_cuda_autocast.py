@@ -8,9 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools._torch import FakeTensorMode
-from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
-from lightning_memtools.memory.sizes import GpuShape
 from tests.memory.virtual.reading import allocated, peak
 
 
@@ -38,23 +35,6 @@ def test_autocast_for_cuda_acts_on_the_tensors_that_stand_for_cudas():
     with VirtualDevice(cuda_like=True), torch.autocast("cuda", dtype=torch.float16):
         assert (torch.randn(4, 4) @ torch.randn(4, 4)).dtype is torch.float16
     assert torch.autocast.__init__ is before
-
-
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_what_the_host_cannot_compute_in_half_precision_is_computed_and_rounded(half):
-    """Local response norm pools in three dimensions, of which the CPU has no kernel for half precision."""
-    source = torch.randn(2, 8, 4, 4).to(half)
-    with VirtualDevice(cuda_like=True), torch.autocast("cpu", dtype=half):
-        given = source.clone().requires_grad_()
-        pooled = F.avg_pool3d(given[None], 2)
-        pooled.sum().backward()
-        normed = nn.LocalResponseNorm(5)(source)
-    expected = F.avg_pool3d(source[None].float(), 2)
-    assert pooled.dtype is half
-    assert torch.equal(pooled, expected.to(half))
-    assert given.grad is not None
-    assert torch.equal(given.grad, torch.full_like(source, 0.125))
-    assert torch.allclose(normed.float(), nn.LocalResponseNorm(5)(source.float()), rtol=0.02)
 
 
 def test_what_cuda_refuses_is_refused():
@@ -89,24 +69,3 @@ def test_a_softmax_of_float16_makes_float32_without_a_copy_of_its_input(function
     assert torch.equal(found, expected)
     assert half_gradient.dtype is torch.float16
     assert torch.equal(half_gradient, gradient.half())
-
-
-def test_attention_casts_as_autocast_does_on_real_and_on_fake_tensors():
-    """Everything but float64, halves of the other kind among them (cached_cast, autocast_mode.h)."""
-    seen = []
-
-    def attend(half):
-        with torch.autocast("cpu", dtype=half):
-            for given in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-                query = torch.zeros(1, 2, 8, 8, dtype=given)
-                seen.append(F.scaled_dot_product_attention(query, query, query).dtype)
-
-    for half in (torch.float16, torch.bfloat16):
-        with VirtualDevice(cuda_like=True):
-            attend(half)
-        with FakeTensorMode(), VirtualDevice(cuda_like=True):
-            attend(half)
-        with FakeTensorMode(), VirtualDevice(cuda_like=True), CudaFunctions(GpuShape()):
-            attend(half)
-        assert seen == 3 * [half, half, half, torch.float64]
-        seen.clear()

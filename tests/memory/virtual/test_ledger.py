@@ -59,26 +59,6 @@ def test_random_history_keeps_sums_and_the_peaks_composition():
         assert ledger.bytes_at_peak() == at_peak
 
 
-def test_a_category_learnt_later_moves_bytes_of_now_and_of_the_peak():
-    ledger = VirtualLedger(CachingAllocator())
-    early, late = storage(1000), storage(2000)
-    entry = ledger.add(early, Category.OTHER, "m")
-    ledger.add(late, Category.INPUT, "m")
-    del late
-    after = storage(500)
-    newer = ledger.add(after, Category.OTHER, "m")
-    assert newer is not None
-    ledger.assign(entry, Category.PARAMETER, "n")
-    ledger.assign(newer, Category.BUFFER)
-    assert ledger.bytes_now()[Category.PARAMETER] == 1024
-    assert ledger.bytes_now()[Category.BUFFER] == 512
-    assert ledger.bytes_at_peak()[Category.PARAMETER] == 1024
-    assert ledger.bytes_at_peak()[Category.INPUT] == 2048
-    # It was made after the peak.
-    assert ledger.bytes_at_peak()[Category.BUFFER] == 0
-    assert entry.module == "n"
-
-
 def test_storages_that_die_in_a_garbage_collection_inside_the_ledger_are_settled() -> None:
     ledger = VirtualLedger(CachingAllocator())
 
@@ -117,18 +97,5 @@ def test_threads_can_make_and_drop_storages_at_once() -> None:
     for thread in threads:
         thread.join()
     assert ledger.bytes_now() == [0] * 7
-    assert ledger.allocator.allocated == 0
-    assert ledger.entries() == []
-
-
-def test_forgotten_storage_is_freed_now_and_not_again() -> None:
-    ledger = VirtualLedger(CachingAllocator())
-    made = storage(1000)
-    entry = ledger.add(made, Category.OTHER, "m")
-    assert entry is not None
-    ledger.forget(entry)
-    assert ledger.allocator.allocated == 0
-    ledger.forget(entry)
-    del made
     assert ledger.allocator.allocated == 0
     assert ledger.entries() == []

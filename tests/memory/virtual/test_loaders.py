@@ -65,15 +65,6 @@ def test_dataset_made_inside_is_host_memory_once_a_loader_reads_it() -> None:
         del kept
 
 
-def test_dataset_made_inside_is_host_memory_from_the_making_of_its_loader() -> None:
-    with VirtualDevice() as device:
-        data = TensorDataset(torch.ones(1000, 100), torch.ones(1000))
-        assert allocated(device) == 400_384 + 4096
-        loader = DataLoader(data, batch_size=32)
-        assert allocated(device) == 0
-        assert len(loader) == 32
-
-
 class Slices(IterableDataset[torch.Tensor]):
     """Yields views of its own tensor, and the whole of it at last."""
 
@@ -152,53 +143,6 @@ def test_dataset_larger_than_the_device_can_be_made_on_the_host() -> None:
         assert allocated(device) == 0
 
 
-def test_loader_inside_a_dataset_stays_on_the_host() -> None:
-    class Outer(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            for values, _ in DataLoader(Samples(), batch_size=4):
-                yield values.sum(0)
-
-    with VirtualDevice("4MiB") as device:
-        for batch in DataLoader(Outer(), batch_size=None):
-            assert allocated(device) == 4096
-            del batch
-        assert peak(device) == 4096
-
-
-def test_modules_used_while_fetching_make_host_memory() -> None:
-    augment = nn.Sequential(nn.Linear(1000, 10, bias=False))
-
-    def collate(samples):
-        return augment(torch.stack([values for values, _ in samples])).detach()
-
-    with VirtualDevice() as device:
-        for batch in DataLoader(Samples(), batch_size=4, collate_fn=collate):
-            assert peak(device) == 512
-            del batch
-
-
-class ManyNames(Dataset[torch.Tensor]):
-    """An index of many names, which is not searched for tensors, and a list of many tensors, which is."""
-
-    def __init__(self) -> None:
-        self.names = [(f"image-{i}.png", i) for i in range(2000)]
-        self.tensors = [torch.ones(1000) for _ in range(1100)]
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.tensors[index][:10]
-
-
-def test_long_lists_of_tensors_are_found() -> None:
-    with VirtualDevice() as device:
-        data = ManyNames()
-        assert allocated(device) == 1100 * 4096
-        next(iter(DataLoader(data)))
-        assert allocated(device) == 0
-
-
 class Ready(Dataset[torch.Tensor]):
     """Holds its batches ready-made, and, as some do, the optimizer of the run."""
 
@@ -211,22 +155,6 @@ class Ready(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.batches[index]
-
-
-def test_batches_that_the_dataset_keeps_leave_the_device_with_the_loop() -> None:
-    with VirtualDevice() as device:
-        data = Ready()
-        for epoch in range(2):
-            for batch in DataLoader(data, batch_size=None):
-                assert allocated(device) == 4096, epoch
-                assert device.composition().by_category["input"] == 4096
-                del batch
-            assert allocated(device) == 0
-        # The next batch was there before the last one went.
-        device.reset_peaks()
-        for _ in DataLoader(data, batch_size=None):
-            pass
-        assert peak(device) == 2 * 4096
 
 
 def test_weights_reached_from_a_dataset_stay_on_the_device() -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools._torch import storage_id
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 LENGTHS = torch.tensor([5, 5, 4, 3, 3, 2, 1])
@@ -60,22 +59,3 @@ def test_all_time_steps_take_one_space_for_backward():
     # The gates and states at each time step, six values for each of the output's, and that itself; states beside.
     assert 7 * place <= kept <= 7.1 * place
     assert out.shape == (n_steps, size, hidden)
-
-
-def test_tracked_weights_lie_in_one_buffer_with_their_values():
-    layer = nn.GRU(8, 16, 2)
-    values = [one.detach().clone() for one in layer.parameters()]
-    with VirtualDevice(cuda_like=True) as device:
-        taken = device.track(layer)
-    assert len({storage_id(one.untyped_storage()) for one in layer.parameters()}) == 1
-    assert all(torch.equal(one, value) for one, value in zip(layer.parameters(), values, strict=True))
-    assert taken == -(-sum(4 * one.numel() for one in values) // 512) * 512
-
-
-def test_a_second_derivative_is_refused_as_on_cuda():
-    layer = nn.LSTM(4, 4)
-    with VirtualDevice(cuda_like=True):
-        source = torch.randn(3, 2, 4, requires_grad=True)
-        (first,) = torch.autograd.grad(layer(source)[0].sum(), source, create_graph=True)
-        with pytest.raises(RuntimeError, match="_cudnn_rnn_backward"):
-            first.sum().backward()

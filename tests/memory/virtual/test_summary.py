@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.cuda_texts import summary_table
 
 
 def test_rows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,27 +26,3 @@ def test_rows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS = ("current", "peak", "allocated", "freed")
-
-
-def test_heading_says_simulated() -> None:
-    with VirtualDevice("24GiB") as device:
-        lines = device.summary().splitlines()
-    assert "PyTorch CUDA memory summary, virtual device (24GiB, simulated)" in lines[1]
-    assert len({len(line) for line in lines}) == 1
-
-
-def test_counts_change_unit_where_torch_changes_it() -> None:
-    names = ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes", "inactive_split_bytes")
-    counts = ("allocation", "active", "segment", "inactive_split")
-    pools = ("all", "large_pool", "small_pool")
-    stats = {f"{name}.{pool}.{kind}": 0 for name in (*names, *counts) for pool in pools for kind in KINDS}
-    stats |= {"num_ooms": 3, "num_alloc_retries": 4}
-    stats["allocation.all.current"] = 749_999
-    stats["allocation.all.peak"] = 750_000
-    stats["allocated_bytes.all.current"] = 768 * 1024 - 1
-    stats["allocated_bytes.all.peak"] = 768 * 1024
-    table = summary_table(stats, title="x")
-    assert "| Allocations           |  749999    |     750 K  |       0    |       0    |" in table
-    assert "| Allocated memory      | 786431 B   |    768 KiB |      0 B   |      0 B   |" in table
-    assert "CUDA OOMs: 3 " in table
-    assert "cudaMalloc retries: 4 " in table

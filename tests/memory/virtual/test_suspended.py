@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
-import pytest
 import torch
 from torch import nn
 
@@ -53,33 +50,3 @@ def test_another_device_can_be_entered_and_estimates_can_be_made():
             assert estimate() == expected
         assert allocated(device) == before
         del kept
-
-
-def test_an_error_within_ends_it():
-    with VirtualDevice("8MiB") as device:
-        with pytest.raises(KeyError), device.suspended():
-            raise KeyError
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(4 * MIB)
-
-
-def test_only_the_thread_that_entered_it_can_suspend_it():
-    device = VirtualDevice()
-    with pytest.raises(RuntimeError, match="not entered in this thread"), device.suspended():
-        pass
-    failures: list[str] = []
-
-    def suspend() -> None:
-        try:
-            with device.suspended():
-                pass
-        except RuntimeError as error:
-            failures.append(str(error))
-
-    with device, device.host():
-        thread = threading.Thread(target=suspend)
-        thread.start()
-        thread.join()
-    (failure,) = failures
-    assert failure.startswith(device.name)
-    assert "not entered in this thread" in failure

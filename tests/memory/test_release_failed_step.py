@@ -1,0 +1,112 @@
+"""A caught out-of-memory error gives its memory back, and what holds the rest is named."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import OOMReport, VirtualDevice, release_failed_step
+from lightning_memtools.memory.readers import allocated_bytes
+from tests.callbacks.recovery_runs import TIGHT, Sequences, batches
+from tests.lightning_models import trainer
+
+
+@pytest.mark.cuda_memory
+def test_a_caught_error_gives_memory_of_a_gpu_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = nn.Linear(1024, 1024, bias=False, device="cuda")
+    model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+    base = torch.cuda.memory_allocated() - model.weight.nbytes  # with cuBLAS's workspace
+    kept = []
+
+    def step() -> None:
+        hidden = model(torch.zeros(1024, 1024, device="cuda"))
+        kept.append(hidden.detach())
+        torch.empty(torch.cuda.mem_get_info()[1] * 2, dtype=torch.uint8, device="cuda")
+
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        released = release_failed_step(error)
+    assert model.weight.grad is None
+    assert torch.cuda.memory_allocated() == released.allocated_bytes == base + kept[0].nbytes
+    assert any("`kept`" in holder for holder in released.holders)
+
+
+def test_a_caught_error_gives_its_memory_back_and_names_who_holds_the_rest():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(512, 512)
+            self.outputs: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            self.outputs.append(x * 2)
+            return torch.cat([hidden] * 40)
+
+    with VirtualDevice("64MiB") as device:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        F.mse_loss(model.layer(torch.ones(2, 512)), torch.zeros(2, 512)).backward()
+        optimizer.step()
+        weights = allocated_bytes(device) - model.layer.weight.nbytes - 2048  # without gradients
+        batch = torch.zeros(1024, 512)
+        try:
+            model(batch).sum().backward()
+        except torch.OutOfMemoryError as error:
+            released = release_failed_step(error)
+        assert model.layer.weight.grad is None
+        assert released.allocated_bytes == allocated_bytes(device)
+        assert released.freed_bytes > 2 * 2**20
+        assert released.owned_bytes == weights
+        text = str(released)
+        assert "2.00 MiB by Net.outputs[0]" in text
+        assert "2.00 MiB by `batch` in test_a_caught_error" in text
+        assert released.allocated_bytes == weights + 2 * batch.nbytes
+
+
+def test_after_a_run_that_failed_only_weights_and_states_are_left(tmp_path):
+    gc.collect()
+    with VirtualDevice(TIGHT) as device:
+        model = Sequences()
+        run = trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False)
+        data = DataLoader(batches(), batch_size=None)
+        try:
+            run.fit(model, data)
+        except torch.OutOfMemoryError as error:
+            released = release_failed_step(error)
+        assert released.allocated_bytes == allocated_bytes(device)
+        assert released.owned_bytes == 40 * 2**10  # weights and momentum
+        # The batch is the loader's own, and numbers that Lightning logged take a block each.
+        others = [holder for holder in released.holders if not ("dataset" in holder or "['batch']" in holder)]
+        assert all(holder.startswith("512 B") for holder in others), others
+
+
+def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is_kept(tmp_path):
+    left = {}
+    data = DataLoader(batches((64, 3_000)), batch_size=None)
+    for name in ("with", "without"):
+        callbacks = [OOMReport(directory=str(tmp_path), snapshot=False)] if name == "with" else []
+        gc.collect()
+        with VirtualDevice("50MiB") as device:
+            model = Sequences()
+            try:
+                trainer(tmp_path, *callbacks, logger=False).fit(model, data)
+            except torch.OutOfMemoryError as error:
+                kept = error  # as a notebook does
+            left[name] = allocated_bytes(device)
+            if name == "with":
+                again = trainer(tmp_path, logger=False)
+                again.fit(model, DataLoader(batches((64, 1_500, 1_500)), batch_size=None))
+                assert again.global_step == 3
+            del kept
+    assert left["without"] > 20 * 2**20  # two activations
+    assert left["with"] < 3 * 2**20  # weights, momentum and the batch that the loader still holds
