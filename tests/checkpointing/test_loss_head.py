@@ -20,9 +20,9 @@ from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.report_page import ActionKind
+from lightning_memtools.oom.actions import ActionKind
 from lightning_memtools.simulation.step_trace import TracedStep
-from tests.oom.advice_runs import checks_of
+from tests.oom.advice_runs import advice_on
 
 WIDTH, WORDS, ROWS = 32, 16384, 512
 
@@ -222,12 +222,12 @@ def test_models_of_transformers_as_they_are(name):
 def test_a_report_of_running_out_of_memory_advises_it():
     found = loss_in_chunks(step_of(Language(), words_of()))
     assert found is not None
-    checks = checks_of(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
-    (action,) = [one for one in checks.actions if one.kind == ActionKind.LOSS]
+    advice = advice_on(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
+    (action,) = [one for one in advice.actions if one.kind == ActionKind.LOSS]
     assert action.fits
     assert action.detail.startswith("The logits (512 x 16,384) take 32.0 MiB for each copy. ")
     assert action.code.startswith('GradientCheckpointing(memory_budget="')
-    assert not [one for one in checks.actions if one.kind == ActionKind.CHECKPOINTING and one.fits is False]
+    assert not [one for one in advice.actions if one.kind == ActionKind.CHECKPOINTING and one.fits is False]
 
 
 @pytest.mark.cuda_memory
