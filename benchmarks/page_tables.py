@@ -143,7 +143,7 @@ def halt_on_nan() -> str:
             for optimizer in ("AdamW", "AdamW(fused=True)")
             for shape in ("4x64", "1x16")
         )
-        rows.append((check, *(f"{median:.2g}%" for median in medians)))
+        rows.append((check, *(f"{median:.0f}%" if median >= 10 else f"{median:.2g}%" for median in medians)))
     heads = "check | AdamW, 4 x 64 | AdamW, 1 x 16 | fused, 4 x 64 | fused, 1 x 16"
     return table(heads, rows)
 
