@@ -124,7 +124,7 @@ def test_host_memory_and_the_sanity_check_are_shown(window, board):
 
 
 def test_a_log_directory_of_50000_points_sends_little_to_the_page(window, board):
-    """Together with benchmarks/memory_tab_load.py, which takes the time: what is sent does not grow with the run."""
+    """What is sent does not grow with the run."""
     open_memory_tab(window, board, "long")
     script = "return performance.getEntriesByType('resource').map((one) => [one.name, one.decodedBodySize])"
     sent = {name.partition("?")[0].rpartition("/")[2]: size for name, size in window.execute_script(script)}
