@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,7 +285,7 @@ def examine(
     bad = BadStep(
         rank=rank,
         step=step.number,
-        model=f"{type(model).__module__}:{type(model).__qualname__}".replace("__main__:", "package:"),
+        model=f"{_module_name(type(model))}:{type(model).__qualname__}",
         batches=tuple(micro.index for micro in step.micro),
         losses=tuple(zip(indices, held_back.losses, strict=True)),
         norm=held_back.norm,
@@ -307,6 +308,16 @@ def examine(
     bad.suspects = suspects_of_update(model, optimizers, new) if new else ""
     infer(bad)
     return bad
+
+
+def _module_name(kind: type) -> str:
+    """Return the name by which a class's module can be imported: that of the script, where it is the program."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if kind.__module__ != "__main__" or file is None:
+        return kind.__module__
+    spec = getattr(main, "__spec__", None)  # `python -m package.train`
+    return Path(file).stem if spec is None else str(spec.name)
 
 
 def bad_state(model: Module) -> list[BadTensor]:
