@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools._lightning import LoopMarker, gradient_scaler, is_accumulating, training_step
 from lightning_memtools.callbacks.guarded import unless_it_fails, warn_of
@@ -174,8 +175,9 @@ class SpikesRun:
         self._loop = self._loop or LoopMarker(trainer)
         self._point = None  # its memory is free for the next one
         roots = [self._module, *trainer.optimizers, gradient_scaler(trainer)]
+        data = (DataLoader, Dataset)  # they go on: the batches since then are left out
         self._point = _RollbackPoint(
-            StateSnapshot(roots, skip=(type(trainer),), host=host_memory),
+            StateSnapshot(roots, skip=(type(trainer), *data), host=host_memory),
             self._loop.mark_updates(),
             n_steps,
             trainer.global_step,

@@ -145,6 +145,35 @@ def test_a_rollback_equals_bit_for_bit_a_run_that_never_saw_the_batches(name, tm
     assert {s.done for s in spikes.spikes} == {"rollback"}
 
 
+class Shards(torch.utils.data.Dataset[Any]):
+    """Counts what was read of it."""
+
+    n_read = 0
+
+
+class ReadsShards(Spiking):
+    """Keeps its data, and a list of the batches that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shards, self.seen = Shards(), list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.shards.n_read += 1
+        self.seen.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_rollback_takes_the_modules_attributes_back_and_not_its_data(tmp_path):
+    spikes = LossSpikes(action="rollback", every_n_steps=20)
+    torch.manual_seed(0)
+    model = ReadsShards()
+    fit(tmp_path, model, bad_labels(), spikes)
+    n_back = spikes.spikes[0].taken_back
+    assert model.shards.n_read == len(batches())
+    assert model.seen == [index for index in range(len(batches())) if not AT - n_back <= index <= AT]
+
+
 def test_a_skipped_step_changes_neither_weights_nor_buffers_nor_the_optimizer(tmp_path):
     kept: list[dict[str, Any]] = []
 
