@@ -377,7 +377,7 @@ def node_in_backward() -> int:
 
 def saved_reduction(node: Any) -> int | None:
     """Return the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
-    return getattr(node, "_saved_reduction", None)  # type: ignore[no-any-return]
+    return getattr(node, "_saved_reduction", None)
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
