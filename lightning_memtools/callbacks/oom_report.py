@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +13,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, forget_batch, training_step, untoggle_all
-from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
-from lightning_memtools.memory.error_frames import forget_frames
-from lightning_memtools.memory.oom_errors import is_out_of_memory, may_be_out_of_memory, worker_out_of_memory
+from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of
+from lightning_memtools.memory.error_frames import forget_frames, in_one_line
+from lightning_memtools.memory.oom_errors import is_out_of_memory, may_be_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
-from lightning_memtools.oom.report_page import Action
+from lightning_memtools.oom.notice_board import NoticeBoard
+from lightning_memtools.oom.oom_reporter import OOMReporter
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
@@ -46,8 +48,6 @@ class OOMReport(EitherCallback, Neighbour):
     On CUDA and on a VirtualDevice the facts are captured in the moment of failure, before anything unwinds. Elsewhere
     they are captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
     your code catches are not reported.
-
-    A loader worker that is killed, or ends with a bus error in shared memory, gets a page on host memory.
 
     Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation with its Python stack
     (2 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s of processor time and
@@ -95,8 +95,11 @@ class OOMReport(EitherCallback, Neighbour):
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
             board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
         self._reporter = OOMReporter(directory, self.top, board, self.checks_seconds)
-        progress = partial(progress_of, trainer)
-        self._capture = FailureCapture(trainer.strategy.root_device, pl_module, progress, snapshot=self.snapshot)
+        place, optimizers = partial(place_of, trainer), lambda: trainer.optimizers
+        device = trainer.strategy.root_device
+        self._capture = FailureCapture(device, pl_module, place, optimizers, snapshot=self.snapshot)
+
+    # --- following the run
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the model on a VirtualDevice."""
@@ -118,7 +121,7 @@ class OOMReport(EitherCallback, Neighbour):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that training continues after validation within fit."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._running().begin("train")
+            self._begin("train", trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that a test begins."""
@@ -130,67 +133,95 @@ class OOMReport(EitherCallback, Neighbour):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch."""
-        self._running().begin_batch(batch, batch_idx, "forward")
+        self._follow(lambda capture: capture.begin_batch(batch, batch_idx, "forward"))
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+    def on_before_backward(self, *args: Any) -> None:
         """Note that backward begins."""
-        self._running().phase = "backward"
+        self._enter_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that backward has ended."""
-        self._running().phase = "optimizer step" if pl_module.automatic_optimization else "forward"
+        self._enter_phase("optimizer step" if pl_module.automatic_optimization else "forward")
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *args: Any) -> None:
         """Note that the optimizer's step begins."""
-        self._running().phase = "optimizer step"
+        self._enter_phase("optimizer step")
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Forget the batch."""
-        self._running().end_batch()
+        self._follow(FailureCapture.end_batch)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Note the batch."""
-        self._running().begin_batch(batch, batch_idx)
+        self._follow(lambda capture: capture.begin_batch(batch, batch_idx))
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
+    def _begin(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        put_on_device(trainer, pl_module)
+        self._follow(lambda capture: capture.begin(stage))
+
+    def _enter_phase(self, phase: str) -> None:
+        if self._capture is not None:
+            self._capture.phase = phase
+
+    def _follow(self, note: Callable[[FailureCapture], object]) -> None:
+        """Let the capture note something. If that fails, the run goes on without a report."""
+        if self._capture is None:
+            return
+        try:
+            note(self._capture)
+        except Exception as error:  # noqa: BLE001, a callback that only watches ends no run
+            warnings.warn(f"OOMReport is off: it cannot follow this run ({in_one_line(error)}).", stacklevel=2)
+            self._stop()
+
+    # --- reporting
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report if memory ran out, here or on another rank."""
+        """Report if memory ran out, here or on another rank. Whatever goes wrong in that, `exception` goes on."""
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None:
             return
         # Memory that runs out while a report is made must not replace the facts that it is about.
         capture.is_reporting = True
-        is_probable = False
         try:
-            text: str | None
-            if is_out_of_memory(exception) or (is_probable := self._is_probable(exception)):
-                facts = replace(capture.facts_of(exception), is_probable=is_probable)
-                # What is still there then is not the step's.
-                forget_frames(exception)
-                forget_batch(trainer)
-                untoggle_all(pl_module)
-                read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
-                page = reporter.report(exception, facts, capture, read_run)
-                self.advice, text = tuple(page.actions), page.markdown()
-            elif death := worker_out_of_memory(exception):
-                text = reporter.report_worker(exception, death, capture.facts_of(exception).moment)
-            else:
-                text = reporter.report_other_rank(exception)
+            text = self._report(trainer, pl_module, exception, capture, reporter)
             if text is not None:
                 log_text(trainer, "memtools/oom_report", text, training_step(trainer))
         except Exception as error:  # noqa: BLE001, nothing may take the place of the original error
             where = capture.last_moment()
-            exception.add_note(
-                f"OOMReport: {f'memory ran out ({where}), but ' if where else ''}the report itself failed: "
-                f"{type(error).__name__}: {error}"
-            )
+            ran_out = f"memory ran out ({where}), but " if where else ""
+            exception.add_note(f"OOMReport: {ran_out}the report itself failed: {in_one_line(error)}")
         finally:
-            self._stop()
-        if is_out_of_memory(exception) or is_probable:
+            with suppress(Exception):
+                self._stop()
+
+    def _report(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        error: BaseException,
+        capture: FailureCapture,
+        reporter: OOMReporter,
+    ) -> str | None:
+        """Return the report on an error; None if memory ran out neither here nor on another rank."""
+        is_certain = is_out_of_memory(error)
+        if not is_certain and not (may_be_out_of_memory(error) and capture.is_nearly_full()):
+            return reporter.report_other_rank(error)
+        try:
+            facts = replace(capture.facts_of(error), is_probable=not is_certain)
+            # What is still there then is not the step's.
+            forget_frames(error)
+            forget_batch(trainer)
+            untoggle_all(pl_module)
+            read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
+            page = reporter.report(facts, capture, read_run, error=error)
+            self.advice = tuple(page.actions)
+            return page.markdown()
+        finally:
             pl_module.zero_grad()
             release_cached(trainer.strategy.root_device)
 
@@ -208,28 +239,16 @@ class OOMReport(EitherCallback, Neighbour):
         capture.is_reporting = True
         try:
             read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
-            text = reporter.report_recovered(facts, capture, read_run, done)
+            text = reporter.report(facts, capture, read_run, done=done).markdown()
             log_text(trainer, "memtools/oom_report", text, training_step(trainer))
         except Exception as error:  # noqa: BLE001, the run goes on without a report
-            warnings.warn(f"OOMReport: the report itself failed: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"OOMReport: the report itself failed: {in_one_line(error)}", stacklevel=2)
         finally:
             capture.is_reporting = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop observing."""
         self._stop()
-
-    def _begin(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        put_on_device(trainer, pl_module)
-        self._running().begin(stage)
-
-    def _is_probable(self, exception: BaseException) -> bool:
-        return self._capture is not None and may_be_out_of_memory(exception) and self._capture.is_nearly_full()
-
-    def _running(self) -> FailureCapture:
-        if self._capture is None:
-            raise RuntimeError("OOMReport's hooks were called without its setup hook.")
-        return self._capture
 
     def _stop(self) -> None:
         if self._capture is not None:

@@ -1,8 +1,8 @@
-"""The step that failed, with all that the checks need to trace it again, and who holds what it does not need."""
+"""The step that failed, with all that the checks need to trace it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -19,17 +19,12 @@ from lightning_memtools.estimate.estimator import estimate_step
 from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
-from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_holdings
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
-from lightning_memtools.memory.memory_releaser import free_failed_backward
-from lightning_memtools.memory.owned import KnowsItsTensors, OnDevice, block_bytes, cuda_address, storage_of
+from lightning_memtools.memory.leaks.holdings import Holdings
+from lightning_memtools.memory.owned import bytes_on_device
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
-from lightning_memtools.memory.release_failed_step import uncounted
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
-from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts
-from lightning_memtools.oom.fragmentation import maker
 from lightning_memtools.oom.recorded_history import RecordedHistory
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.step_runner import PrecisionName, Recipe, Stage
@@ -61,12 +56,10 @@ class FailedRun:
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" where they can.
         is_sharded: True if FSDP 2 shards the model. A trace is then of one device that holds the whole model.
-        empties_cache: True if the cache is emptied before evaluation already.
         plan: The checkpoint plan that is applied to the model.
         predictions: The predictions that the run keeps, in any nesting.
         others: What else belongs to the run: callbacks and the data module.
-        max_splits: The largest number of parts in which OOMRecovery runs a batch; 1 where it is not on.
-        no_recovery: The reason why OOMRecovery would not run its batches in parts; "" where it would.
+        no_recovery: A sentence on why OOMRecovery is no help for an odd batch; "" where it would run it in parts.
     """
 
     model: nn.Module
@@ -80,11 +73,9 @@ class FailedRun:
     clip: float | None = None
     untraceable: str = ""
     is_sharded: bool = False
-    empties_cache: bool = False
     plan: CheckpointPlan | None = None
     predictions: Any = ()
     others: Sequence[Any] = ()
-    max_splits: int = 1
     no_recovery: str = ""
 
 
@@ -133,10 +124,9 @@ class FailedStep:
     @property
     def usable(self) -> int | None:
         """The part of the device that is left for what a trace shows; None where it is not known."""
-        facts, split = self.facts, self.facts.split
-        if facts.stats.capacity is None or split is None or self.run.is_sharded:
+        facts, capacity = self.facts, self.facts.stats.capacity
+        if capacity is None or facts.split is None or self.run.is_sharded:
             return None
-        capacity = facts.stats.capacity
         return min(capacity - (facts.used_by_others or 0), int(facts.fraction * capacity)) - self.untraced
 
     @property
@@ -149,11 +139,6 @@ class FailedStep:
             return split.older
         return split.older + split.by_category["gradients"] + split.by_category["optimizer"]
 
-    @property
-    def may_fuse(self) -> bool:
-        """True if a fused optimizer can be used: Lightning refuses to clip its gradients where it scales the loss."""
-        return self.is_cuda_like and not (self.precision == "16-mixed" and self.run.clip)
-
     def why_not_traced(self) -> str:
         """Return the reason why the step cannot be traced; "" if it can."""
         if self.run.untraceable:
@@ -162,9 +147,7 @@ class FailedStep:
             return "no step had begun"
         if self.facts.batch is None or self.facts.samples is None:
             return "the batch is not known"
-        if self.precision is None:
-            return "its precision is not simulated"
-        return ""
+        return "" if self.precision else "its precision is not simulated"
 
     def estimate(
         self,
@@ -172,34 +155,17 @@ class FailedStep:
         *,
         precision: PrecisionName | None = None,
         accumulate: int | None = None,
-        optimizer: Callable[[list[nn.Parameter]], Optimizer] | Optimizer | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
-        """Trace the failed step again, with something changed.
-
-        Args:
-            size: Another batch size.
-            precision: Another precision.
-            accumulate: Another number of batches per optimizer step.
-            optimizer: Another optimizer, or a function that makes it.
-            plan: Another checkpoint plan.
+        """Trace the failed step with another batch size, precision, number of batches per update or checkpoint plan.
 
         Raises:
             Exception: Whatever the step raises on fake tensors.
         """
-        run, stage = self.run, self.stage
+        run, stage, batch = self.run, self.stage, self.facts.batch
         assert stage is not None
-        batch: Any = (
-            self.facts.batch if size in {None, self.facts.samples} else resized(self.facts.batch, int(size or 0))
-        )
         # Without their state, which may be incomplete where a step has failed.
-        own = [copy_optimizer(one, lambda tensor: tensor, with_state=False) for one in run.optimizers]
-        plan = plan or run.plan
-        subject = Subject(
-            model=run.model,
-            optimizer=(optimizer or own or None) if stage == "train" else None,
-            trainer=run.trainer,
-        )
+        own = [copy_optimizer(optimizer, lambda tensor: tensor, with_state=False) for optimizer in run.optimizers]
         recipe = Recipe(
             stage=stage,
             precision=precision or self.precision or "32-true",
@@ -214,10 +180,17 @@ class FailedStep:
             cublas_workspace=cublas_workspace_of(self.gpu),
             gpu=GpuShape.of(None if self.gpu is None else find_gpu(self.gpu)),
         )
+        plan = plan or run.plan
         # A plan is still applied where the callback that applied it has not been told of the error yet.
         is_applied = any("forward" in vars(module) for module in run.model.modules())
         with nullcontext() if plan is None or is_applied else plan.apply(run.model):
-            return estimate_step(subject, batch, recipe, settings, self.gpu)
+            return estimate_step(
+                Subject(model=run.model, optimizer=(own or None) if stage == "train" else None, trainer=run.trainer),
+                batch if size in {None, self.facts.samples} else resized(batch, int(size or 0)),
+                recipe,
+                settings,
+                self.gpu,
+            )
 
     def step(self) -> TracedStep:
         """Return the training step, to plan for."""
@@ -239,20 +212,14 @@ def failed_step(
     snapshot: dict[str, Any] | None,
     held: Holdings,
 ) -> FailedStep:
-    """Return the failed step with all that the checks need.
-
-    Args:
-        run: The facts read from the Trainer.
-        facts: The facts captured when memory ran out.
-        capture: The object that captured them.
-        snapshot: The memory snapshot; None where none was recorded.
-        held: Who holds what the step does not need.
-    """
+    """Return the failed step, from what was read of the run, captured, recorded in a snapshot, and found to be held."""
     device, virtual = capture.device, capture.virtual
-    config = replace(_settings(virtual, snapshot), per_process_memory_fraction=facts.fraction)
+    config = virtual.settings if virtual is not None else config_of(snapshot or {})
+    config = replace(config, per_process_memory_fraction=facts.fraction)
     history = None
     if snapshot is not None and facts.stats.capacity is not None:
         history = RecordedHistory(snapshot, config, facts.stats.capacity, facts.used_by_others or 0, device.index or 0)
+    kept = (leaf for leaf in tree_leaves(run.predictions) if isinstance(leaf, Tensor))
     return FailedStep(
         facts=facts,
         run=run,
@@ -262,22 +229,18 @@ def failed_step(
         config=config,
         history=history,
         evaluation_began=capture.evaluation_began,
-        processes=processes_of(device, virtual, facts),
-        predictions=_bytes_on_device(run.predictions, capture.on_device),
+        processes=processes_of(capture, facts),
+        predictions=bytes_on_device(kept, capture.on_device, set()),
         held=held,
     )
 
 
-def processes_of(
-    device: torch.device, virtual: VirtualDevice | None, facts: FailureFacts
-) -> Sequence[GpuProcess] | str | None:
+def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuProcess] | str | None:
     """Return the other processes on the device, or the reason why they are not known; None without a GPU."""
-    if virtual is not None:
-        others = (facts.used_by_others or 0) - virtual.context_bytes
+    if capture.virtual is not None:
+        others = (facts.used_by_others or 0) - capture.virtual.context_bytes
         return [GpuProcess(0, "others (simulated)", others)] if others > 0 else []
-    if device.type == "cuda":
-        return other_gpu_processes(device.index or 0)
-    return None
+    return other_gpu_processes(capture.device.index or 0) if capture.device.type == "cuda" else None
 
 
 def _gpu_like(device: torch.device) -> str | None:
@@ -287,76 +250,3 @@ def _gpu_like(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     is_large = cublas_workspace_bytes(compute_capability=capability) > cublas_workspace_bytes()
     return "H100 80GB" if is_large else None
-
-
-def _settings(virtual: VirtualDevice | None, snapshot: dict[str, Any] | None) -> AllocatorConfig:
-    if virtual is not None:
-        return virtual.settings
-    return config_of(snapshot or {})
-
-
-def _bytes_on_device(thing: Any, on_device: OnDevice) -> int:
-    seen: set[int] = set()
-    total = 0
-    for leaf in tree_leaves(thing):
-        found = storage_of(leaf) if isinstance(leaf, Tensor) and on_device(leaf) else None
-        if found is not None and found[0] not in seen:
-            seen.add(found[0])
-            total += block_bytes(found[1])
-    return total
-
-
-HOLDERS_S = 3.0
-"""Processor time after which no further holder is looked for."""
-
-
-def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return who holds what lies on the device beside the model, its optimizers and the batch.
-
-    Args:
-        run: The facts of the run.
-        capture: The object that captured the facts.
-        snapshot: The memory snapshot; None where nothing was recorded.
-    """
-    if capture.reader is None:
-        return Holdings()
-    # Copies that a search makes of nothing are host memory, and so is what it frees for autograd.
-    with uncounted():
-        free_failed_backward()
-    scope = SearchScope.around(run.model, run.others, run.trainer)
-    return find_holdings(
-        capture.on_device,
-        run.model,
-        run.optimizers,
-        (capture.batch, run.predictions),
-        scope,
-        notes=_notes(capture, snapshot),
-        seconds=HOLDERS_S,
-    )
-
-
-def _notes(capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> BlockNotes:
-    """Return what a snapshot says of the blocks of tensors."""
-    if snapshot is None:
-        return BlockNotes()
-    reader, device, began = capture.reader, capture.device.index or 0, capture.batch_began
-
-    def address_of(tensor: Tensor) -> int | None:
-        return reader.address_of(tensor) if isinstance(reader, KnowsItsTensors) else cuda_address(tensor)
-
-    young: set[int] = set()
-    for entry in reversed(snapshot["device_traces"][device] if began is not None else ()):
-        if entry["time_us"] < (began or 0):
-            break
-        if entry["action"] == "alloc":
-            young.add(entry["addr"])
-    frames: dict[int, Any] = {}
-    for segment in snapshot["segments"]:
-        if segment["device"] == device:
-            at = segment["address"]
-            for block in segment["blocks"]:
-                frames[block.get("address", at)] = block.get("frames") or ()
-                at += block["size"]
-    return BlockNotes(
-        lambda tensor: address_of(tensor) in young, lambda tensor: maker(frames.get(address_of(tensor) or 0, ()))
-    )

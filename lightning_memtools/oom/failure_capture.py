@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -24,15 +24,12 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_facts import (
     FailureFacts,
     FailureMoment,
-    KnowsItsComposition,
     LargestBatchBefore,
     MemoryAtBatchStart,
     MemoryGrowth,
-    MemorySplit,
     running_module,
     sizes_only,
-    split_by_device,
-    split_by_walking,
+    split_memory,
 )
 
 # User code may catch errors and try again, and run out of memory again while it cleans up.
@@ -42,7 +39,6 @@ _LEAST_GROWTH = 0.05
 # A batch that takes so many times the memory of the largest of at least so many before it is an odd one.
 _LEAST_ODD = 1.5
 _LEAST_BEFORE = 3
-
 # A device with less free memory than both is nearly full. The handles of cuBLAS and cuDNN take up to some 100 MiB.
 _LITTLE_SHARE, _LITTLE_BYTES = 0.1, 2**30
 
@@ -63,28 +59,27 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
         return virtual.observe_oom(observer).remove
-    if device.type == "cuda" and _attach():
-        _listeners.append(observer)
+    if device.type != "cuda" or not _attach():
+        return None
+    _listeners.append(observer)
 
-        def remove() -> None:
-            if observer in _listeners:
-                _listeners.remove(observer)
+    def remove() -> None:
+        if observer in _listeners:
+            _listeners.remove(observer)
 
-        return remove
-    return None
+    return remove
 
 
 def _attach() -> bool:
     """Attach the process's one observer, if it is not attached yet, and return whether it is attached now."""
     global _attached  # noqa: PLW0603, see `_listeners`
-    if _attached:
-        return True
-    # Initialising CUDA makes the allocators that it is attached to.
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    # Other allocators than torch's own (cudaMallocAsync, pluggable ones) raise: they call no observers.
-    with suppress(RuntimeError):
-        attach_cuda_oom_observer(_tell)
-        _attached = True
+    if not _attached:
+        # Initialising CUDA makes the allocators that it is attached to.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        # Other allocators than torch's own (cudaMallocAsync, pluggable ones) raise: they call no observers.
+        with suppress(RuntimeError):
+            attach_cuda_oom_observer(_tell)
+            _attached = True
     return _attached
 
 
@@ -95,32 +90,14 @@ def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
             listener(device, n_bytes, total, free)
 
 
-@dataclass(frozen=True, slots=True)
-class RunProgress:
-    """The present place in a run.
-
-    Attributes:
-        step: The training step, counted as the x axis of `self.log` counts.
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        optimizers: The optimizers; none before they are configured.
-        hook: Returns the hook that is running, or what else happens outside of a step; "" in a step.
-    """
-
-    step: int
-    rank: int
-    world_size: int
-    optimizers: Sequence[Optimizer]
-    hook: Callable[[], str] = str
-
-
 class FailureCapture:
     """Follows one fit, validate, test or predict call, and captures facts in the moment that memory runs out.
 
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        progress: Returns the present place in the run.
+        place: Returns the present place in the run; stage, batch and phase are added here.
+        optimizers: Returns the optimizers; none before they are configured.
         snapshot: Record the allocator's history.
 
     Attributes:
@@ -130,6 +107,7 @@ class FailureCapture:
         on_device: Tells which tensors are on the device.
         snapshot: True if a recording was asked for.
         recording: The recording; None where there is none.
+        batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
         evaluation_began: The time, on the recording's clock, at which the present evaluation began.
         batch_began: The time at which the present batch began; None where nothing is recorded, or between batches.
@@ -137,22 +115,29 @@ class FailureCapture:
     """
 
     def __init__(
-        self, device: torch.device, model: nn.Module, progress: Callable[[], RunProgress], *, snapshot: bool
+        self,
+        device: torch.device,
+        model: nn.Module,
+        place: Callable[[], FailureMoment],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        *,
+        snapshot: bool,
     ) -> None:
         self.device = device
         self.reader: MemoryReader | None = reader_for(device)
         self.virtual = self.reader if isinstance(self.reader, VirtualDevice) else None
-        self.on_device = _on_device(self.reader, device)
+        self.on_device: OnDevice = lambda tensor: tensor.device.type == device.type
+        if self.reader is not None:
+            self.on_device = on_device_of(self.reader, device)
         self.snapshot = snapshot
         self.recording = record(self.reader) if snapshot else None
+        self.batch: Any = None
         self.phase = ""
         self.evaluation_began: int | None = None
         self.batch_began: int | None = None
         self.is_reporting = False
-        self._model = model
-        self._progress = progress
+        self._model, self._place, self._optimizers = model, place, optimizers
         self._stage = "setup"
-        self._batch: Any = None
         self._batch_idx: int | None = None
         self._first_batch: Any = None
         self._before: MemoryAtBatchStart | None = None
@@ -182,40 +167,35 @@ class FailureCapture:
         self._first_batch = self._first_before = None
         self.evaluation_began = None if stage == "train" or self.recording is None else self.recording.now()
 
-    @property
-    def batch(self) -> Any:
-        """The batch that is running; None between batches."""
-        return self._batch
-
     def begin_batch(self, batch: Any, batch_idx: int, phase: str = "") -> None:
         """Note that a batch is on the device."""
         self.batch_began = None if self.recording is None else self.recording.now()
-        self._batch, self._batch_idx, self.phase = batch, batch_idx, phase
+        self.batch, self._batch_idx, self.phase = batch, batch_idx, phase
         is_first = self._first_batch is None
         if is_first:
             self._first_batch = sizes_only(batch)
-        if self.reader is not None:
-            self._before = before = MemoryAtBatchStart(
-                allocated_bytes(self.reader),
-                bytes_on_device(tensors_in(batch), self.on_device, set()),
-                had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
-                had_state=any(optimizer.state for optimizer in self._progress().optimizers),
-            )
-            first, self._n_since = self._first_before, self._n_since + 1
-            if is_first:
-                return  # libraries allocate their workspaces in this batch, and keep them
-            if first is None or replace(first, allocated=before.allocated, inputs=before.inputs) != before:
-                self._first_before, self._n_since = before, 0
+        if self.reader is None:
+            return
+        self._before = before = MemoryAtBatchStart(
+            allocated_bytes(self.reader),
+            bytes_on_device(tensors_in(batch), self.on_device, set()),
+            had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
+            had_state=any(optimizer.state for optimizer in self._optimizers()),
+        )
+        first, self._n_since = self._first_before, self._n_since + 1
+        if is_first:
+            return  # libraries allocate their workspaces in this batch, and keep them
+        if first is None or replace(first, allocated=before.allocated, inputs=before.inputs) != before:
+            self._first_before, self._n_since = before, 0
 
     def end_batch(self) -> None:
         """Forget the batch, but for its size."""
         if self._before is not None:
             n_bytes, known = self._before.inputs, self._largest.get(self._stage)
             if known is None or n_bytes > known.n_bytes:
-                known = LargestBatchBefore(n_bytes, sizes_only(self._batch), 0 if known is None else known.n_batches)
+                known = LargestBatchBefore(n_bytes, sizes_only(self.batch), 0 if known is None else known.n_batches)
             self._largest[self._stage] = replace(known, n_batches=known.n_batches + 1)
-        self.batch_began = None
-        self._batch = self._batch_idx = self._before = None
+        self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
 
     # --- when memory runs out
@@ -238,15 +218,14 @@ class FailureCapture:
 
     def first_facts(self) -> FailureFacts | None:
         """Return the facts that were captured first in the present step; None if no device reported a failure."""
-        step = self._progress().step
+        step = self._place().step
         return next((facts for facts in self._captured if facts.moment.step == step), None)
 
     def last_moment(self) -> str:
         """Return where memory ran out last; "" where it did not."""
         return str(self._captured[-1].moment) if self._captured else ""
 
-    def _observe(self, device: int, n_bytes: int, total: int, free: int) -> None:
-        del device, total
+    def _observe(self, _device: int, n_bytes: int, _total: int, free: int) -> None:
         if self.is_reporting:
             return
         self.is_reporting = True
@@ -258,55 +237,49 @@ class FailureCapture:
             self.is_reporting = False
 
     def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
-        progress, reader = self._progress(), self.reader
-        hook = progress.hook()
+        place, reader = self._place(), self.reader
+        phase = "" if place.hook else self.phase
+        moment = replace(place, stage=self._stage, batch_idx=self._batch_idx, phase=phase)
         facts = FailureFacts(
-            moment=FailureMoment(
-                self._stage,
-                progress.step,
-                self._batch_idx,
-                "" if hook else self.phase,
-                progress.rank,
-                progress.world_size,
-                hook,
-            ),
+            moment=moment,
             device=str(self.device) if reader is None else reader.name,
-            simulated=reader is not None and reader.simulated,
             requested=requested,
             free=free,
         )
         try:
-            if reader is None:
-                facts = _with_host(facts, self.device)
-            else:
-                stats, fraction = reader.stats(), _fraction(reader)
-                if free is not None and stats.capacity is not None and fraction < 1:
-                    free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
-                facts = replace(
-                    facts,
-                    free=free,
-                    stats=stats,
-                    used_by_others=_used_by_others(stats),
-                    fraction=fraction,
-                    split=self._split(stats, progress.optimizers),
-                    grown=self._grown(stats),
-                    before=self._largest_before(),
-                )
-            is_own = self._batch is not None
-            batch = sizes_only(self._batch) if is_own else self._first_batch
+            facts = _with_host(facts, self.device) if reader is None else self._with_device(facts, reader)
+            is_own = self.batch is not None
+            batch = sizes_only(self.batch) if is_own else self._first_batch
             return replace(facts, batch=batch, is_own_batch=is_own, module=running_module(self._model))
         except Exception as error:  # noqa: BLE001, what is known so far is worth a report, and the error must go on
             return replace(facts, problem=f"{type(error).__name__}: {error}")
 
-    def _split(self, stats: MemoryStats, optimizers: Sequence[Optimizer]) -> MemorySplit | None:
-        if stats.allocated is None:
-            return None
-        walked = split_by_walking(
-            stats.allocated, self._model, optimizers, self.on_device, batch=self._batch, before=self._before
+    def _with_device(self, facts: FailureFacts, reader: MemoryReader) -> FailureFacts:
+        """Add what the device's statistics tell."""
+        stats, fraction, free, split, others = reader.stats(), _fraction(reader), facts.free, None, None
+        if free is not None and stats.capacity is not None and fraction < 1:
+            free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
+        if stats.device_used is not None and stats.reserved is not None:
+            others = max(stats.device_used - stats.reserved, 0)
+        if stats.allocated is not None:
+            split = split_memory(
+                stats.allocated,
+                self._model,
+                self._optimizers(),
+                self.on_device,
+                batch=self.batch,
+                before=self._before,
+            )
+        return replace(
+            facts,
+            free=free,
+            stats=stats,
+            used_by_others=others,
+            fraction=fraction,
+            split=split,
+            grown=self._grown(stats),
+            before=self._largest_before(),
         )
-        if not isinstance(self.reader, KnowsItsComposition):
-            return walked
-        return split_by_device(self.reader, self._model, walked=None if self._before is None else walked)
 
     def _largest_before(self) -> LargestBatchBefore | None:
         """Return the largest batch before this one, if this one is an odd one beside it."""
@@ -325,12 +298,6 @@ class FailureCapture:
         return MemoryGrowth(n_bytes, n_batches) if is_large else None
 
 
-def _used_by_others(stats: MemoryStats) -> int | None:
-    if stats.device_used is None or stats.reserved is None:
-        return None
-    return max(stats.device_used - stats.reserved, 0)
-
-
 def _fraction(reader: MemoryReader) -> float:
     if isinstance(reader, VirtualDevice):
         return reader.settings.per_process_memory_fraction
@@ -345,9 +312,3 @@ def _with_host(facts: FailureFacts, device: torch.device) -> FailureFacts:
         return facts
     host = psutil.virtual_memory()
     return replace(facts, device="the host (cpu)", stats=MemoryStats(capacity=host.total), free=host.available)
-
-
-def _on_device(reader: MemoryReader | None, device: torch.device) -> OnDevice:
-    if reader is not None:
-        return on_device_of(reader, device)
-    return lambda tensor: tensor.device.type == device.type

@@ -6,32 +6,19 @@ They are captured in the middle of the failing step, so nothing here allocates o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import module_call_code
-from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors
 from lightning_memtools.memory.owned import OnDevice, Owned, composition_of, owned_by
-from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual import Composition
-
-_MOST_TENSORS = 12
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
-
-
-@runtime_checkable
-class KnowsItsComposition(Protocol):
-    """A device that knows the purpose of each allocated byte, as a simulated one does."""
-
-    def composition(self) -> Composition:
-        """Return every allocated byte by category and by module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +26,15 @@ class MemorySplit:
     """The allocated bytes by category, each counted once.
 
     Attributes:
-        by_category: Bytes for each of `CATEGORIES`; they add up to the allocated bytes.
+        by_category: The bytes of parameters, gradients, optimizer, activations, inputs and other. They add up to the
+            allocated bytes.
         buffers: The part of "other" that the model's buffers take.
-        by_module: Bytes of activations by module, largest first; empty where the device does not know them.
-        older: Bytes that were allocated before the batch and belong to none of model, optimizers and inputs.
-        exact: True if the device itself reported the split. If not, `older` counts as other, and what was allocated
-            since the batch began as activations.
+        older: The part of "other" that was allocated before the batch.
     """
 
     by_category: Mapping[str, int]
-    buffers: int
-    by_module: tuple[tuple[str, int], ...]
-    older: int
-    exact: bool
+    buffers: int = 0
+    older: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +54,7 @@ class MemoryAtBatchStart:
     had_state: bool
 
 
-def split_by_device(device: KnowsItsComposition, model: nn.Module, *, walked: MemorySplit | None = None) -> MemorySplit:
-    """Return the split that the device itself reports; what is older than the batch comes from `split_by_walking`.
-
-    That takes the rest of a block that the allocator did not split, up to 1 MiB, for memory that is older.
-    """
-    composition = device.composition()
-    now = composition.by_category
-    older = now["other"]
-    if walked is not None:
-        known = walked.by_category
-        rests = now["parameter"] - known["parameters"], now["optimizer"] - known["optimizer"]
-        older = max(0, walked.older - sum(max(0, rest) for rest in rests))
-    root = type(model).__name__
-    modules = {
-        name.removeprefix(f"{root}."): sizes["activation"]
-        for name, sizes in composition.by_module.items()
-        if sizes["activation"]
-    }
-    return MemorySplit(
-        {
-            "parameters": now["parameter"],
-            "gradients": now["gradient"],
-            "optimizer": now["optimizer"],
-            "activations": now["activation"],
-            "inputs": now["input"],
-            "other": now["other"] + now["buffer"],
-        },
-        now["buffer"],
-        tuple(sorted(modules.items(), key=lambda item: -item[1])),
-        older,
-        exact=True,
-    )
-
-
-def split_by_walking(
+def split_memory(
     allocated: int,
     model: nn.Module,
     optimizers: Iterable[Optimizer],
@@ -127,13 +76,7 @@ def split_by_walking(
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     rest = max(0, allocated - owned.total_bytes)
     older = 0 if before is None else min(rest, _older(before, owned, model, on_device))
-    return MemorySplit(
-        composition_of(owned, allocated, older=older),
-        owned.by_category["buffers"],
-        (),
-        older,
-        exact=False,
-    )
+    return MemorySplit(composition_of(owned, allocated, older=older), owned.by_category["buffers"], older)
 
 
 def _older(before: MemoryAtBatchStart, owned: Owned, model: nn.Module, on_device: OnDevice) -> int:
@@ -157,8 +100,6 @@ class FailureMoment:
         step: The training step, counted as the x axis of `self.log` counts.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
-        rank: The rank of this process.
-        world_size: The number of ranks.
         hook: The hook that was running, or what else happened outside of a step; "" in a step.
     """
 
@@ -171,28 +112,21 @@ class FailureMoment:
     hook: str = ""
 
     def __str__(self) -> str:
-        parts = [self.stage]
-        if self.stage == "train":
-            parts.append(f"step {self.step}")
-        if self.batch_idx is not None:
-            parts.append(f"batch {self.batch_idx}")
-        if self.phase:
-            parts.append(self.phase)
-        if self.hook:
-            parts.append(self.hook if " " in self.hook else f"in {self.hook}")
-        if self.world_size > 1:
-            parts.append(f"rank {self.rank} of {self.world_size}")
-        return ", ".join(parts)
+        hook = self.hook if " " in self.hook else f"in {self.hook}"
+        parts = (
+            self.stage,
+            f"step {self.step}" if self.stage == "train" else "",
+            "" if self.batch_idx is None else f"batch {self.batch_idx}",
+            self.phase,
+            hook if self.hook else "",
+            f"rank {self.rank} of {self.world_size}" if self.world_size > 1 else "",
+        )
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowth:
-    """Memory that has accumulated over the batches of a stage, apart from model, gradients and optimizer state.
-
-    Attributes:
-        n_bytes: Its size in bytes.
-        n_batches: The number of batches over which it has accumulated.
-    """
+    """Memory that has accumulated over the batches of a stage, apart from model, gradients and optimizer state."""
 
     n_bytes: int
     n_batches: int
@@ -222,7 +156,6 @@ class FailureFacts:
     Attributes:
         moment: The place in the run.
         device: The device's name.
-        simulated: True for a simulated device.
         stats: The statistics of the device; those that are not known are None.
         requested: The size that could not be allocated; None where it is not known.
         free: The free bytes of the device; None where they are not known.
@@ -233,15 +166,14 @@ class FailureFacts:
         before: The largest batch before, if the failed one is far larger; else None.
         module: The innermost module that was being called; "" where it is not known.
         batch: The batch on the meta device (sizes without values); None where there was none.
+        is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
         is_probable: True if a library could not make its handle, and the device was nearly full: the error itself does
             not say that memory ran out.
-        is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
         problem: The error that occurred while the facts were captured; "" if none did.
     """
 
     moment: FailureMoment
     device: str
-    simulated: bool = False
     stats: MemoryStats = field(default_factory=MemoryStats)
     requested: int | None = None
     free: int | None = None
@@ -280,36 +212,16 @@ def sizes_only(batch: Any) -> Any:
     return map_tensors(batch, meta)
 
 
-def describe_batch(batch: Any) -> list[str]:
-    """Return one line per tensor with its type, shape and size."""
-    tensors = list(tensors_in(batch))
-    lines = [
-        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        f" ({format_size(tensor.numel() * tensor.element_size())})"
-        for tensor in tensors[:_MOST_TENSORS]
-    ]
-    if len(tensors) > _MOST_TENSORS:
-        lines.append(f"and {len(tensors) - _MOST_TENSORS} more")
-    return lines
-
-
 def running_module(model: nn.Module) -> str:
     """Return the name and class of the innermost module that this thread is calling; "" where it calls none."""
     names = {id(module): name for name, module in model.named_modules()}
-    for frame in _frames_of_calls():
-        # Reading a frame's variables keeps them alive as long as the frame. These frames end with the error; the
-        # user's may catch it and go on, so they are not read.
-        module = frame.f_locals.get("self")
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        # Reading a frame's variables keeps them alive as long as the frame. The frames of module calls end with the
+        # error; the user's may catch it and go on, so they are not read.
+        module = frame.f_locals.get("self") if frame.f_code is module_call_code() else None
         name = names.get(id(module))
         if name is not None:
             return f"{name or '(the model)'} ({type(module).__name__})"
-    return ""
-
-
-def _frames_of_calls() -> Iterator[FrameType]:
-    code = module_call_code()
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is code:
-            yield frame
         frame = frame.f_back
+    return ""

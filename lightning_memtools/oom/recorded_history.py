@@ -12,8 +12,16 @@ from typing import Any
 
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, replay
 from lightning_memtools.memory.allocator.block_rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
-from lightning_memtools.memory.allocator.memory_snapshot import FailedRequest, begin_of, failed_request, trace_until
+from lightning_memtools.memory.allocator.memory_snapshot import (
+    FailedRequest,
+    begin_of,
+    config_of,
+    failed_request,
+    trace_until,
+)
 from lightning_memtools.memory.sizes import format_size
+
+EXPANDABLE = 'PYTORCH_ALLOC_CONF="expandable_segments:True"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +31,10 @@ class ReplayVerdict:
     Attributes:
         served: True if the request would have found memory; None where that is not known.
         why: The reason in words.
-        reserved: The bytes that the allocator then has reserved; 0 where the request is not served.
     """
 
     served: bool | None
     why: str
-    reserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,13 @@ class RecordedHistory:
     @cached_property
     def failed(self) -> FailedRequest | None:
         """The request that found no memory; None where the history does not hold it."""
-        return self._failed()
+        return failed_request(
+            self.snapshot,
+            self.config,
+            capacity=self.capacity,
+            used_by_others=self.used_by_others,
+            device=self.device,
+        )
 
     @cached_property
     def problem(self) -> str:
@@ -60,16 +72,12 @@ class RecordedHistory:
         failed = self.failed
         if failed is None:
             return "the recorded history does not hold the failed request"
-        if not replayed(failed, self.config).served:
+        if not _replayed(failed, self.config).served:
             return ""
         # Where a history is cut off, its oldest blocks are placed by guess, which may be better than they really were.
         if not failed.is_complete:
             return "the recorded history does not reach back far enough to show how the memory was fragmented"
         return "the failed request is not reproduced by the recorded history"
-
-    def failed_with_empty_cache(self, at: int) -> FailedRequest | None:
-        """Return the same request in a history in which the cache was emptied at a time."""
-        return self._failed(at)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
         """Return the allocator as it was at a time of the history; None where that is not known."""
@@ -87,46 +95,23 @@ class RecordedHistory:
         done = replay(trace)
         return done.allocator if done.completed else None
 
-    def _failed(self, empty_cache_at: int | None = None) -> FailedRequest | None:
-        return failed_request(
-            self.snapshot,
-            self.config,
-            capacity=self.capacity,
-            used_by_others=self.used_by_others,
-            device=self.device,
-            empty_cache_at=empty_cache_at,
-        )
+    def with_expandable_segments(self) -> ReplayVerdict:
+        """Return whether the request would have been served with ``expandable_segments:True``."""
+        if self.config.expandable_segments and self.failed is not None:
+            return ReplayVerdict(served=False, why="expandable segments are on already")
+        return self._verdict(replace(self.config, expandable_segments=True))
+
+    def with_more_memory(self, n_bytes: int) -> ReplayVerdict:
+        """Return whether the request would have been served if others had held `n_bytes` less of the device."""
+        return self._verdict(self.config, more=n_bytes)
+
+    def _verdict(self, config: AllocatorConfig, *, more: int = 0) -> ReplayVerdict:
+        if self.problem or self.failed is None:
+            return ReplayVerdict(served=None, why=self.problem)
+        return _replayed(self.failed, config, more=more)
 
 
-def with_expandable_segments(history: RecordedHistory) -> ReplayVerdict:
-    """Return whether the request would have been served with ``expandable_segments:True``."""
-    if history.config.expandable_segments and history.failed is not None:
-        return ReplayVerdict(served=False, why="expandable segments are on already")
-    return _verdict_on(history, history.failed, replace(history.config, expandable_segments=True))
-
-
-def with_empty_cache(history: RecordedHistory, at: int) -> ReplayVerdict:
-    """Return whether the request would have been served if the cache had been emptied at a time of the history."""
-    begin = begin_of(history.snapshot, history.device)
-    if history.failed is not None and begin is not None and begin > at:
-        return ReplayVerdict(served=None, why="the recorded history does not reach back to the start of the evaluation")
-    return _verdict_on(history, history.failed_with_empty_cache(at), history.config)
-
-
-def with_more_memory(history: RecordedHistory, n_bytes: int) -> ReplayVerdict:
-    """Return whether the request would have been served if others had held `n_bytes` less of the device."""
-    return _verdict_on(history, history.failed, history.config, more=n_bytes)
-
-
-def _verdict_on(
-    history: RecordedHistory, failed: FailedRequest | None, config: AllocatorConfig, *, more: int = 0
-) -> ReplayVerdict:
-    if history.problem or failed is None:
-        return ReplayVerdict(served=None, why=history.problem)
-    return replayed(failed, config, more=more)
-
-
-def replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> ReplayVerdict:
+def _replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> ReplayVerdict:
     """Return whether a failed request would have been served under other settings, or with more memory."""
     trace = failed.trace
     done = replay(trace, config=config, capacity=None if trace.capacity is None else trace.capacity + more)
@@ -142,4 +127,25 @@ def replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -
         if needed > error.rounded:
             why += f", which needs a segment of {format_size(needed)}"
         return ReplayVerdict(served=False, why=why)
-    return ReplayVerdict(served=True, why="the request would have been served", reserved=done.stats.reserved or 0)
+    return ReplayVerdict(served=True, why="the request would have been served")
+
+
+def failed_request_in_words(snapshot: Mapping[str, Any], device: int = 0) -> list[str]:
+    """Return whether expandable segments would have served the request that failed in a snapshot; [] without one.
+
+    The limit is what the allocator held at that moment and the bytes that the device had left.
+    """
+    entries = snapshot["device_traces"][device]
+    failed = next((entry for entry in reversed(entries) if entry["action"] == "oom"), None)
+    if failed is None:
+        return []
+    config = config_of(snapshot)
+    until = trace_until(snapshot, config, capacity=None, used_by_others=0, until=failed["time_us"], device=device)
+    reserved = replay(until).stats.reserved or 0
+    history = RecordedHistory(snapshot, config, reserved + failed.get("device_free", 0), 0, device)
+    if history.failed is None:
+        return []
+    verdict = history.with_expandable_segments()
+    words = {True: "would have served it", False: "does not help: {}", None: "may or may not help: {}"}[verdict.served]
+    request = f"A request of {format_size(history.failed.n_bytes)} found no memory."
+    return [request, f"{EXPANDABLE} {words.format(verdict.why)}."]

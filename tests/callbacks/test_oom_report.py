@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import pickle
 import re
 from dataclasses import dataclass, field
@@ -19,12 +18,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.cuda import _memory_viz as viz
 
-from lightning_memtools import EmptyCache, GradientCheckpointing, OOMReport, VirtualDevice
+from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
 from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
-from lightning_memtools.callbacks.oom_report_run import failed_run_of
-from lightning_memtools.checkpointing import planning
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
-from lightning_memtools.reporting.files import write_report
 from tests.batch_size_models import Samples, Scale
 from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, opaque, trainer
@@ -46,7 +42,7 @@ class Outcome:
 
     error: torch.OutOfMemoryError | None = None
     report: str = ""
-    seen: list[tuple[int, dict[str, int], dict[str, int]]] = field(default_factory=list)
+    seen: list[tuple[int, dict[str, int]]] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -68,9 +64,7 @@ def attempt(
     with VirtualDevice(capacity, **(device or {})) as virtual:
 
         def see(*_: int) -> None:
-            composition = virtual.composition()
-            modules = {name: parts["activation"] for name, parts in composition.by_module.items()}
-            outcome.seen.append((virtual.stats().allocated or 0, dict(composition.by_category), modules))
+            outcome.seen.append((virtual.stats().allocated or 0, dict(virtual.composition().by_category)))
 
         virtual.observe_oom(see)
         module = model or Layers(**sizes)
@@ -101,8 +95,8 @@ CASES = {
     "forward": Case("fit", "280MiB", {"batch": 48}, "train, step 0, batch 0, forward", "net.4.0"),
     "backward": Case("fit", "320MiB", {"batch": 48}, "train, step 0, batch 0, backward", "net.4.0"),
     "later_step": Case(
-        "fit", "150MiB", {"n": 1, "wide": None, "batch": 64, "width": 2000}, "train, step 1, batch 1, backward",
-        "(backward)",
+        "fit", "152MiB", {"n": 1, "wide": None, "batch": 64, "width": 2048}, "train, step 1, batch 1, backward",
+        "heavy",
     ),
     "validation": Case("val", "320MiB", {"n": 4, "wide": 2, "batch": 24, "val_batch": 96}, "val, batch 0", "net.2.0",
                        "val_batch"),
@@ -138,7 +132,7 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     case, outcome = CASES[name], failed(name)
     assert f"({case.moment})" in outcome.report.splitlines()[0]
     assert str(outcome.error).partition("\n")[0] in outcome.report
-    allocated, categories, modules = outcome.seen[-1]
+    allocated, categories = outcome.seen[-1]
     split = sizes_in(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(allocated, rel=0.01)
     assert sum(split.values()) == pytest.approx(allocated, rel=0.01)
@@ -146,26 +140,12 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     for name_, n_bytes in split.items():
         if name_ in singular:
             assert n_bytes == pytest.approx(categories[singular[name_]], rel=0.01)
-    largest, n_bytes = next(iter(sizes_in(outcome.report, "Modules with the most activations").items()))
-    assert largest == case.largest
-    assert n_bytes == pytest.approx(max(modules.values()), rel=0.01)
+    assert next(iter(sizes_in(outcome.report, "Modules with the most activations"))) == case.largest
     # What the error takes along begins with the same line and names the report, and nothing is printed twice.
     (note,) = outcome.error.__notes__
     assert f"({case.moment})" in note.splitlines()[0]
     assert "Report: " in note.splitlines()[-1]
     assert len(note.splitlines()) == 2
-
-
-@pytest.mark.parametrize("name", ["forward", "validation"])
-def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, failed, tmp_path, monkeypatch):
-    """As on a real GPU: the device is not asked what its bytes are for."""
-    case, known = CASES[name], failed(name)
-    monkeypatch.setattr("lightning_memtools.oom.failure_capture.KnowsItsComposition", type("Nobody", (), {}))
-    report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
-    assert next(iter(sizes_in(report, "Modules with the most activations"))) == case.largest
-    split = sizes_in(report, "What filled the device")
-    assert split.pop("allocated") == pytest.approx(known.seen[-1][0], rel=0.01)
-    assert sum(split.values()) == pytest.approx(known.seen[-1][0], rel=0.01)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -184,21 +164,9 @@ def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_p
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_the_suggested_checkpointing_fits(name, failed, tmp_path):
     case, outcome = CASES[name], failed(name)
-    found = re.search(r'`GradientCheckpointing\(memory_budget="(\w+)"\)`\)\. With .* fits', outcome.report)
-    assert attempt(tmp_path, case.capacity, case.call, GradientCheckpointing(memory_budget=found[1]), **case.sizes).fits
-
-
-def test_a_report_profiles_the_failed_step_once_for_all_its_checkpoint_plans(tmp_path, monkeypatch):
-    profiled: list[Any] = []
-    planned: list[Any] = []
-    profile, plan = planning.profile_step, planning.StepPlanner.plan
-    monkeypatch.setattr(planning, "profile_step", lambda *args: profiled.append(args) or profile(*args))
-    monkeypatch.setattr(planning.StepPlanner, "plan", lambda *args: planned.append(args) or plan(*args))
-    case = CASES["forward"]
-    report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
-    assert "GradientCheckpointing(memory_budget=" in report
-    assert len(planned) >= 2
-    assert len(profiled) == 1
+    (given,) = re.findall(r"`(GradientCheckpointing\(.*?\))`\)\. With .* fits", outcome.report)
+    callback = eval(given)  # noqa: S307, our own text
+    assert attempt(tmp_path, case.capacity, case.call, callback, **case.sizes).fits
 
 
 @pytest.mark.parametrize("name", ["forward", "later_step"])
@@ -236,27 +204,6 @@ def test_no_accumulation_is_advised_where_lightning_refuses_it(how, tmp_path):
     options = {"accumulate_grad_batches": 2}
     with pytest.raises((MisconfigurationException, ValueError), match="accumulat"):
         attempt(tmp_path, case.capacity, case.call, *schedule, model=model, options=options)
-
-
-class WithSgd(Layers):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
-
-def test_in_the_optimizer_step_the_smaller_state_fits(tmp_path):
-    sizes = {"n": 1, "wide": None, "batch": 4, "width": 3300}
-    outcome = attempt(tmp_path, "150MiB", "fit", **sizes)
-    assert "(train, step 0, batch 0, optimizer step)" in outcome.report
-    split = sizes_in(outcome.report, "What filled the device")
-    weights = 4 * (3300 * 3300 + 3300)
-    # One segment of 42 MiB each, of which less than 1 MiB is left: too little to be split off.
-    assert split["parameters"] == pytest.approx(weights, rel=0.02)
-    assert split["gradients"] == pytest.approx(weights, rel=0.02)
-    assert re.search(
-        r"`torch.optim.SGD\(parameters, momentum=0.9, ...\)`\)\. The peak falls by .* MiB and fits", outcome.report
-    )
-    assert "Not even one sample" in outcome.report
-    assert attempt(tmp_path, "150MiB", "fit", model=WithSgd(**sizes)).fits
 
 
 class Matrices(Layers):
@@ -300,7 +247,7 @@ def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_
     assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert split["inputs"] == 60 * SAMPLE_BYTES
     assert split["parameters"] == pytest.approx(1.8 * 2**30, rel=0.01)
-    assert next(iter(sizes_in(outcome.report, "Modules with the most activations").items())) == ("net.4.0", 90 * MIB)
+    assert next(iter(sizes_in(outcome.report, "Modules with the most activations"))) == "net.4.0"
     size = int(re.search(r"Use validation batches of (\d+) instead of 60", outcome.report)[1])
     assert run(tmp_path, **(sizes | {"val_batch": size})).fits
     assert not run(tmp_path, **(sizes | {"val_batch": size + 1})).fits
@@ -506,10 +453,10 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
     facts = [
         (DEVICE, "train, step 0, batch 0, forward", "24.0 MiB", "2.00 MiB free", "Activations take 32.0 MiB"),
         ("1. ", "`DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)`", "stays 16", "28.0 MiB", "64.0 MiB"),
-        ("2. ", "`DataLoader(batch_size=6)`", "42.0 MiB", "64.0 MiB", "A batch of 7", "49.0 MiB", "segments"),
+        ("2. ", "`DataLoader(batch_size=6)`", "42.0 MiB", "64.0 MiB", "A batch of 7"),
         ("3. Use a larger GPU (RTX 4060 8GB)",),
         ("32.0 MiB of activations", "8.00 MiB of inputs"),
-        ("net.0 and 3 other modules", "8.00 MiB each"),
+        ("net.4.0", "24.0 MiB"),
         (f"Report: {tmp_path / 'oom-train-step0.md'}",),
     ]
     for line, of_line in zip(lines[begin:], facts, strict=True):
@@ -616,6 +563,27 @@ def test_a_report_that_fails_is_a_note_and_no_more(tmp_path, monkeypatch):
     assert "report itself failed: KeyError: 'broken'" in note
 
 
+def test_a_search_for_holders_that_fails_costs_only_its_own_line(tmp_path, monkeypatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("checkpoint in main")
+
+    monkeypatch.setattr("lightning_memtools.oom.held_memory.find_holdings", fails)
+    report = run_out(tmp_path, directory=str(tmp_path))[1].read_text()
+    assert "Who holds memory could not be read: KeyError: 'checkpoint in main'." in report
+    assert "Use training batches of" in report
+
+
+def test_a_run_that_cannot_be_followed_goes_on_without_a_report(tmp_path, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr("lightning_memtools.oom.failure_capture.sizes_only", fails)
+    run = trainer(tmp_path, OOMReport(), max_steps=3, logger=False)
+    with pytest.warns(UserWarning, match="OOMReport is off: .*KeyError: 'broken'"):
+        run.fit(Regression(), loader())
+    assert run.global_step == 3
+
+
 def test_other_errors_are_left_alone(tmp_path):
     class Fails(Regression):
         def training_step(self, batch, batch_idx):
@@ -683,22 +651,6 @@ def test_a_step_that_failed_while_an_optimizer_was_toggled_is_traced_and_leaves_
     assert attempt(tmp_path / "smaller", "64MiB", "fit", model=smaller).fits
 
 
-def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):
-    whole = Path.write_text
-
-    def cut_off(self, text, **options):
-        if len(text) > 5000:
-            whole(self, text[:100], **options)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return whole(self, text, **options)
-
-    (tmp_path / "x").mkdir()
-    assert isinstance(write_report(tmp_path / "x", "page.md", "short"), Path)
-    monkeypatch.setattr(Path, "write_text", cut_off)
-    assert "No space left" in str(write_report(tmp_path / "x", "page.md", "long" * 2000))
-    assert [(one.name, one.read_text()) for one in (tmp_path / "x").iterdir()] == [("page.md", "short")]
-
-
 def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
     class Looks(Layers):
         def training_step(self, batch, batch_idx):
@@ -746,7 +698,7 @@ def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path
     planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
     sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
     assert sizes[0] < sizes[1]
-    assert re.search(r"^- Recompute more .*No plan", planned.report, re.MULTILINE)
+    assert "Recompute" not in planned.report.partition("## What happened")[0]  # no other plan fits
     assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 
@@ -812,20 +764,6 @@ def test_bad_arguments_are_refused(top, error):
 
 def test_top_limits_the_modules(tmp_path):
     text = run_out(tmp_path, top=2, snapshot=False, directory=str(tmp_path))[1].read_text()
-    assert list(sizes_in(text, "Modules with the most activations")) == ["net.0", "net.1"]
+    assert list(sizes_in(text, "Modules with the most activations")) == ["net.4.0", "net.0"]
     assert re.search(r"No memory snapshot: .*\(snapshot=False\)", text)
     assert re.search("Use expandable segments.* not checked: no history", text)
-
-
-def test_a_subclass_of_empty_cache_is_recognised(tmp_path):
-    class Mine(EmptyCache):
-        pass
-
-    class Asks(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(failed_run_of(trainer, batch_idx).empties_cache)
-
-    seen: list[bool] = []
-    for callbacks in ([], [EmptyCache()], [Mine()]):
-        trainer(tmp_path, *callbacks, Asks(), max_steps=1, logger=False).fit(Regression(), loader())
-    assert seen == [False, True, True]

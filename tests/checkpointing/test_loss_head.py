@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import GradientCheckpointing, default_callbacks
+from lightning_memtools import GradientCheckpointing
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
@@ -20,9 +20,9 @@ from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.report_page import ActionKind
+from lightning_memtools.oom.actions import ActionKind
 from lightning_memtools.simulation.step_trace import TracedStep
-from tests.oom.advice_runs import checks_of
+from tests.oom.advice_runs import advice_on
 
 WIDTH, WORDS, ROWS = 32, 16384, 512
 
@@ -132,11 +132,6 @@ def test_within_a_budget_the_loss_in_chunks_comes_before_recomputation():
     assert (share.heads, share.planned) == (("head",), found.cost)
 
 
-def test_loss_head_is_checked():
-    with pytest.raises(ValueError, match='loss_head=\'chunks\' is neither "auto" nor "keep"'):
-        GradientCheckpointing(loss_head="chunks")
-
-
 def fit(model: Any, *callbacks: Any, batches: int = 4, **options: Any) -> dict[str, Tensor]:
     data: Any = torch.stack([words_of()[at % 4].view(-1) for at in range(4 * batches)])
     trainer = L.Trainer(
@@ -164,21 +159,6 @@ def test_a_fit_ends_with_the_same_weights_within_rounding(options, capsys):
         assert (chunked[name] - weight).norm() <= (0.01 if "precision" in options else 1e-4) * moved
     assert "forward" not in vars(model.head)
     assert list(model.state_dict()) == list(Language().state_dict())
-
-
-def test_with_keep_a_fit_is_bit_for_bit_the_plain_one():
-    plain = fit(Language())
-    kept = fit(Language(), GradientCheckpointing(loss_head="keep"))
-    assert all(torch.equal(kept[name], weight) for name, weight in plain.items())
-
-
-def test_the_default_callbacks_do_not_read_the_logits(tmp_path):
-    callback = GradientCheckpointing()
-    with warnings.catch_warnings(), VirtualDevice(cuda_like=True):
-        warnings.simplefilter("error", LossHeadWarning)
-        fit(Language(), *default_callbacks(), callback, batches=5, default_root_dir=tmp_path)
-    assert callback.plan is not None
-    assert callback.plan.heads == ("head",)
 
 
 class LooksLater(Language):
@@ -242,12 +222,12 @@ def test_models_of_transformers_as_they_are(name):
 def test_a_report_of_running_out_of_memory_advises_it():
     found = loss_in_chunks(step_of(Language(), words_of()))
     assert found is not None
-    checks = checks_of(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
-    (action,) = [one for one in checks.actions if one.kind == ActionKind.LOSS]
+    advice = advice_on(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
+    (action,) = [one for one in advice.actions if one.kind == ActionKind.LOSS]
     assert action.fits
     assert action.detail.startswith("The logits (512 x 16,384) take 32.0 MiB for each copy. ")
     assert action.code.startswith('GradientCheckpointing(memory_budget="')
-    assert not [one for one in checks.actions if one.kind == ActionKind.CHECKPOINTING and one.fits is False]
+    assert not [one for one in advice.actions if one.kind == ActionKind.CHECKPOINTING and one.fits is False]
 
 
 @pytest.mark.cuda_memory

@@ -8,16 +8,12 @@ import torch
 from torch import nn
 
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.oom.advice_checks import AdviceChecks
-from lightning_memtools.oom.deadline import Deadline
+from lightning_memtools.oom.actions import Action, ActionKind
+from lightning_memtools.oom.advice_checks import Advice, advice_for
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep
-from lightning_memtools.oom.failure_facts import (
-    CATEGORIES,
-    FailureFacts,
-    FailureMoment,
-    MemorySplit,
-    sizes_only,
-)
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, MemorySplit, sizes_only
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 
 
 def loss_of_step(model: Any, batch: Any) -> Any:
@@ -25,24 +21,21 @@ def loss_of_step(model: Any, batch: Any) -> Any:
 
 
 def failed_on(
-    model: nn.Module,
-    batch: torch.Tensor,
-    capacity: int | None,
-    *,
-    cuda: bool = False,
-    amsgrad: bool = False,
-    **run: Any,
+    model: nn.Module, batch: torch.Tensor, capacity: int | None, *, cuda: bool = False, facts: Any = None, **run: Any
 ) -> FailedStep:
     stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
-    split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0), 0, (), 0, exact=True)
-    facts = FailureFacts(moment=FailureMoment("train", 0, 0, "forward"), device="here", stats=stats, split=split,
-                         batch=sizes_only(batch))  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), amsgrad=amsgrad)
-    failed_run = FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)
-    return FailedStep(facts=facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)
+    split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0))
+    more = {"moment": FailureMoment("train", 0, 0, "forward"), "device": "here", "stats": stats, "split": split}
+    failed_run = FailedRun(
+        **({"model": model, "forward": loss_of_step, "optimizers": (torch.optim.Adam(model.parameters()),)} | run)
+    )
+    all_facts = FailureFacts(**(more | {"batch": sizes_only(batch)} | (facts or {})))
+    return FailedStep(facts=all_facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)
 
 
-def checks_of(model: nn.Module, batch: torch.Tensor, capacity: int | None, **options: Any) -> AdviceChecks:
-    checks = AdviceChecks(failed_on(model, batch, capacity, **options), Deadline(600.0))
-    checks.run()
-    return checks
+def advice_on(model: nn.Module, batch: torch.Tensor, capacity: int | None, **options: Any) -> Advice:
+    return advice_for(failed_on(model, batch, capacity, **options), 600.0)
+
+
+def of_kind(advice: Advice, kind: ActionKind) -> list[Action]:
+    return [action for action in advice.actions if action.kind == kind]

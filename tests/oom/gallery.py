@@ -543,23 +543,6 @@ def a_batch_that_is_too_large(fit: FitOn, *, mended: bool) -> None:
     fit(Activations(32 if mended else 96), accumulate_grad_batches=3 if mended else 1)
 
 
-@exhibit("Optimizer state takes", advice=("Replace Adam with",), capacity_mib=76, on_cuda=False)
-class TooMuchState(LargeNet):
-    """Adam's states, and what its first step takes beside them, are most of the memory."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(table_mib=16)
-        self.mended = mended
-
-    def sizes(self):
-        return [1] * 2
-
-    def configure_optimizers(self):
-        if self.mended:
-            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-        return torch.optim.Adam(self.parameters())
-
-
 class Adversaries(Activations):
     """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
 

@@ -9,9 +9,16 @@ import torch
 from torch import nn
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.failure_facts import CATEGORIES, MemoryAtBatchStart, split_by_device, split_by_walking
+from lightning_memtools.oom.failure_facts import MemoryAtBatchStart, split_memory
 
 MIB = 2**20
+KNOWN = {
+    "parameters": "parameter",
+    "gradients": "gradient",
+    "optimizer": "optimizer",
+    "activations": "activation",
+    "inputs": "input",
+}
 
 
 class Watched:
@@ -32,27 +39,23 @@ class Watched:
         self.optimizer.register_step_post_hook(lambda *_: self.compare())
 
     def compare(self) -> None:
-        allocated = self.device.stats().allocated
-        assert allocated is not None
-        walked = split_by_walking(
+        allocated = self.device.stats().allocated or 0
+        split = split_memory(
             allocated, self.model, [self.optimizer], self.device.holds, batch=self.batch, before=self.before
         )
-        known = split_by_device(self.device, self.model)
-        for split in (walked, known):
-            assert sum(split.by_category.values()) == allocated
-        assert walked.buffers == known.buffers
-        for name in CATEGORIES:
-            assert walked.by_category[name] == pytest.approx(known.by_category[name], abs=0.01 * allocated), name
-        assert walked.older == pytest.approx(sum(one.nbytes for one in self.leak), abs=0.01 * allocated)
+        known = self.device.composition().by_category
+        assert sum(split.by_category.values()) == allocated
+        assert split.buffers == known["buffer"]
+        for name, its_name in KNOWN.items():
+            assert split.by_category[name] == pytest.approx(known[its_name], abs=0.01 * allocated), name
+        assert split.older == pytest.approx(sum(tensor.nbytes for tensor in self.leak), abs=0.01 * allocated)
         self.compared += 1
 
     def step(self) -> None:
         self.batch = torch.randn(2048, 256)
         self.device.count_batch(self.batch)
-        allocated = self.device.stats().allocated
-        assert allocated is not None
         self.before = MemoryAtBatchStart(
-            allocated,
+            self.device.stats().allocated or 0,
             self.batch.nbytes,
             had_gradients=any(p.grad is not None for p in self.model.parameters()),
             had_state=bool(self.optimizer.state),
@@ -63,7 +66,7 @@ class Watched:
         self.optimizer.step()
 
 
-def test_the_split_by_walking_agrees_with_that_of_the_virtual_device():
+def test_the_split_agrees_with_that_of_the_virtual_device():
     with VirtualDevice() as device:
         watched = Watched(device)
         for _ in range(3):
@@ -73,22 +76,9 @@ def test_the_split_by_walking_agrees_with_that_of_the_virtual_device():
     assert watched.compared == 3 * 11
 
 
-def test_modules_are_listed_by_name_with_the_largest_first():
-    with VirtualDevice() as device:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 64)))
-        out = model(torch.ones(1024, 8))
-        split = split_by_device(device, model)
-        del out
-    assert split.by_module == (("1.0", 1024 * 64 * 4), ("0", 1024 * 8 * 4))
-    assert split.exact
-
-
 def test_without_a_start_of_the_batch_the_rest_counts_as_activations():
     with VirtualDevice() as device:
-        model = nn.Linear(8, 8)
-        rest = torch.empty(MIB)
-        allocated = device.stats().allocated
-        assert allocated is not None
-        split = split_by_walking(allocated, model, [], device.holds)
+        model, rest = nn.Linear(8, 8), torch.empty(MIB)
+        split = split_memory(device.stats().allocated or 0, model, [], device.holds)
         assert split.by_category["activations"] == rest.nbytes
         assert split.by_category["other"] == split.older == 0

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.oom.actions import Action, ActionKind, Outcome, ranked
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
 from lightning_memtools.oom.recorded_history import ReplayVerdict
-from lightning_memtools.oom.report_page import Action, ActionKind, ReportPage, ranked
+from lightning_memtools.oom.report_page import ReportPage
 
 GIB = 2**30
 FACTS = FailureFacts(
@@ -56,31 +59,30 @@ def test_other_processes_are_listed_and_their_absence_is_said():
     assert "Other processes" not in ReportPage(facts=FACTS).markdown()
 
 
-def test_what_is_enough_comes_first_and_what_was_not_checked_has_no_number():
-    useless = Action(kind=ActionKind.PRECISION, title="useless", detail="e", checked=True, fits=False)
-    unchecked = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="unchecked", detail="the step reads values")
-    little = Action(kind=ActionKind.CHECKPOINTING, title="little", detail="a", checked=True, fits=False, saved=1)
-    more = Action(kind=ActionKind.OPTIMIZER, title="more", detail="b", checked=True, fits=False, saved=2)
-    enough = Action(
-        kind=ActionKind.BATCH_SIZE, title="enough", detail="c", checked=True, fits=True, saved=1, code="n=1"
-    )
-    least = Action(kind=ActionKind.EMPTY_CACHE, title="least intrusive", detail="d", checked=True, fits=True)
-    order = ranked([useless, unchecked, little, more, enough, least])
-    assert order == [least, enough, more, little, unchecked, useless]
+def action(title: str, outcome: Outcome, kind: ActionKind = ActionKind.CHECKPOINTING, **more: Any) -> Action:
+    return Action(kind=kind, title=title, outcome=outcome, detail=f"detail of {title}", **more)
+
+
+def test_the_cause_comes_first_then_what_is_enough_and_what_was_not_checked_has_no_number():
+    order = [
+        action("cause, enough", Outcome.ENOUGH, cause="c"),
+        action("cause, large", Outcome.NOT_ENOUGH, cause="c", saved=3),
+        action("cause, small", Outcome.NOT_ENOUGH, cause="c", saved=1),
+        action("least intrusive", Outcome.ENOUGH, ActionKind.STOP_PROCESS),
+        action("enough", Outcome.ENOUGH, ActionKind.BATCH_SIZE, saved=9, code="n=1"),
+        action("may be enough", Outcome.MAY_BE_ENOUGH, saved=1),
+        action("more", Outcome.NOT_ENOUGH, saved=2),
+        action("little", Outcome.NOT_ENOUGH, saved=1),
+        action("unchecked", Outcome.UNCHECKED),
+        action("one request", Outcome.REQUEST_ONLY),
+        action("useless", Outcome.USELESS),
+    ]
+    assert ranked(reversed(order)) == order
     text = ReportPage(facts=FACTS, actions=order).markdown()
-    assert "1. least intrusive. d.\n2. enough (`n=1`). c.\n3. more. b.\n4. little. a.\n" in text
-    assert "not checked: the step reads values" in text
+    assert "4. least intrusive. detail of least intrusive.\n5. enough (`n=1`). detail of enough.\n6. may" in text
+    assert "- unchecked. This was not checked: detail of unchecked.\n- one request. detail of one request.\n" in text
     assert "do not help:\n\n- useless. " in text
-
-
-def test_ties_are_said_on_the_console():
-    modules = [("body", 3 * GIB), *((f"layer.{i}", 2 * GIB) for i in range(4)), ("head", GIB)]
-    page = ReportPage(facts=FACTS, modules=modules, modules_traced=True, top=3)
-    assert "| `layer.1` | 2.00 GiB |" in page.markdown()
-    assert "`layer.2`" not in page.markdown()
-    assert "body, with 3.00 GiB" in page.console()
-    tied = ReportPage(facts=FACTS, modules=modules[1:], modules_traced=True).console()
-    assert "layer.0 and 3 other modules, with 2.00 GiB" in tied
+    assert [one.fits for one in order[-6:]] == [None, False, False, None, None, False]
 
 
 def test_the_sizes_of_a_batch_take_no_memory_and_keep_its_nesting():

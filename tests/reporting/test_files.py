@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -128,3 +129,19 @@ def test_runs_without_a_version_do_not_share_a_folder(tmp_path):
     first, second = (trainer(tmp_path, logger=Database(None)) for _ in range(2))
     assert report_directory(first) == report_directory(first)  # fit and test of one Trainer
     assert report_directory(first) != report_directory(second)
+
+
+def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):
+    whole = Path.write_text
+
+    def cut_off(self, text, **options):
+        if len(text) > 5000:
+            whole(self, text[:100], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, text, **options)
+
+    (tmp_path / "x").mkdir()
+    assert isinstance(write_report(tmp_path / "x", "page.md", "short"), Path)
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    assert "No space left" in str(write_report(tmp_path / "x", "page.md", "long" * 2000))
+    assert [(one.name, one.read_text()) for one in (tmp_path / "x").iterdir()] == [("page.md", "short")]

@@ -1,0 +1,218 @@
+"""Checks of changes of the step: it is traced with each of them, and fitted into the memory that is left for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_memtools._torch import AnyBatchNorm, AnyDropout
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError
+from lightning_memtools.estimate.memory_estimate import DeviceLimit
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
+from lightning_memtools.oom.actions import Action, ActionKind, Outcome
+from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials
+from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.simulation.step_runner import PrecisionName
+
+_BF16: PrecisionName = "bf16-mixed"
+_STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
+
+SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
+ACCUMULATE = Action(
+    kind=ActionKind.ACCUMULATION,
+    title="Accumulate gradients over smaller batches",
+    code="Trainer(accumulate_grad_batches=...)",
+)
+RECOMPUTE = Action(
+    kind=ActionKind.CHECKPOINTING,
+    title="Recompute activations in the backward pass",
+    code="GradientCheckpointing()",
+)
+CHUNK_THE_LOSS = Action(
+    kind=ActionKind.LOSS,
+    title="Compute the loss without holding all logits at once",
+    code="GradientCheckpointing(memory_budget=...)",
+)
+BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
+LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
+
+
+def smaller_batch(trials: StepTrials) -> list[Action]:
+    """Use the largest batch that fits; half of the failed one where a trace cannot tell what fits."""
+    size, limit = trials.size, trials.limit
+    stage = _STAGES[trials.failed.stage or "train"]
+
+    def batches_of(smaller: int) -> Action:
+        title = f"Use {stage} batches of {smaller} instead of {size}"
+        return replace(SMALLER_BATCHES, title=title, code=_loader(smaller))
+
+    if limit is None:
+        half = max(size // 2, min(2, size - 1))  # BatchNorm refuses to train on one sample
+        return [_compared(trials, trials.at(half).peak_allocated, batches_of(half), fits=None)] if size > 1 else []
+    largest, others = trials.largest_batch, _of_other_lengths(trials)
+    if not largest:
+        detail = f"Not even one sample fits{others}"
+        return [replace(SMALLER_BATCHES, outcome=Outcome.USELESS, detail=detail)]
+    peak = trials.at(largest).peak_allocated
+    fits = f"The step then fits, with a peak of {_within(trials, peak)}"
+    detail = f"{fits}. A batch of {largest + 1} does not fit{others}"
+    return [_fitting_batch(trials, batches_of(largest), peak, detail)]
+
+
+def _of_other_lengths(trials: StepTrials) -> str:
+    """Return a remark on tensors of the batch that a smaller traced batch does not make smaller."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(trials.failed.facts.batch) if tensor.dim()}
+    others = sorted(lengths - {trials.size, 1})
+    if not others:
+        return ""
+    return (
+        f". Parts of the batch with other first dimensions ({first_of(others)}) were left as they are: reduce them too"
+    )
+
+
+def accumulation(trials: StepTrials) -> list[Action]:
+    """Accumulate gradients over the largest batch that fits and divides the effective batch."""
+    size, effective = trials.size, trials.size * trials.failed.run.accumulate
+    most = size // 2 if trials.limit is None else min(trials.largest_batch, size - 1)
+    for smaller in range(most, 0, -1):
+        if effective % smaller:
+            continue
+        n_batches = effective // smaller
+        try:
+            estimate = trials.at(smaller, n_batches)
+        except ValueError:
+            if smaller > 1:
+                raise
+            return []  # BatchNorm refuses to train on one sample
+        fits, peak = trials.fits(estimate), estimate.peak_allocated
+        if fits is False:
+            continue
+        action = replace(
+            ACCUMULATE,
+            title=f"Accumulate gradients over {n_batches} batches of {smaller}",
+            code=f"{_loader(smaller)}, Trainer(accumulate_grad_batches={n_batches})",
+        )
+        if fits is None:
+            return [_compared(trials, peak, action, fits=None)]
+        how = f"The effective batch stays {effective}, and the step fits, with a peak of {_within(trials, peak)}"
+        return [_fitting_batch(trials, action, peak, how)]
+    return []
+
+
+def _fitting_batch(trials: StepTrials, action: Action, peak: int, detail: str) -> Action:
+    """Return the action for batches that fit; it names the memory budget if a checkpoint plan is applied."""
+    fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
+    if trials.failed.stage != "train" or trials.failed.run.plan is None:
+        return fitting
+    budget = -(-peak // MIB)
+    note = "Without this budget, GradientCheckpointing plans anew for smaller batches, and may recompute less"
+    code = f'{action.code}, GradientCheckpointing(memory_budget="{budget}MiB", ...)'
+    return replace(fitting, code=code, detail=f"{detail}. {note}")
+
+
+def _loader(size: int) -> str:
+    return f"DataLoader(batch_size={size})"
+
+
+def checkpointing(trials: StepTrials) -> list[Action]:
+    """Recompute activations: by the plan for the memory that is left, or by the one that needs no budget.
+
+    The cheaper one of those that fit is taken, or else the one with the lowest peak. The budget leaves room for what
+    the allocator reserves beside tensors, as much as in the plain step. BatchNorm and Dropout layers are recomputed
+    too where the step does not fit otherwise.
+    """
+    model, is_applied = trials.failed.run.model, trials.failed.run.plan is not None
+    budgets: list[dict[str, Any]] = [] if is_applied else [{}]
+    if trials.limit is not None:
+        beside_tensors = trials.plain.peak_reserved - trials.plain.peak_allocated
+        budgets.append({"memory_budget": f"{max(1, (trials.limit - beside_tensors) // MIB)}MiB"})
+    norms = [{"bn_dropout": "auto"}] if any(isinstance(m, (AnyBatchNorm, AnyDropout)) for m in model.modules()) else []
+    tried: list[tuple[float, Action]] = []
+    for more in ({}, *norms):
+        tried += [plan for budget in budgets if (plan := _with_plan(trials, budget | more)) is not None]
+        fitting = [plan for plan in tried if plan[1].outcome is Outcome.ENOUGH]
+        if fitting:
+            return [min(fitting, key=lambda plan: plan[0])[1]]
+    return [max(tried, key=lambda plan: plan[1].saved)[1]] if tried and not is_applied else []
+
+
+def _with_plan(trials: StepTrials, arguments: dict[str, Any]) -> tuple[float, Action] | None:
+    """Return the plan that GradientCheckpointing makes: its extra computation, and the action; None without a plan."""
+    trials.check_time()
+    try:
+        plan = trials.planner.plan(CheckpointOptions.parse(**arguments))
+    except BudgetTooSmallError:
+        return None
+    if plan.refused is not None:
+        return 0.0, replace(RECOMPUTE, code="", outcome=Outcome.USELESS, detail=plan.refused.rstrip("."))
+    if not any(chain.ranges for chain in plan.chains):
+        return None  # It only computes the loss in chunks, which is advice of its own.
+    estimate, extra = trials.with_plan(plan), plan.extra_operations
+    title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
+    title += ", and compute the loss in chunks" if plan.heads else ""
+    given = ", ".join(f'{name}="{value}"' for name, value in arguments.items())
+    action = replace(RECOMPUTE, title=title, code=f"GradientCheckpointing({given})")
+    price = f"{extra:.0%} more computation" if extra >= 0.01 else "less than 1% more computation"  # noqa: PLR2004, 1%
+    return extra, _compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate), price=price)
+
+
+def chunked_loss(trials: StepTrials) -> list[Action]:
+    """Compute the loss of a language model in chunks, so that its logits never exist as a whole."""
+    chunked = trials.planner.step_in_chunks()
+    if chunked is None or not chunked.names:
+        return []
+    peak = chunked.cost.peak_bytes
+    action = replace(CHUNK_THE_LOSS, code=f'GradientCheckpointing(memory_budget="{-(-peak // MIB)}MiB")')
+    compared = _compared(trials, peak, action, fits=None if trials.limit is None else peak <= trials.limit)
+    return [replace(compared, detail=f"{chunked.size[0].upper()}{chunked.size[1:]}. {compared.detail}")]
+
+
+def bfloat16(trials: StepTrials) -> list[Action]:
+    """Compute in bfloat16."""
+    trials.check_time()
+    estimate = trials.failed.estimate(precision=_BF16)
+    return [_compared(trials, estimate.peak_allocated, BFLOAT16, fits=trials.fits(estimate))]
+
+
+def larger_gpu(trials: StepTrials) -> list[Action]:
+    """Use the smallest known GPU on which the step fits."""
+    if trials.limit is None:
+        raise NotCheckedError("as far as a trace shows, the step fits on this one")
+    plain = trials.plain
+    for gpu in sorted(known_gpus(), key=lambda gpu: gpu.usable_bytes):
+        usable = DeviceLimit.parse(gpu.name).usable - trials.failed.untraced
+        if usable > trials.limit and plain.peak_allocated <= usable and plain.fits(f"{usable}B"):
+            title = f"{LARGER_GPU.title} ({gpu.name})"
+            detail = "It is the smallest known GPU on which this step fits unchanged"
+            return [replace(LARGER_GPU, title=title, outcome=Outcome.ENOUGH, detail=detail)]
+    return []
+
+
+def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
+    """Return the action with how much lower the changed step's peak is, and whether that is enough."""
+    saved = trials.saving(peak)
+    if not saved:
+        return replace(action, outcome=Outcome.USELESS, detail="It does not lower the peak", peak=peak)
+    detail = f"the peak falls by {format_size(saved)} to {format_size(peak)}"
+    detail = f"With {price}, {detail}" if price else f"T{detail[1:]}"
+    if fits is None:
+        detail += ". Whether that is enough is not known"
+    elif fits:
+        detail += f" and fits within the available {format_size(trials.limit)}"
+    else:
+        detail += f". That is not enough by itself: {_obstacle(trials, peak)}"
+    return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak, price=price)
+
+
+def _obstacle(trials: StepTrials, peak: int) -> str:
+    """Say why a step with that peak does not fit."""
+    limit = trials.limit or 0
+    if peak > limit:
+        return f"it is {format_size(peak - limit)} more than the available {format_size(limit)}"
+    return f"its tensors would fit within the available {format_size(limit)}, but fragmentation prevents it"
+
+
+def _within(trials: StepTrials, peak: int) -> str:
+    return f"{format_size(peak)} within the available {format_size(trials.limit)}"

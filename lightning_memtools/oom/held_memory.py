@@ -1,0 +1,83 @@
+"""Finds who holds what lies on the device beside the model, its optimizers and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_holdings
+from lightning_memtools.memory.leaks.leak_detector import SearchScope
+from lightning_memtools.memory.memory_releaser import free_failed_backward
+from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address
+from lightning_memtools.memory.release_failed_step import uncounted
+from lightning_memtools.memory.user_code import CodeLine, owner_of
+from lightning_memtools.oom.failed_step import FailedRun
+from lightning_memtools.oom.failure_capture import FailureCapture
+
+HOLDERS_S = 3.0
+"""Processor time after which no further holder is looked for."""
+
+
+def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
+    """Return who holds what lies on the device beside the model, its optimizers and the batch.
+
+    Args:
+        run: The facts of the run.
+        capture: The object that captured the facts.
+        snapshot: The memory snapshot; None where nothing was recorded.
+    """
+    if capture.reader is None:
+        return Holdings()
+    # Copies that a search makes of nothing are host memory, and so is what it frees for autograd.
+    with uncounted():
+        free_failed_backward()
+    return find_holdings(
+        capture.on_device,
+        run.model,
+        run.optimizers,
+        (capture.batch, run.predictions),
+        SearchScope.around(run.model, run.others, run.trainer),
+        notes=BlockNotes() if snapshot is None else _notes(capture, snapshot),
+        seconds=HOLDERS_S,
+    )
+
+
+def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
+    """Return what a snapshot says of the blocks of tensors: their age, and the line that made them."""
+    reader, device, began = capture.reader, capture.device.index or 0, capture.batch_began
+
+    def address_of(tensor: Tensor) -> int | None:
+        return reader.address_of(tensor) if isinstance(reader, KnowsItsTensors) else cuda_address(tensor)
+
+    young = {
+        entry["addr"]
+        for entry in snapshot["device_traces"][device]
+        if began is not None and entry["time_us"] >= began and entry["action"] == "alloc"
+    }
+    frames: dict[int, Any] = {}
+    for segment in snapshot["segments"]:
+        if segment["device"] == device:
+            address = segment["address"]
+            for block in segment["blocks"]:
+                frames[block.get("address", address)] = block.get("frames") or ()
+                address += block["size"]
+    return BlockNotes(
+        lambda tensor: address_of(tensor) in young, lambda tensor: _maker(frames.get(address_of(tensor) or 0, ()))
+    )
+
+
+def _maker(frames: Any) -> str:
+    """Return where a block was allocated, read off its recorded stack; "" where that is not known.
+
+    It is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules in place
+    of lines, such as "in net.0".
+    """
+    for frame in frames:
+        file, name = frame["filename"], frame["name"]
+        if file and owner_of(file) == "user" and file.endswith(".py"):
+            return f"at {CodeLine(file, frame['line'], name)}"
+        if not file and not name.startswith("("):
+            return f"in {name}"
+    return ""
