@@ -458,13 +458,13 @@ def in_mib(model: dict[str, Any]) -> dict[str, Any]:
 
 def mib(one: dict[str, Any]) -> float:
     """Return a step's peak, by PyTorch's own allocator where that was there."""
-    return round((one["allocator_peak_bytes"] or one["peak_bytes"]) / 2**20, 1)
+    return round(float(one["allocator_peak_bytes"] or one["peak_bytes"]) / 2**20, 1)
 
 
 def divided(plain: dict[str, Any], planned: dict[str, Any]) -> float:
     """Return how many times less activation memory a plan has."""
     less, more = (one["peak_bytes"] - one["static_bytes"] for one in (planned, plain))
-    return round(more / less, 2)
+    return round(float(more / less), 2)
 
 
 def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from machine import known, save, spread
 from torch import Tensor, nn
-from truth import cases, clean_up, errors_of, estimated, real_peaks
+from truth import clean_up, errors_of, estimated, real_peaks
+from truth_models import cases
 
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions

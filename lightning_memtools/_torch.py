@@ -33,9 +33,7 @@ from torch.utils.data import DataLoader, dataloader
 # torch.compile and torch.export are built on them, but they have no public import.
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
-# The errors of operators that need values, make shapes that depend on values, or have no fake kernel.
-DataDependentOutputException = fake_tensor.DataDependentOutputException
-DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+# The error of operators without a fake kernel.
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
@@ -381,6 +379,17 @@ def saved_reduction(node: Any) -> int | None:
     """Return the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
     reduction: int | None = getattr(node, "_saved_reduction", None)
     return reduction
+
+
+def output_shape(node: Any) -> tuple[int, ...] | None:
+    """Return the shape of a node's first result in the forward pass; None where it is not known. No public way."""
+    outputs = getattr(node, "_input_metadata", None)
+    return tuple(outputs[0].shape) if outputs else None
+
+
+def normalizes_batch(node: Any) -> bool:
+    """Return whether a node is that of a BatchNorm with the batch's own statistics. There is no public way to ask."""
+    return "BatchNorm" in node.name() and bool(getattr(node, "_saved_training", True))
 
 
 # --- tensors and operators

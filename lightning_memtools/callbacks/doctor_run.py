@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from lightning_memtools._lightning import is_compiled_by_lightning, training_step
-from lightning_memtools.doctor.examination import Examination
+from lightning_memtools._lightning import training_step
+from lightning_memtools.doctor.checkpoint_checks import differences
+from lightning_memtools.doctor.examination import Event, Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
 from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -23,9 +23,18 @@ from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
-from lightning_memtools.simulation.step_runner import forward_of
 
-_LEAKS = {"memory_growth", "retained_graphs"}
+
+@contextmanager
+def only_watching(stop: Callable[[], object]) -> Iterator[None]:
+    """Turn an error of the doctor's own into a call of `stop` and one warning, so that training goes on."""
+    try:
+        yield
+    except TrainingMistakeError:
+        raise
+    except Exception as error:  # noqa: BLE001, the user's training goes on
+        stop()
+        warnings.warn(f"TrainingDoctor failed, and training goes on without it: {in_one_line(error)}", stacklevel=3)
 
 
 class DoctorRun:
@@ -40,7 +49,6 @@ class DoctorRun:
 
     Attributes:
         report: The findings so far.
-        examination: Takes the events of training; None once nothing is watched any more.
     """
 
     def __init__(
@@ -49,52 +57,57 @@ class DoctorRun:
         self.report = DoctorReport(checks=tuple(names))
         case = TrainingCase(
             model=module,
-            steps=steps,
-            others=[*trainer.callbacks, trainer.datamodule],  # type: ignore[attr-defined]
-            stop_at=trainer,
-            precision=str(trainer.precision),
-            clip=trainer.gradient_clip_val or None,  # Lightning takes 0 for no clipping
+            accumulate=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
             local_ranks=min(trainer.num_devices, trainer.world_size),
             sharded=why_unsupported("TrainingDoctor", type(trainer.strategy)) is not None,
-            seeded="PL_GLOBAL_SEED" in os.environ,
+            others=[*trainer.callbacks, trainer.datamodule],  # type: ignore[attr-defined]
+            stop_at=trainer,
         )
-        self.examination: Examination | None = Examination(case, names)
+        self._examination = Examination(case, names, steps)
         self._raises = raises
         self._ranks = RankGather()  # through the store: a rank that failed is not waited for
         self._directory = report_directory(trainer)
         self._told: set[Finding] = set()
-        self._n_published = 0
-        self._load_hook: RemovableHandle | None = None
-        if module.strict_loading and not case.sharded:
-            # The path given to `fit` is not known here, but what is loaded from it comes by this hook.
-            self._load_hook = module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                partial(self._compare_keys, trainer)
+        self._is_stopped = False
+        self._load_hook: Any = None
+        if module.strict_loading and not case.sharded and "checkpoint_keys" in names:
+            # The path given to `fit` is not known here. The hook comes before torch raises for the keys.
+            self._load_hook = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                partial(self._compare, trainer)
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a module that is pickled before training, with the hook above: a copy compares nothing.
-        return {"examination": None, "_load_hook": None}
+        return {"_is_stopped": True, "_load_hook": None}  # for a module that is pickled with the hook above
 
-    def begin(self, trainer: Trainer, module: LightningModule) -> None:
-        """Examine the model and its settings before the first step."""
+    def begin(self, trainer: Trainer) -> None:
+        """Examine the model, its loaders and its settings before the first step."""
         self._remove_load_hook()
-        if self.examination is None:
-            return
-        case = self.examination.case
+        case, validation, n_batches = self._examination.case, trainer.val_dataloaders, trainer.num_training_batches
         case.optimizers = trainer.optimizers
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
-        validation = trainer.val_dataloaders
         case.evaluation_loaders = validation if isinstance(validation, (list, tuple)) else [validation]
-        n_batches = trainer.num_training_batches
-        case.n_train_batches = int(n_batches) if n_batches != float("inf") else None
-        # One rank cannot trace a step that needs the others, and a compiled one cannot be traced.
-        if not case.sharded and not is_compiled_by_lightning(module):
-            case.forward = forward_of(module, trainer, optimizers=trainer.optimizers)
-        self.examination.before_training()
+        case.n_train_batches = None if n_batches == float("inf") else int(n_batches)
+        self._examination.tell("start")
 
-    def tell(self, trainer: Trainer) -> bool:
+    def tell(self, trainer: Trainer, event: Event, argument: Any = None) -> bool:
+        """Pass an event on, and report after the first step and after the last watched one.
+
+        Returns:
+            True once nothing is left to watch.
+        """
+        examination = self._examination
+        was_concluded = examination.is_concluded
+        examination.tell(event, argument)
+        # The same points on every rank, which wait for each other here.
+        has_ended = examination.is_concluded and (not was_concluded or event == "evaluations_end")
+        if not has_ended and not (event == "batch_end" and examination.case.n_steps == 1):
+            return self._is_stopped
+        have_all_evaluated = self.publish(trainer)
+        return has_ended and (have_all_evaluated or not trainer.enable_validation)
+
+    def publish(self, trainer: Trainer) -> bool:
         """Collect the findings of all ranks and report the new ones. Called at the same points on every rank.
 
         Returns:
@@ -103,55 +116,54 @@ class DoctorRun:
         Raises:
             TrainingMistakeError: There is a new serious finding, and `raises` is set.
         """
-        if self.examination is None:
-            return True
-        mine = self.examination.report()
-        every = self._ranks.objects((mine.findings, self.examination.n_evaluated))
-        found = [finding for findings, _ in every for finding in findings]
-        self.report = DoctorReport.of(found, mine.checks, mine.steps)
-        new = [finding for finding in self.report.serious if finding not in self._told]
-        self._told.update(new)
-        if self.examination.is_concluded or new:
-            self._publish(trainer, new)
+        mine = self._examination.report()
+        every = self._ranks.objects((mine.findings, self._examination.n_evaluated))
+        self.report = DoctorReport.of([one for findings, _ in every for one in findings], mine.checks, mine.steps)
+        new = self._write(trainer)
         if new and self._raises:
             raise TrainingMistakeError(self.report)
         return all(n_evaluated for _, n_evaluated in every)
 
-    def end_with(self, trainer: Trainer, error: BaseException) -> None:
+    def publish_own(self, trainer: Trainer) -> DoctorReport:
         """Report what this rank found until training failed, without waiting for other ranks."""
-        if self.examination is not None and not isinstance(error, TrainingMistakeError):
-            self.report = self.examination.report()
-            self._publish(trainer, [one for one in self.report.serious if one not in self._told])
-        self.stop()
+        self._examination.tell("end")
+        self.report = self._examination.report()
+        self._write(trainer)
+        return self.report
 
     def stop(self) -> None:
         """Stop watching. Idempotent."""
+        self._is_stopped = True
         self._remove_load_hook()
-        self.examination = None
+        self._examination.stop()
         self._ranks.close()
 
-    def _compare_keys(
-        self, trainer: Trainer, _module: LightningModule, state: Mapping[str, Tensor], *_rest: Any
-    ) -> None:
-        self._remove_load_hook()  # the comparison loads too, into fake tensors
-        if self.examination is not None:
-            self.examination.loading(state)
-            self.tell(trainer)
+    def _compare(self, trainer: Trainer, _module: LightningModule, keys: Any) -> None:
+        if self._is_stopped:
+            return
+        with only_watching(self.stop):
+            self._examination.findings += differences("the checkpoint", keys.missing_keys, keys.unexpected_keys)
+            self.publish(trainer)
 
     def _remove_load_hook(self) -> None:
         if self._load_hook is not None:
             self._load_hook.remove()
         self._load_hook = None
 
-    def _publish(self, trainer: Trainer, new: Sequence[Finding]) -> None:
-        if not trainer.is_global_zero:
-            return
+    def _write(self, trainer: Trainer) -> list[Finding]:
+        """Write the report to where reports go, and return the serious findings that are new."""
+        new = [finding for finding in self.report.serious if finding not in self._told]
+        self._told.update(new)
+        failures, self._examination.failures = self._examination.failures, []
+        if failures:
+            warnings.warn(f"TrainingDoctor leaves out checks that failed: {'; '.join(failures)}.", stacklevel=2)
+        if not trainer.is_global_zero or not (new or self._examination.is_concluded):
+            return new
         text = self.report.markdown()
         write_report_or_warn(self._directory, "doctor.md", text)
         write_report_or_warn(self._directory, "doctor.json", self.report.as_json())
-        self._n_published = max(self._n_published + 1, training_step(trainer))
-        log_text(trainer, "memtools/doctor", text, self._n_published)
-        n_leaks = sum(finding.check in _LEAKS for finding in new)
+        log_text(trainer, "memtools/doctor", text, training_step(trainer))
+        n_leaks = sum(finding.check == "retained_graphs" for finding in new)
         if n_leaks:
             log_scalars(trainer, {"memory/leaks": float(n_leaks)}, training_step(trainer))
         if new and not self._raises:
@@ -159,3 +171,4 @@ class DoctorRun:
             print_on_console(console_table(self.report.table(new)))
             number = counted(len(new), "serious mistake", "serious mistakes")
             warnings.warn(f"TrainingDoctor found {number}: {names}. See the table.", stacklevel=2)
+        return new

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, EvaluationBatchEnd
-from lightning_memtools.callbacks.doctor_run import DoctorRun
-from lightning_memtools.doctor.examination import Examination, selected_checks
-from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.callbacks.doctor_run import DoctorRun, only_watching
+from lightning_memtools.doctor.examination import Event, selected_checks
+from lightning_memtools.doctor.findings import DoctorReport, TrainingMistakeError
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.reporting.neighbours import Neighbour
 
@@ -20,9 +20,8 @@ from lightning_memtools.reporting.neighbours import Neighbour
 class TrainingDoctor(EitherCallback, Neighbour):
     """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
 
-    Before training it looks at parameters, optimizers, devices, settings and the checkpoint to be loaded. At the first
-    batch it runs the step once on fake tensors. Then it watches the first `steps` training batches and evaluation
-    batches, reports, and does nothing from then on. Training takes the same course, bit for bit, with and without it.
+    It watches the first `steps` training batches and evaluation batches, reports, and does nothing from then on.
+    Training takes the same course, bit for bit, with and without it. If it fails itself, it gives a warning and stops.
 
     The report is printed where something serious was found, and written to `<log_dir>/memtools/doctor.md` and
     `doctor.json`. It is also the attribute `report`. With several ranks it holds the findings of all.
@@ -30,10 +29,9 @@ class TrainingDoctor(EitherCallback, Neighbour):
     | logged | when |
     | --- | --- |
     | `memtools/doctor` (text) | the findings, after the last step that it watches; before, if one is serious |
-    | `memory/leaks` | the number of serious findings of `memory_growth` and `retained_graphs`, when they are reported |
+    | `memory/leaks` | the number of findings of `retained_graphs`, when they are reported |
 
-    In a step nothing waits for the device, except where a check says so: the host waits twice at the start, and once at
-    the last watched step.
+    The host waits for the device in the first step and at the last watched one, and nowhere else.
 
     Args:
         checks: "all", or the names of the checks to make.
@@ -66,87 +64,59 @@ class TrainingDoctor(EitherCallback, Neighbour):
         self.steps = steps
         self.on_finding = on_finding
         self.ignore = ignore
+        self.report = DoctorReport(checks=self._names)
         self._run: DoctorRun | None = None
-
-    @property
-    def report(self) -> DoctorReport:
-        """The findings of all ranks so far, in the latest fit."""
-        return DoctorReport(checks=self._names) if self._run is None else self._run.report
-
-    @property
-    def _examination(self) -> Examination | None:
-        return None if self._run is None else self._run.examination
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Be ready to compare the keys of a checkpoint that is loaded."""
         self._stop()
         if stage == "fit":
-            raises = self.on_finding == "raise"
-            self._run = DoctorRun(trainer, pl_module, self._names, steps=self.steps, raises=raises)
+            self.report = DoctorReport(checks=self._names)
+            with only_watching(self._stop):
+                raises = self.on_finding == "raise"
+                self._run = DoctorRun(trainer, pl_module, self._names, steps=self.steps, raises=raises)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the checks that need no step."""
         if self._run is not None:
-            self._run.begin(trainer, pl_module)
+            with only_watching(self._stop):
+                self._run.begin(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the state of the batch; the first one goes through a trial on fake tensors."""
-        if self._run is not None and self._examination is not None:
-            self._examination.batch_start(batch)
-            if self._examination.n_steps == 0:
-                self._run.tell(trainer)
+        """Look at the batch."""
+        self._tell(trainer, "batch_start", batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Mark the step's graph."""
-        if self._examination is not None:
-            self._examination.before_backward(loss)
+        """Look at the graph of the loss."""
+        self._tell(trainer, "loss", loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at which parameters have gradients."""
-        if self._examination is not None:
-            self._examination.after_backward()
+        self._tell(trainer, "gradients")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients."""
-        if self._examination is not None:
-            self._examination.before_optimizer_step(optimizer)
+        self._tell(trainer, "update", optimizer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """End the step; after the last watched one, report."""
-        examination = self._examination
-        if self._run is None or examination is None or examination.is_concluded:
-            return
-        examination.batch_end(batch)
-        if examination.is_concluded and (self._run.tell(trainer) or not trainer.enable_validation):
-            self._stop()
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """End the step."""
+        self._tell(trainer, "batch_end")
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Note the state of BatchNorm."""
-        if self._examination is not None:
-            self._examination.evaluation_batch_start()
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Look at BatchNorm."""
+        self._tell(trainer, "evaluation_start")
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Check what the step returned."""
-        if self._examination is not None:
-            self._examination.evaluation_batch_end(EvaluationBatchEnd(*args, **kwargs).outputs)
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Look at what the step returned."""
+        self._tell(trainer, "evaluation_end", EvaluationBatchEnd(trainer, *args, **kwargs).outputs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the time of evaluation out, and stop when nothing is left to watch."""
-        if self._run is not None and self._examination is not None:
-            self._examination.evaluation_end()
-            if self._examination.is_concluded:
-                self._run.tell(trainer)
-                self._stop()
+        """Report an evaluation that follows the watched steps."""
+        self._tell(trainer, "evaluations_end")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a training that is shorter than the steps to watch."""
-        if self._run is not None and self._examination is not None:
-            self._examination.conclude()
-            self._run.tell(trainer)
+        self._tell(trainer, "end")
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -155,9 +125,22 @@ class TrainingDoctor(EitherCallback, Neighbour):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what this rank has found so far."""
-        if self._run is not None:
-            self._run.end_with(trainer, exception)
+        if self._run is not None and not isinstance(exception, TrainingMistakeError):
+            with only_watching(self._stop):
+                self.report = self._run.publish_own(trainer)
+        self._stop()
+
+    def _tell(self, trainer: Trainer, event: Event, argument: Any = None) -> None:
+        if self._run is None:
+            return
+        with only_watching(self._stop):
+            is_over = self._run.tell(trainer, event, argument)
+            self.report = self._run.report
+            if is_over:
+                self._stop()
 
     def _stop(self) -> None:
-        if self._run is not None:
-            self._run.stop()
+        run, self._run = self._run, None
+        if run is not None:
+            self.report = run.report
+            run.stop()

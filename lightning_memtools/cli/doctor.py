@@ -21,9 +21,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog="Exit status: 0 if nothing serious was found, 1 if it was, or after an error, 2 for a wrong option.",
     )
     TARGET.add_to(parser, "A plain module needs the dict, with its step: step=lambda model, batch: loss.")
-    parser.add_argument(
-        "--checkpoint", metavar="FILE", help="compare its keys with the model, before it is loaded (default: none)"
-    )
+    parser.add_argument("--checkpoint", metavar="FILE", help="compare its keys with the model (default: none)")
     parser.add_argument("--checks", nargs="+", metavar="NAME", help="make these checks only (default: all)")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these checks out (default: none)")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps to run (default: 20)")

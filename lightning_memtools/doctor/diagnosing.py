@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback
@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools.argument_types import check_types
+from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
-from lightning_memtools.doctor.findings import DoctorReport, Finding
-from lightning_memtools.doctor.step_trial import place_of_error
+from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.simulation.step_runner import (
+    PrecisionName,
     Recipe,
     StepListener,
     StepRunner,
-    forward_of,
     has_step,
     is_lightning_module,
 )
@@ -55,7 +57,8 @@ def diagnose(
 
     Args:
         model: A module, or a LightningModule. Where it is in eval mode as a whole, train() is called for the steps.
-        dataloader: Gives the training batches. It is read again where it ends early.
+        dataloader: Gives the training batches. It is read again where it ends early. A tensor, a tuple, a dict or a
+            list of tensors is one batch.
         optimizer: The optimizer, or several. A LightningModule's own are made if it is None. Without any, only
             gradients are computed.
         step: Returns the loss of a batch. Needed for a plain module; a LightningModule has its training_step.
@@ -66,126 +69,91 @@ def diagnose(
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
         steps: The training steps to watch.
-        precision: As Lightning names it, to judge combinations of settings; the steps run as they are.
-        clip: Gradients are clipped to this norm, to judge combinations of settings.
+        precision: The precision of the steps, as Lightning names it.
+        clip: Gradients are clipped to this norm.
 
     Returns:
         The report. A step that raises is an error in it, at the user's line; what was found until then stands.
 
     Raises:
         ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
-            checkpoint is no file.
-        TypeError: The dataloader is one batch instead of an iterable of batches.
+            checkpoint cannot be read.
     """
     check_types(diagnose, locals())
     names = selected_checks(checks, ignore)
     if not is_count(steps):
         raise ValueError(f"steps={steps!r} watches nothing. Give a number of training steps from 1 upwards.")
-    is_lightning = is_lightning_module(model)
-    if step is None and not is_lightning:
+    if step is None and not is_lightning_module(model):
         raise ValueError(
             f"{type(model).__name__} is no LightningModule, so diagnose does not know its loss. Pass "
             "step=lambda model, batch: loss."
         )
-    # The function that `memtools estimate` takes returns (model, batch).
-    if isinstance(dataloader, Tensor | tuple | Mapping):
-        raise TypeError(f"dataloader is one batch, a {type(dataloader).__name__}. Give batches, such as [batch].")
+    is_list = isinstance(dataloader, list) and bool(dataloader) and all(isinstance(one, Tensor) for one in dataloader)
+    if is_list or isinstance(dataloader, Tensor | tuple | Mapping):
+        dataloader = [dataloader]
     if checkpoint is not None and not Path(checkpoint).is_file():
         is_there = "is a directory; give one file" if Path(checkpoint).is_dir() else "does not exist"
         raise ValueError(f"checkpoint={os.fspath(checkpoint)!r} {is_there}.")
     snapshot = StateSnapshot([model, optimizer])
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice to a training that is not one
-            steps_of = _StepsOf(model, step, _given(optimizer))
-            optimizers = steps_of.optimizers
-            snapshot_of_state = StateSnapshot(optimizers)
-            case = TrainingCase(
-                model=model,
-                optimizers=optimizers,
-                train_loader=dataloader,
-                evaluation_loaders=() if val_dataloader is None else (val_dataloader,),
-                n_train_batches=_length_of(dataloader),
-                forward=step or forward_of(model, optimizers=optimizers),
-                device=next((p.device for p in model.parameters()), torch.device("cpu")),
-                precision=precision,
-                clip=clip,
-                checkpoint=None if checkpoint is None else os.fspath(checkpoint),
-                seeded="PL_GLOBAL_SEED" in os.environ,
-                steps=steps,
-                others=[one for one in (step, evaluate) if one is not None],
-                stop_at=optimizers,
-            )
-            examination = Examination(case, names)
-            try:
-                _examine(examination, steps_of, val_dataloader, evaluate)
-            except Exception as error:  # noqa: BLE001, the user's own step may raise anything
-                examination.conclude()
-                examination.findings.append(_step_failed(error, model))
-            snapshot_of_state.restore()
+        findings = []
+        if checkpoint is not None and "checkpoint_keys" in names:
+            findings = load_and_compare(model, os.fspath(checkpoint))
+            snapshot.restore()
+        recipe = Recipe(precision=cast("PrecisionName", precision), clip=clip)
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        case = TrainingCase(
+            model=model,
+            train_loader=dataloader,
+            evaluation_loaders=() if val_dataloader is None else (val_dataloader,),
+            device=next((p.device for p in model.parameters()), torch.device("cpu")),
+            others=[one for one in (step, evaluate) if one is not None],
+        )
+        examination = Examination(case, names, steps)
+        examination.findings += findings
+        try:
+            _RealSteps(examination, recipe, step, given).run(steps, val_dataloader, evaluate)
+        except Exception as error:  # noqa: BLE001, the user's own step may raise anything
+            place = str(user_line_of(error) or "the training step")
+            examination.findings.append(finding("step", place, f"The step raised {in_one_line(error).rstrip('.')}."))
+        examination.tell("end")
     finally:
         snapshot.restore()
+    if examination.failures:
+        warnings.warn(f"diagnose leaves out checks that failed: {'; '.join(examination.failures)}.", stacklevel=2)
     return examination.report()
 
 
-def _given(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-
-
-def _examine(
-    examination: Examination,
-    steps: _StepsOf,
-    val_dataloader: Iterable[Any] | None,
-    evaluate: Callable[[nn.Module, Any], Any] | None,
-) -> None:
-    case = examination.case
-    model = case.model
-    examination.before_loading()
-    if not model.training:
-        model.train()
-    examination.before_training()
-    for batch in _batches(case.train_loader, case.steps):
-        steps.run(examination, batch)
-    examination.conclude()
-    if val_dataloader is None:
-        return
-    batches = list(islice(val_dataloader, case.steps))
-    if evaluate is None and is_lightning_module(model) and has_step(model, "validation_step"):
-        steps.evaluate(examination, batches)
-        return
-    modes = {module: module.training for module in model.modules()}
-    for batch in batches:
-        placed = map_tensors(batch, lambda tensor: tensor.to(case.device))
-        examination.evaluation_batch_start()
-        examination.evaluation_batch_end(None if evaluate is None else evaluate(model, placed))
-    for module, mode in modes.items():
-        module.training = mode
-
-
-class _StepsOf(StepListener, Callback):
-    """Runs real training and evaluation steps in Lightning's loops, and passes their events to an examination."""
+class _RealSteps(StepListener, Callback):
+    """Runs training and evaluation steps in Lightning's loops, and tells an examination of them."""
 
     def __init__(
-        self, model: nn.Module, step: Callable[[nn.Module, Any], Tensor] | None, optimizers: Sequence[Optimizer]
+        self, examination: Examination, recipe: Recipe, step: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        self._model = model
-        self._examination: Any = None
+        self._examination, self._case = examination, examination.case
         self._batches: list[Any] = []
-        self.optimizers: list[Optimizer] = []
-        self._runner = StepRunner(model, Recipe(), self, step=step, optimizers=optimizers, callbacks=[self])
+        self._runner = StepRunner(self._case.model, recipe, self, step=step, optimizers=optimizers, callbacks=[self])
 
-    def run(self, examination: Examination, batch: Any) -> None:
-        """Run one training step."""
-        placed = map_tensors(batch, lambda tensor: tensor.to(examination.case.device))
-        examination.batch_start(placed)
-        self._examination, self._batches = examination, [placed]
-        self._runner.run_batch()
-        examination.batch_end(placed)
-
-    def evaluate(self, examination: Examination, batches: list[Any]) -> None:
-        """Run the evaluation steps of these batches."""
-        self._examination, self._batches = examination, batches
-        StepRunner(self._model, Recipe(stage="val", steps=len(batches)), self, callbacks=[self]).run()
+    def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
+        """Run the training steps, and then as many evaluation batches."""
+        model, tell = self._case.model, self._examination.tell
+        if not model.training:
+            model.train()
+        tell("start")
+        for batch in _repeated(self._case.train_loader, steps):
+            self._batches = [self.place(batch)]
+            tell("batch_start", self._batches[0])
+            self._runner.run_batch()
+            tell("batch_end")
+        tell("end")
+        batches = list(islice(val_dataloader or (), steps))
+        if evaluate is not None:
+            for batch in batches:
+                tell("evaluation_start")
+                tell("evaluation_end", evaluate(model, self.place(batch)))
+        elif batches and is_lightning_module(model) and has_step(model, "validation_step"):
+            self._batches = batches
+            StepRunner(model, Recipe(stage="val", steps=len(batches)), self, callbacks=[self]).run()
 
     # --- called by the runner
 
@@ -193,42 +161,42 @@ class _StepsOf(StepListener, Callback):
         """Return the next batch."""
         return self._batches.pop(0)
 
-    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+    def place(self, batch: Any, *_: Any) -> Any:
         """Return the batch on the model's device."""
-        del move
-        return map_tensors(batch, lambda tensor: tensor.to(self._examination.case.device))
+        return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Keep the optimizers."""
-        self.optimizers = optimizers
+        """Keep the optimizers; Lightning's stand-in for none is of no parameter of the model."""
+        names = self._case.parameter_names()
+        groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
+        self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]
+        self._case.stop_at = optimizers
 
     # --- called by Lightning
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, *arguments: Any) -> None:
         """Pass the loss on."""
-        del trainer, pl_module
-        self._examination.before_backward(loss)
+        self._examination.tell("loss", arguments[-1])
 
     def on_after_backward(self, *_: Any) -> None:
         """Pass on that gradients exist."""
-        self._examination.after_backward()
+        self._examination.tell("gradients")
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *arguments: Any) -> None:
         """Pass the optimizer on."""
-        del trainer, pl_module
-        self._examination.before_optimizer_step(optimizer)
+        self._examination.tell("update", arguments[-1])
 
     def on_validation_batch_start(self, *_: Any, **_named: Any) -> None:
         """Pass on that an evaluation step begins."""
-        self._examination.evaluation_batch_start()
+        self._examination.tell("evaluation_start")
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **_named: Any) -> None:
         """Pass its outputs on."""
         del trainer, pl_module
-        self._examination.evaluation_batch_end(outputs)
+        self._examination.tell("evaluation_end", outputs)
 
 
-def _batches(loader: Iterable[Any], n: int) -> Iterator[Any]:
+def _repeated(loader: Iterable[Any], n: int) -> Iterator[Any]:
     """Yield n batches, and start the loader again where it ends early. An empty loader yields none."""
     while n > 0:
         before = n
@@ -237,21 +205,3 @@ def _batches(loader: Iterable[Any], n: int) -> Iterator[Any]:
             yield batch
         if n == before:
             return
-
-
-def _length_of(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # a generator, or a loader of an iterable data set
-        return None
-
-
-def _step_failed(error: Exception, model: nn.Module) -> Finding:
-    return Finding(
-        "step",
-        "error",
-        place_of_error(error, model),
-        f"The step raised {in_one_line(error)}",
-        "Training ends there; the checks that need more steps say nothing.",
-        "Mend the step first, and examine again.",
-    )

@@ -3,46 +3,55 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_memtools.doctor.checkpoint_checks import CheckpointKeys
+from lightning_memtools.doctor import graph_checks, loader_checks, loss_checks, module_checks, parameter_checks
+from lightning_memtools.doctor.autograd_nodes import NotedLines
 from lightning_memtools.doctor.findings import DoctorReport, Finding
-from lightning_memtools.doctor.loader_checks import BatchNormOneSample, ChangedBatch, DataWaiting, SharedMemory
-from lightning_memtools.doctor.loss_checks import SpikeCheck, StepTrial
-from lightning_memtools.doctor.memory_checks import EvaluationGraphs, GrowingMemory, RetainedGraphs
-from lightning_memtools.doctor.module_checks import Devices, ModuleModes
-from lightning_memtools.doctor.parameter_checks import MissingGradients, OptimizerParameters, SymmetricWeights
-from lightning_memtools.doctor.settings_checks import RejectedSettings, Reproducibility
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
 
-# A check has methods named as the events of `Examination`, and yields findings from them. None: it is made by the
-# trial of the step, which several checks share.
-CHECKS: Mapping[str, Callable[[TrainingCase], Any] | None] = {
-    "batch_norm_one_sample": BatchNormOneSample,
-    "shared_memory": SharedMemory,
-    "checkpoint_keys": CheckpointKeys,
-    "optimizer_parameters": OptimizerParameters,
-    "symmetric_weights": SymmetricWeights,
-    "devices": Devices,
-    "rejected_settings": RejectedSettings,
-    "reproducibility": Reproducibility,
-    "missing_gradients": MissingGradients,
-    "retained_graphs": RetainedGraphs,
-    "evaluation_graphs": EvaluationGraphs,
-    "loss_broadcast": None,
-    "loss_sum": None,
-    "module_modes": ModuleModes,
-    "changed_batch": ChangedBatch,
-    "data_waiting": DataWaiting,
-    "memory_growth": GrowingMemory,
-    "loss_spikes": SpikeCheck,
-}
-_BY_TRIAL = {"loss_broadcast", "loss_sum", "devices"}
+Event = Literal[
+    "start",  # model, optimizers and loaders are ready
+    "batch_start",  # with the batch, on the device
+    "loss",  # with the loss of a backward pass that follows
+    "gradients",  # backward is over
+    "update",  # with the optimizer, which is about to step
+    "batch_end",
+    "end",  # the last watched batch is over
+    "evaluation_start",  # of an evaluation batch
+    "evaluation_end",  # with the outputs of an evaluation batch
+    "evaluations_end",  # of a run of evaluation
+]
+
+# The check's name, the event, or "first " and the event, and a function of the case and of what comes with the event.
+# It returns findings; one that only notes what others need returns nothing.
+CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None]], ...] = (
+    ("batch_norm_one_sample", "first loss", loader_checks.batch_norm_one_sample),
+    ("shared_memory", "start", loader_checks.note_free_memory),
+    ("shared_memory", "first batch_start", loader_checks.shared_memory),
+    ("optimizer_parameters", "end", parameter_checks.optimizer_parameters),
+    ("symmetric_weights", "first gradients", parameter_checks.symmetric_weights),
+    ("devices", "start", module_checks.devices),
+    ("reproducibility", "start", module_checks.reproducibility),
+    ("missing_gradients", "update", parameter_checks.note_update),
+    ("missing_gradients", "end", parameter_checks.missing_gradients),
+    ("retained_graphs", "batch_start", graph_checks.note_clock),
+    ("retained_graphs", "loss", graph_checks.mark_graph),
+    ("retained_graphs", "batch_end", graph_checks.retained_graphs),
+    ("evaluation_graphs", "evaluation_end", graph_checks.evaluation_graphs),
+    ("loss_broadcast", "first loss", loss_checks.loss_broadcast),
+    ("loss_sum", "first loss", loss_checks.note_sums),
+    ("loss_sum", "first batch_end", loss_checks.loss_sum),
+    ("module_modes", "first gradients", module_checks.trained_in_eval),
+    ("module_modes", "evaluation_start", module_checks.note_statistics),
+    ("module_modes", "evaluation_end", module_checks.norms_in_evaluation),
+)
+# The findings of checkpoint_keys come from whoever loads the checkpoint.
+NAMES = ("checkpoint_keys", *dict.fromkeys(name for name, _, _ in CHECKS))
 
 
 def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple[str, ...]:
@@ -55,130 +64,87 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
     Raises:
         ValueError: There is no check of a name.
     """
-    wanted, left_out = (
+    wanted, ignored = (
         list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
-        for given in (list(CHECKS) if checks == "all" else checks, ignore)
+        for given in (NAMES if checks == "all" else checks, ignore)
     )
-    for name in (*wanted, *left_out):
-        if not isinstance(name, str) or name not in CHECKS:
-            near = difflib.get_close_matches(str(name), CHECKS, n=1)
+    for name in (*wanted, *ignored):
+        if not isinstance(name, str) or name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, n=1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"There is no check {name!r}.{meant} The checks are: {', '.join(CHECKS)}; or 'all'.")
-    return tuple(name for name in CHECKS if name in wanted and name not in left_out)
-
-
-def made_checks(case: TrainingCase, names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the checks of these names with their names; the trial comes last, under the name "trial"."""
-    made = [(name, make(case)) for name, make in CHECKS.items() if name in names and make is not None]
-    if _BY_TRIAL & set(names):
-        made.append(("trial", StepTrial(case, names)))
-    return made
+            raise ValueError(f"There is no check {name!r}.{meant} The checks are: {', '.join(NAMES)}; or 'all'.")
+    return tuple(name for name in NAMES if name in wanted and name not in ignored)
 
 
 class Examination:
-    """Watches the first steps of a training and of evaluation; call the method of each event when it happens.
+    """Watches the first steps of a training and of evaluation.
 
-    Events of training after the last watched step, and of evaluation after as many batches, do nothing.
-
-    A check that fails itself is left out from then on and reported as information; the others go on.
+    A function of a check that fails is left out from then on, and so is one that has found something.
 
     Args:
         case: The training.
         names: The names of the checks.
+        steps: The number of training batches, and of evaluation batches, to watch.
+
+    Attributes:
+        findings: The findings so far.
+        failures: The errors of functions that failed, each with the check's name.
+        n_evaluated: The number of evaluation batches that were watched.
+        is_concluded: True once the training steps have been watched.
     """
 
-    def __init__(self, case: TrainingCase, names: Sequence[str]) -> None:
+    def __init__(self, case: TrainingCase, names: Sequence[str], steps: int) -> None:
         self.case = case
         self.names = tuple(names)
         self.findings: list[Finding] = []
-        self.n_steps = 0
+        self.failures: list[str] = []
         self.n_evaluated = 0
         self.is_concluded = False
-        self._checks = made_checks(case, names)
+        self._steps = steps
+        self._active = [check for check in CHECKS if check[0] in names]
+        self._lines = NotedLines()
+        self._passed: set[str] = set()
 
     def report(self) -> DoctorReport:
-        """Return what was found so far."""
-        return DoctorReport.of(self.findings, self.names, self.n_steps)
+        """Return the findings so far."""
+        return DoctorReport.of(self.findings, self.names, self.case.n_steps)
 
-    def before_loading(self) -> None:
-        """A checkpoint is about to be loaded."""
-        self._tell("before_loading")
+    def tell(self, event: Event, argument: Any = None) -> None:
+        """Pass an event to the checks. Nothing is passed on after the last watched batch."""
+        self._lines.stop()
+        is_evaluation = event.startswith("evaluation")
+        if self.n_evaluated >= self._steps if is_evaluation else self.is_concluded:
+            return
+        if event == "loss" and not (isinstance(argument, Tensor) and argument.grad_fn is not None):
+            return
+        if event == "batch_start" and not self.case.n_steps:
+            loader_checks.note_shapes(self.case, argument)
+        if event not in self._passed:
+            self._passed.add(event)
+            self._call(f"first {event}", argument)
+        self._call(event, argument)
+        self.is_concluded |= event == "end"
+        self.n_evaluated += event == "evaluation_end"
+        if event == "batch_start" and not self.case.n_steps and {"loss_broadcast", "loss_sum"} & set(self.names):
+            self._lines.start()
+        if event == "batch_end":
+            self.case.n_steps += 1
+            if self.case.n_steps >= self._steps:
+                self.tell("end")
 
-    def loading(self, state: Mapping[str, Tensor]) -> None:
-        """A state_dict is being loaded."""
-        self._tell("loading", state)
+    def stop(self) -> None:
+        """Put autograd's mode back. Idempotent."""
+        self._lines.stop()
 
-    def before_training(self) -> None:
-        """Model and optimizers are ready, on their device."""
-        self._tell("before_training")
-
-    def batch_start(self, batch: Any) -> None:
-        """A training batch is on the device."""
-        self._tell_in_training("batch_start", batch, self.n_steps)
-        self.case.trial = None  # its error holds the step's frames
-
-    def before_backward(self, loss: Any) -> None:
-        """The forward pass is over."""
-        self._tell_in_training("before_backward", loss)
-
-    def after_backward(self) -> None:
-        """Gradients were computed."""
-        self._tell_in_training("after_backward")
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
-        self._tell_in_training("before_optimizer_step", optimizer)
-
-    def batch_end(self, batch: Any) -> None:
-        """A training batch is over; the last watched one ends the examination of training."""
-        self._tell("batch_end", batch, self.n_steps)
-        self.n_steps += 1
-        if self.n_steps >= self.case.steps:
-            self.conclude()
-
-    def evaluation_batch_start(self) -> None:
-        """An evaluation batch begins."""
-        if self.n_evaluated < self.case.steps:
-            self._tell("evaluation_batch_start")
-
-    def evaluation_batch_end(self, outputs: Any) -> None:
-        """An evaluation batch is over."""
-        if self.n_evaluated < self.case.steps:
-            self.n_evaluated += 1
-            self._tell("evaluation_batch_end", outputs)
-
-    def evaluation_end(self) -> None:
-        """An evaluation within training is over."""
-        self._tell("evaluation_end")
-
-    def conclude(self) -> None:
-        """End the watch over training steps. Idempotent."""
-        if not self.is_concluded:
-            self.is_concluded = True
-            self._tell("conclude")
-
-    def _tell_in_training(self, event: str, *arguments: Any) -> None:
-        if not self.is_concluded:
-            self._tell(event, *arguments)
-
-    def _tell(self, event: str, *arguments: Any) -> None:
-        for name, check in list(self._checks):
-            method: Callable[..., Iterable[Finding]] | None = getattr(check, event, None)
-            if method is None:
-                continue
+    def _call(self, event: str, argument: Any) -> None:
+        for check in [check for check in self._active if check[1] == event]:
+            name, _, function = check
             try:
-                self.findings += list(method(*arguments))
+                findings = function(self.case, argument)
             except Exception as error:  # noqa: BLE001, a check must not end the user's training
-                self._checks.remove((name, check))
-                self.findings.append(_failed(name, error))
-
-
-def _failed(name: str, error: Exception) -> Finding:
-    return Finding(
-        name,
-        "info",
-        "the check itself",
-        f"It raised {in_one_line(error)}",
-        "It was left out; the other checks went on.",
-        f"Leave it out with ignore=[{name!r}] if this returns.",
-    )
+                self.failures.append(f"{name} ({in_one_line(error)})")
+                self._active.remove(check)
+            else:
+                if findings:
+                    self.findings += findings
+                    self._active.remove(check)

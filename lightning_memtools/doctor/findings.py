@@ -23,7 +23,7 @@ class Finding:
         severity: "error": training will fail or is wrong; "warning": it is likely wrong or wasteful; "info": good to
             know.
         place: The module, parameter, attribute or line of code.
-        evidence: The measurement, or the outcome of a trial.
+        evidence: The measurement.
         effect: What it causes.
         fix: What to do, in one line.
     """
@@ -40,13 +40,8 @@ class Finding:
         """True for warnings and errors."""
         return self.severity != "info"
 
-    @property
-    def evidence_and_effect(self) -> str:
-        """The evidence and the effect as two sentences. Evidence that quotes an error may end without a full stop."""
-        return f"{self.evidence}{'' if self.evidence.endswith('.') else '.'} {self.effect}"
-
     def __str__(self) -> str:
-        return f"{self.check} ({self.severity}), {self.place}: {self.evidence_and_effect} Fix: {self.fix}"
+        return f"{self.check} ({self.severity}), {self.place}: {self.evidence} {self.effect} Fix: {self.fix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class DoctorReport:
     def table(self, findings: Sequence[Finding] | None = None) -> Table:
         """Return the findings as a table, one row each: all of them, or those given."""
         rows = [
-            (one.severity, f"{one.check}, {one.place}: {one.evidence_and_effect}", one.fix)
+            (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix)
             for one in (self.findings if findings is None else findings)
         ]
         return Table(("severity", "evidence and effect", "fix"), rows, align="lll")

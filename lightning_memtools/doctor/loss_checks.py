@@ -1,126 +1,108 @@
-"""Checks of the loss: inputs that broadcast, a sum over the batch, and sudden jumps; and the trial that shows them."""
+"""Checks of the loss: inputs that broadcast, and a sum over the batch.
+
+They read the autograd graph of the first step's loss, which holds the shape of each result. Nothing is run for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+import itertools
+import math
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_memtools._torch import l2_norm_of_each
+from lightning_memtools._torch import output_shape, saved_reduction
+from lightning_memtools.doctor.autograd_nodes import inputs_of, nodes_below, operator_of, place_of
 from lightning_memtools.doctor.findings import Finding
-from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error, trial_of, why_no_trial
-from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.arriving_values import ArrivingValues
-from lightning_memtools.memory.error_frames import in_one_line
-from lightning_memtools.reporting.spike_window import SpikeWindow
+from lightning_memtools.doctor.mistakes import finding
+from lightning_memtools.doctor.training_case import Shape, SumOverBatch, TrainingCase, without_ones
+
+_NEAR_THE_LOSS = 200
+# F.mse_loss and the like, whose two inputs broadcast, and differences.
+_COMPARE = {"Sub", "Rsub", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
+# Operators that pass a loss on, up to a factor or a further term.
+_PASS_ON = {"Mul", "Div", "Neg", "Add", "Sub", "Clone", "ToCopy", "Squeeze", "Mean"}
+_SUM = 2  # torch's number of reduction="sum"
 
 
-class StepTrial:
-    """Checks by a trial of the first batch's forward pass on fake tensors: broadcasting and sums."""
+def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
+    """Return the operations next to the first loss that compare each prediction with each target."""
+    found = {}
+    for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
+        shapes = _broadcast(case, node)
+        if shapes is not None:
+            evidence = f"The prediction of shape {shapes[0]} broadcasts to {shapes[1]} against its target."
+            found[place_of(node)] = finding("loss_broadcast", place_of(node), evidence)
+    return list(found.values())
 
-    # A sum doubles the gradient exactly; half of that allows for a part of the loss that is a mean.
-    MIN_GROWTH = 1.5
 
-    def __init__(self, case: TrainingCase, names: Sequence[str]) -> None:
-        self._case = case
-        self._names = names
+def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
+    """Return the shape of a prediction that a node broadcasts over the batch, and that of the result.
 
-    def batch_start(self, batch: Any, index: int) -> Iterator[Finding]:
-        """Make the trial, and report what it showed."""
-        if index or self._case.forward is None:
-            return
-        facts = trial_of(self._case, batch)
-        if facts.error is not None:
-            yield Finding(
-                "trial",
-                "info",
-                place_of_error(facts.error, self._case.model),
-                f"A trial of the training step on fake tensors raised {in_one_line(facts.error)}",
-                "The checks that need the trial say less.",
-                why_no_trial(self._case, batch, facts.error),
+    The node's other input has no gradient, and so is a target. A tensor of the batch has as many values as the
+    prediction, so that both should have one shape. A prediction with a new dimension is meant to broadcast, as in
+    distances of all pairs.
+    """
+    inputs = inputs_of(node)
+    if operator_of(node) not in _COMPARE or len(inputs) != 1 or case.batch_size == 1:
+        return None
+    source, result = inputs[0], output_shape(node)
+    if operator_of(source) == "Expand":  # F.mse_loss and the like expand their inputs before they compare them
+        source, result = inputs_of(source)[0], output_shape(source)
+    shape = output_shape(source)
+    if shape is None or result is None or operator_of(source) == "Unsqueeze":
+        return None
+    is_squared = math.prod(result) == math.prod(shape) * case.batch_size
+    return (shape, result) if is_squared and without_ones(shape) in case.batch_shapes else None
+
+
+def note_sums(case: TrainingCase, loss: Tensor) -> None:
+    """Note the sums over the batch in the first loss, and have backward note the gradients on the way to each."""
+    if case.batch_size > 1 and not case.computes_nothing:
+        case.sums = _sums(case.batch_size, loss.grad_fn, ())
+
+
+def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[SumOverBatch]:
+    """Return the sums over the batch that make up a loss or a term of it, up to factors."""
+    gradients: list[Tensor] = []
+    node.register_prehook(lambda arriving: gradients.extend(one.detach() for one in arriving if one is not None))
+    way = (*way, gradients)
+    inputs = inputs_of(node)
+    if operator_of(node) == "Sum" or saved_reduction(node) == _SUM:
+        shape = output_shape(inputs[0])
+        # A sum over a parameter's own values is a penalty on weights.
+        near = nodes_below(node, 8, leaves=True)
+        is_penalty = any(hasattr(leaf, "variable") and output_shape(leaf) == shape for leaf in near)
+        if not shape or math.prod(shape) == 1 or shape[0] % batch_size or is_penalty:
+            return []
+        return [SumOverBatch(place_of(node), shape, way)]
+    if operator_of(node) not in _PASS_ON:
+        return []
+    scalars = [before for before in inputs if without_ones(output_shape(before) or ()) == ()]
+    return [found for before in scalars for found in _sums(batch_size, before, way)]
+
+
+def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return a sum over the batch that is not divided by its size.
+
+    The ratios of the gradients on the way to the sum are the factors by which it is multiplied. A whole number or a
+    half is a constant. A smaller factor divides by the number of samples, of elements or of tokens.
+    """
+    for one in case.sums:
+        arrived = [float(gradients[0]) for gradients in one.way if gradients]
+        factors = [after / before for before, after in itertools.pairwise(arrived) if before]
+        lightnings = [i for i, factor in enumerate(factors) if math.isclose(factor, 1 / case.accumulate, rel_tol=1e-3)]
+        if case.accumulate > 1 and lightnings:  # it divides by the number of batches per update
+            del factors[lightnings[0]]
+        weight = abs(math.prod(factors))
+        if len(arrived) == len(one.way) and all(arrived) and all(_is_constant(abs(factor)) for factor in factors):
+            evidence = (
+                f"The loss sums {math.prod(one.shape):,} values of shape {one.shape} over {case.batch_size} samples, "
+                f"each with the weight {weight:g}; in a mean over the samples it is {weight / case.batch_size:g}."
             )
-        if "loss_broadcast" in self._names:
-            for one in {each.line: each for each in facts.broadcasts}.values():
-                yield Finding(
-                    "loss_broadcast",
-                    "error",
-                    f"{one.operator} at {one.line}",
-                    f"Its inputs {one.first} and {one.second} broadcast to {one.result} in a trial on fake tensors.",
-                    "Every prediction is compared with every target: training runs and learns the mean.",
-                    "Give both the same shape: target.unsqueeze(1), or prediction.squeeze(1).",
-                )
-        if "loss_sum" in self._names and facts.error is None and (facts.sum_lines or facts.sums_last):
-            growth = gradient_growth(self._case, batch)
-            if growth is not None and growth >= self.MIN_GROWTH:
-                yield self._sum(growth, str(facts.sum_lines[0]) if facts.sum_lines else "the loss")
-
-    def _sum(self, growth: float, place: str) -> Finding:
-        return Finding(
-            "loss_sum",
-            "warning",
-            place,
-            f"The gradient grows {growth:.2f} times when the batch holds the same samples twice; with a mean it stays.",
-            "The best learning rate changes with the batch size, and a larger batch can make training diverge.",
-            'reduction="mean", or divide the sum by the number of samples.',
-        )
+            return [finding("loss_sum", one.place, evidence)]
+    return []
 
 
-class SpikeCheck:
-    """Check: a finite loss or gradient norm far above those of the steps before."""
-
-    def __init__(self, case: TrainingCase) -> None:
-        self._case = case
-        self._arriving: ArrivingValues[tuple[Literal["loss", "gradient norm"], int]] = ArrivingValues()
-        # Sees only a few steps, in which a loss may well fall to a fifth: the callback LossSpikes sees all.
-        self._windows = {kind: SpikeWindow(warm_up=6, least_ratio=5.0) for kind in ("loss", "gradient norm")}
-        self._step = 0
-        self._is_sent = False
-        self._is_reported = False
-
-    def batch_start(self, _batch: Any, _index: int) -> Iterator[Finding]:
-        """A new step begins."""
-        self._is_sent = False
-        yield from self._judge(wait=False)
-
-    def before_backward(self, loss: Any) -> Iterator[Finding]:
-        """Send the loss to the host."""
-        if isinstance(loss, Tensor) and loss.numel() == 1 and not self._is_sent:
-            self._is_sent = True
-            self._arriving.send(loss.detach().clone(), ("loss", self._step))
-        yield from ()
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> Iterator[Finding]:
-        """Send the gradient's norm to the host."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        plain = [gradient for gradient in gradients if gradient.layout is torch.strided]
-        if plain and len(self._case.optimizers) == 1 and len({gradient.device for gradient in plain}) == 1:
-            norms = l2_norm_of_each(plain, torch.float32)
-            self._arriving.send(torch.stack(list(norms)).norm(), ("gradient norm", self._step))
-        yield from ()
-
-    def batch_end(self, _batch: Any, _index: int) -> Iterator[Finding]:
-        """Count the step."""
-        self._step += 1
-        yield from ()
-
-    def conclude(self) -> Iterator[Finding]:
-        """Judge the last values."""
-        yield from self._judge(wait=True)
-
-    def _judge(self, *, wait: bool) -> Iterator[Finding]:
-        for value, (kind, step) in self._arriving.receive(wait=wait):
-            spike = self._windows[kind].judge(float(value))
-            if spike is not None and not self._is_reported:
-                self._is_reported = True
-                yield Finding(
-                    "loss_spikes",
-                    "info",
-                    f"step {step}",
-                    f"The {kind} is {spike}.",
-                    "Such jumps come before a loss that is NaN.",
-                    "Clip gradients, lower the learning rate or lengthen its warm-up, and look at this batch. "
-                    "LossSpikes() watches the whole training.",
-                )
+def _is_constant(factor: float) -> bool:
+    return math.isclose(factor, 0.5 if factor < 1 else round(factor), rel_tol=1e-3)

@@ -1,159 +1,105 @@
-"""Checks of modules: train and eval modes, and tensors that stayed on another device."""
+"""Checks of modules and of the process: train and eval modes, tensors on another device, and the seed."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
 from lightning_memtools.doctor.findings import Finding
-from lightning_memtools.doctor.step_trial import trial_of
+from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.reporting.phrases import counted, first_of
 
+# A seed that the system draws has 53 bits; one that a person gives is nearly always below.
+_LARGEST_USUAL_SEED = 2**32
 
-class ModuleModes:
-    """Check: modules left in eval mode while they are trained, and BatchNorm in train mode during evaluation."""
 
-    def __init__(self, case: TrainingCase) -> None:
-        self._case = case
-        self._is_done = False
-        self._writes: list[tuple[str, nn.Module, Tensor, int]] = []
-        self._is_reported = False
+def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return the parts that get gradients in eval mode and hold dropout or BatchNorm.
 
-    def after_backward(self) -> Iterator[Finding]:
-        """Look at the modes once gradients tell which modules are trained."""
-        if self._is_done:
-            return
-        self._is_done = True
-        model = self._case.model
-        for name, module in _outermost_in_eval(model):
-            if not any(parameter.grad is not None for parameter in module.parameters()):
-                continue  # frozen, or a teacher or average that only gives targets
-            acting = [type(part).__name__ for part in module.modules() if _depends_on_mode(part)]
-            if not acting:
-                continue
-            kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(acting).items())
-            is_single_norm = isinstance(module, AnyBatchNorm)
-            yield Finding(
-                "module_modes",
-                "info" if is_single_norm else "warning",
-                name or type(model).__name__,
-                f"It gets gradients in training and is in eval mode, with {kinds} in it.",
-                "BatchNorm normalizes with its stored statistics and dropout does nothing, as in evaluation.",
-                f"Call {f'model.{name}' if name else 'model'}.train() before training (transformers' from_pretrained "
-                "and a model.eval() of one's own leave eval mode on), or freeze it.",
-            )
-
-    def evaluation_batch_start(self) -> Iterator[Finding]:
-        """Note how often the statistics of BatchNorm were written."""
-        self._writes = [
-            (name, module, module.num_batches_tracked, write_count(module.num_batches_tracked))
-            for name, module in self._case.model.named_modules()
-            if isinstance(module, AnyBatchNorm) and module.training and module.num_batches_tracked is not None
-            if not module.num_batches_tracked.is_inference()
-        ]
-        yield from ()
-
-    def evaluation_batch_end(self, _outputs: Any) -> Iterator[Finding]:
-        """Report the BatchNorms whose statistics an evaluation batch has changed."""
-        changed = [
-            name for name, module, counter, count in self._writes if module.training and write_count(counter) != count
-        ]
-        self._writes = []
-        if not changed or self._is_reported:
-            return
-        self._is_reported = True
-        yield Finding(
-            "module_modes",
-            "warning",
-            first_of(changed),
-            f"{counted(len(changed), 'BatchNorm layer is', 'BatchNorm layers are')} in train mode in evaluation, and "
-            "an evaluation batch has changed their running statistics.",
-            "Evaluation depends on how its data is batched, and leaks into the trained model.",
-            "Call model.eval() before evaluation, and do not call train() on a part of it there.",
+    Parts without a gradient are frozen, or only give targets, as a teacher does. A BatchNorm in eval mode in a part
+    in train mode is meant so.
+    """
+    layers: dict[str, Counter[str]] = {}
+    for name, layer in case.model.named_modules():
+        parent = name.rpartition(".")[0]
+        part = case.model.get_submodule(parent)
+        acts = isinstance(layer, (AnyDropout, AnyBatchNorm)) and getattr(layer, "p", 1.0) > 0
+        if acts and not layer.training and not part.training and any(p.grad is not None for p in part.parameters()):
+            layers.setdefault(parent, Counter())[type(layer).__name__] += 1
+    return [
+        finding(
+            "module_modes/training",
+            name or type(case.model).__name__,
+            "It gets gradients in training and is in eval mode, with "
+            f"{', '.join(f'{n} {kind}' for kind, n in kinds.items())} in it.",
+            part=f"model.{name}" if name else "model",
         )
+        for name, kinds in layers.items()
+    ]
 
 
-def _outermost_in_eval(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest parts of a model that are in eval mode as a whole."""
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop(0)
-        if not any(part.training for part in module.modules()):
-            yield name, module
-        else:
-            waiting += [
-                (f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()
-            ]
+def note_statistics(case: TrainingCase, _: Any) -> None:
+    """Note how often the statistics of each BatchNorm in train mode were written before an evaluation batch."""
+    case.write_counts = [
+        (name, counter, write_count(counter))
+        for name, module in case.model.named_modules()
+        if isinstance(module, AnyBatchNorm) and module.training
+        if (counter := module.num_batches_tracked) is not None and not counter.is_inference()
+    ]
 
 
-def _depends_on_mode(module: nn.Module) -> bool:
-    if isinstance(module, AnyDropout):
-        return float(module.p) > 0
-    return isinstance(module, AnyBatchNorm) and module.track_running_stats
+def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return the BatchNorm layers whose statistics an evaluation batch has written."""
+    changed = [name for name, counter, count in case.write_counts if write_count(counter) != count]
+    case.write_counts = []
+    if not changed:
+        return []
+    evidence = (
+        f"{counted(len(changed), 'BatchNorm layer is', 'BatchNorm layers are')} in train mode in evaluation, and an "
+        "evaluation batch has changed their running statistics."
+    )
+    return [finding("module_modes/evaluation", first_of(changed), evidence)]
 
 
-class Devices:
-    """Check: parameters, buffers and plain tensor attributes on another device than the model, and unused moves."""
-
-    def __init__(self, case: TrainingCase) -> None:
-        self._case = case
-
-    def before_training(self) -> Iterator[Finding]:
-        """Compare the devices of what is registered."""
-        home = self._case.home()
-        if home is None or self._is_spread_by_accelerate():
-            return
-        registered = {**dict(self._case.model.named_parameters()), **dict(self._case.model.named_buffers())}
-        away = {name: tensor.device for name, tensor in registered.items() if tensor.device.type != home.type}
-        if away:
-            name, device = next(iter(away.items()))
-            yield Finding(
-                "devices",
-                "warning",
-                first_of(list(away)),
-                f"{counted(len(away), 'parameter or buffer is', 'parameters and buffers are')} not on {home}, where "
-                f"the others are: {name} is on {device}.",
-                "The forward pass raises 'Expected all tensors to be on the same device' where they meet.",
-                f"model.to({str(home)!r}) once everything is registered (tensor.to() alone returns a copy).",
+def devices(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return parameters, buffers and plain tensor attributes on another device than most parameters."""
+    model = case.model
+    sizes: Counter[torch.device] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.device] += parameter.numel()
+    # accelerate places a model's parts, and moves the inputs of each.
+    if not sizes or any(hasattr(part, "hf_device_map") for part in (model, *model.children())):
+        return []
+    home = sizes.most_common(1)[0][0]
+    registered = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    plain = {
+        f"{name}.{key}" if name else key: value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        # A tensor without dimensions may stay on the host: every device takes it.
+        if isinstance(value, Tensor) and value.dim()
+    }
+    findings = []
+    for mistake, tensors in (("devices", registered), ("devices/plain", plain)):
+        away = {name: tensor.device for name, tensor in tensors.items() if tensor.device.type != home.type}
+        for name, device in list(away.items())[:1]:
+            evidence = (
+                f"{counted(len(away), 'tensor is', 'tensors are')} not on {home} like the model: {name} is on {device}."
             )
+            fields = {"home": str(home), "name": name.rpartition(".")[2]}
+            findings.append(finding(mistake, first_of(list(away)), evidence, **fields))
+    return findings
 
-    def batch_start(self, batch: Any, index: int) -> Iterator[Finding]:
-        """Report plain attributes, and moved copies that the trial saw thrown away."""
-        if index:
-            return
-        strays = {} if self._is_spread_by_accelerate() else self._case.strays()
-        if strays:
-            yield self._plain_attributes(strays)
-        for line in dict.fromkeys(trial_of(self._case, batch).discarded_moves):
-            yield Finding(
-                "devices",
-                "warning",
-                str(line),
-                f"`{line.source}` moves a tensor and throws the moved copy away.",
-                "The tensor stays where it was: unlike module.to(), tensor.to() returns a copy.",
-                f"Assign the result: x = {line.source}",
-            )
 
-    def _plain_attributes(self, strays: dict[str, tuple[nn.Module, str]]) -> Finding:
-        names = list(strays)
-        module, key = strays[names[0]]
-        place = f"{names[0]} is on {getattr(module, key).device}, the model on {self._case.home()}"
-        return Finding(
-            "devices",
-            "info",
-            first_of(names),
-            f"{counted(len(names), 'tensor is a plain attribute', 'tensors are plain attributes')}: {place}.",
-            "model.to() does not move them, and state_dict() does not save them. A step that takes one together with a "
-            "tensor of the model raises 'Expected all tensors to be on the same device'.",
-            f"self.register_buffer({key!r}, tensor, persistent=False)",
-        )
-
-    def _is_spread_by_accelerate(self) -> bool:
-        """Return whether accelerate has placed the model's parts, and moves the inputs of each."""
-        model = self._case.model
-        return any(hasattr(part, "hf_device_map") for part in (model, *model.children()))
+def reproducibility(*_: Any) -> list[Finding]:
+    """Return that the run is not seeded."""
+    seed = torch.initial_seed()
+    if "PL_GLOBAL_SEED" in os.environ or seed < _LARGEST_USUAL_SEED:
+        return []
+    return [finding("reproducibility", "the process", f"No seed was set: torch drew {seed} from the system.")]

@@ -1,11 +1,11 @@
-"""The objects that the doctor examines."""
+"""A training as the doctor sees it: its objects and settings, and what was noted in its first steps."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,87 +13,76 @@ from torch.optim import Optimizer
 
 from lightning_memtools.null_cuda.launch import computes_nothing
 
-if TYPE_CHECKING:
-    from lightning_memtools.doctor.step_trial import TrialFacts
+Shape = tuple[int, ...]
+Norms = tuple[tuple[str, ...], Tensor]
+"""Names of parameters, and the norms of their values or gradients, on the device."""
 
-Forward = Callable[[nn.Module, Any], Any]
-"""Runs the forward pass of a training batch on the model and returns the loss, or None in manual optimization."""
+
+class SumOverBatch(NamedTuple):
+    """A term of the loss that sums over the batch."""
+
+    place: str
+    shape: Shape
+    """The shape of what it sums."""
+    way: tuple[list[Tensor], ...]
+    """For each result on the way from the loss to the sum, the gradients that have arrived there."""
+
+
+class UpdateNorms(NamedTuple):
+    """An optimizer's parameters just before it updates them."""
+
+    optimizer: Optimizer
+    missing: list[str]
+    """The parameters without a gradient."""
+    gradients: Norms
+    weights: Norms
+    """Of the parameters with weight decay; none at most updates."""
+
+
+class GraphMark:
+    """An object that a step's graph holds: a weak reference to it tells whether the graph is alive."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """A training run's own objects and settings; nothing here is changed by an examination.
-
-    Attributes:
-        model: The model.
-        optimizers: Its optimizers.
-        train_loader: The loader of the training data.
-        evaluation_loaders: The loaders that are alive at the same time, for validation.
-        n_train_batches: The number of batches in an epoch; None where it is not known.
-        forward: Runs a training batch's forward pass; it is called on fake tensors or copies only.
-        device: Where the model is trained.
-        precision: As Lightning names it.
-        clip: The norm or value that gradients are clipped to; None for no clipping.
-        world_size: The number of processes that train together.
-        local_ranks: The number of those on this machine.
-        sharded: True where parameters and gradients are spread over ranks, so that one rank sees only parts.
-        checkpoint: The checkpoint that is to be loaded; None for none.
-        seeded: True where the random streams are known to have been seeded.
-        steps: The number of training steps that are watched.
-        others: Further objects of the user that may hold tensors: callbacks, a data module, the step function.
-        stop_at: An object that searches for holders do not enter.
-        trial: The result of the trial of the first batch, while its checks are made.
-    """
+    """A training's own objects and settings, which an examination only reads, and what it has noted in the steps."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
     train_loader: Any = None
-    evaluation_loaders: Sequence[Any] = ()
-    n_train_batches: int | None = None
-    forward: Forward | None = None
+    evaluation_loaders: Sequence[Any] = ()  # alive at the same time
+    n_train_batches: int | None = None  # in an epoch, where it is known
+    accumulate: int = 1  # the batches per update, by which Lightning divides the loss
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    precision: str = "32-true"
-    clip: float | None = None
     world_size: int = 1
-    local_ranks: int = 1
-    sharded: bool = False
-    checkpoint: str | None = None
-    seeded: bool = False
-    steps: int = 20
-    others: Sequence[Any] = ()
-    stop_at: Any = None
-    trial: TrialFacts | None = None
+    local_ranks: int = 1  # those on this machine
+    sharded: bool = False  # parameters and gradients are spread over ranks, so that one rank sees only parts
+    others: Sequence[Any] = ()  # further objects of the user that may hold tensors
+    stop_at: Any = None  # searches for holders do not enter it
+
+    n_steps: int = 0  # training batches that have been watched
+    batch_size: int = 1  # of the first batch
+    batch_shapes: frozenset[Shape] = frozenset()  # of its tensors, without dimensions of size 1
+    free_shared: int | None = None  # bytes of shared memory, before the loaders' workers filled it
+    sums: Sequence[SumOverBatch] = ()  # in the first loss
+    updates: list[UpdateNorms] = field(default_factory=list)
+    marks: list[weakref.ref[GraphMark]] = field(default_factory=list)  # one for each step's graph
+    clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
+    # The counters of BatchNorm layers by name, and how often each was written before an evaluation batch.
+    write_counts: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     @property
     def computes_nothing(self) -> bool:
-        """True in a dry run: checks of values and of times have nothing to judge."""
+        """True in a dry run: checks of values have nothing to judge."""
         return computes_nothing(self.device)
-
-    def home(self) -> torch.device | None:
-        """Return the device that holds most of the model's parameters; None for a model without any."""
-        sizes: Counter[torch.device] = Counter()
-        for parameter in self.model.parameters():
-            sizes[parameter.device] += parameter.numel()
-        return sizes.most_common(1)[0][0] if sizes else None
-
-    def strays(self) -> dict[str, tuple[nn.Module, str]]:
-        """Return the modules' plain tensor attributes on another kind of device than the parameters, by full name.
-
-        Each comes as its module and the attribute's name there.
-        """
-        home = self.home()
-        return {
-            f"{name}.{key}" if name else key: (module, key)
-            for name, module in self.model.named_modules()
-            for key, value in vars(module).items()
-            # A tensor without dimensions may stay on the host: every device takes it.
-            if isinstance(value, Tensor) and home is not None and value.device.type != home.type and value.dim()
-        }
 
     def parameter_names(self) -> dict[int, str]:
         """Return the names of the model's parameters by identity."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
-    def optimized(self) -> set[int]:
-        """Return the identities of all parameters that any optimizer holds."""
-        return {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+
+def without_ones(shape: Iterable[int]) -> Shape:
+    """Return a shape without its dimensions of size 1."""
+    return tuple(size for size in shape if size != 1)

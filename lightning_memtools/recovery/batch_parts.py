@@ -1,9 +1,9 @@
-"""Splits a batch into parts of whole samples, by one plain rule or by the user's function."""
+"""Splits a batch into parts of whole samples by one plain rule; whatever it does not split is the user's to split."""
 
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from itertools import pairwise
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import tree_flatten, tree_unflatten
-from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import is_plain_object
-from lightning_memtools.memory.oom_errors import is_out_of_memory
 
 _VALUES = (type(None), bool, int, float, str, bytes, np.generic)
 _NEXT = (
@@ -30,7 +28,7 @@ class CannotSplitError(Exception):
 
 
 def n_samples_of(batch: Any) -> int:
-    """Return the size of dimension 0 that all tensors and arrays of a batch share.
+    """Return the number of rows that all tensors, arrays and lists of values of a batch share.
 
     Raises:
         CannotSplitError: They share none, or the batch holds something that has no rows to cut.
@@ -41,14 +39,12 @@ def n_samples_of(batch: Any) -> int:
             raise CannotSplitError(f"the batch has a tensor of layout {leaf.layout}; {_NEXT}")
         if not isinstance(leaf, (Tensor, np.ndarray, list, tuple, *_VALUES)):
             raise CannotSplitError(f"the batch has a {type(leaf).__name__}, which has no rows to cut; {_NEXT}")
-    sizes = {len(leaf): None for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim}
+    sizes = [*dict.fromkeys(len(leaf) for leaf in leaves if _has_rows(leaf))]
     if len(sizes) != 1:
-        raise CannotSplitError(f"the batch has tensors of {[*sizes]} rows, so that its samples cannot be told; {_NEXT}")
-    (n_samples,) = sizes
-    for leaf in leaves:
-        if isinstance(leaf, (list, tuple)) and len(leaf) != n_samples:
-            raise CannotSplitError(f"the batch of {n_samples} samples has a list of {len(leaf)} items; {_NEXT}")
-    return n_samples
+        raise CannotSplitError(
+            f"the batch has tensors or lists of {sizes} rows, so that samples are not known; {_NEXT}"
+        )
+    return sizes[0]
 
 
 def split_plainly(batch: Any, n_parts: int) -> list[Any]:
@@ -68,27 +64,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
     n_parts = min(n_parts, n_samples)
     leaves, rebuilt = _flattened(batch)
     ends = [n_samples * index // n_parts for index in range(n_parts + 1)]
-    return [
-        rebuilt([leaf if isinstance(leaf, _VALUES) or _is_scalar(leaf) else leaf[start:end] for leaf in leaves])
-        for start, end in pairwise(ends)
-    ]
-
-
-def split_by_user(batch: Any, n_parts: int, split: Callable[[Any, int], Sequence[Any]]) -> list[Any]:
-    """Return the parts that the user's function makes.
-
-    Raises:
-        CannotSplitError: It raises an error or returns no parts.
-    """
-    try:
-        parts = list(split(copied_containers(batch), n_parts))
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise CannotSplitError(f"split_batch returned no list of parts: {in_one_line(error)}") from error
-    if not parts:
-        raise CannotSplitError("split_batch returned an empty list of parts")
-    return parts
+    return [rebuilt([leaf[start:end] if _has_rows(leaf) else leaf for leaf in leaves]) for start, end in pairwise(ends)]
 
 
 def copied_containers(batch: Any) -> Any:
@@ -118,5 +94,5 @@ def _is_list_of_values(thing: Any) -> bool:
     return type(thing) in {list, tuple} and len(thing) > 0 and all(isinstance(item, _VALUES) for item in thing)
 
 
-def _is_scalar(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim == 0
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, (list, tuple)) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0)

@@ -29,11 +29,8 @@ from lightning_memtools._torch import (
     has_gradient_hook,
     reduces_over,
 )
+from lightning_memtools.recovery.batch_parts import CannotSplitError
 from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather, refused_collectives
-
-
-class CollectiveInPartError(Exception):
-    """A part of a batch starts a collective, which the other ranks do not take part in."""
 
 
 class GradientExchange:
@@ -173,7 +170,7 @@ def why_unsent(strategy: Any) -> str:
 def no_collectives() -> AbstractContextManager[None]:
     """A collective started inside raises, naming it, if there are several ranks."""
     return refused_collectives(
-        lambda name: CollectiveInPartError(
+        lambda name: CannotSplitError(
             f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
             "self.log(..., sync_dist=True) of a value of each step does; leave it out, or log with on_step=False"
         )

@@ -17,8 +17,13 @@ from lightning_memtools.memory.error_frames import forget_frames, in_one_line
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_of, split_by_user, split_plainly
-from lightning_memtools.recovery.gradient_exchange import ONE_RANK, CollectiveInPartError, no_collectives
+from lightning_memtools.recovery.batch_parts import (
+    CannotSplitError,
+    copied_containers,
+    n_samples_of,
+    split_plainly,
+)
+from lightning_memtools.recovery.gradient_exchange import ONE_RANK, no_collectives
 from lightning_memtools.recovery.step_start import StepStart, TrainedState
 
 if TYPE_CHECKING:
@@ -137,7 +142,7 @@ class StepRecovery:
         except Exception as error:
             if start.failure is None or is_out_of_memory(error):
                 raise
-            is_refused = isinstance(error, (CannotSplitError, CollectiveInPartError))
+            is_refused = isinstance(error, CannotSplitError)
             if error is start.raised and not is_refused:
                 error.add_note("OOMRecovery ran this batch in parts when this was raised: it did not fit as a whole")
                 raise error from start.failure
@@ -171,7 +176,7 @@ class StepRecovery:
             release_cached(self._state.device)
             self._too_large = min(self._too_large, n_elements / n_parts)
             more = self._more_parts(start, n_parts)
-            if reason := self._exchange.leave(completed, keeps=start.is_partly_added):
+            if reason := self._exchange.leave(completed, keeps=bool(start.kept)):
                 raise CannotSplitError(reason)
             if more is None:
                 start.zero_once()
@@ -215,23 +220,31 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return the parts of a batch that add something to its loss, each with the factor of its own."""
-        split = self._split
-        parts = split_plainly(batch, n_parts) if split is None else split_by_user(batch, n_parts, split)
-        if self._loss == "sum":
-            return [(part, 1.0) for part in parts]
+        """Return the parts of a batch that add something to its loss, each with the factor of its own.
+
+        Raises:
+            CannotSplitError: The plain rule or the user's functions do not split it.
+        """
+        count, counts, total = self._loss_weight or n_samples_of, [1.0], 1.0
         try:
-            *counts, total = (float((self._loss_weight or n_samples_of)(one)) for one in (*parts, batch))
+            if self._split is None:
+                parts = split_plainly(batch, n_parts)
+            else:
+                parts = list(self._split(copied_containers(batch), n_parts))
+            if self._loss == "mean":
+                *counts, total = (float(count(one)) for one in (*parts, batch))
         except Exception as error:
             if isinstance(error, CannotSplitError) or is_out_of_memory(error):
                 raise
-            raise CannotSplitError(f"loss_weight raised {in_one_line(error)}") from error
-        are_counts = total > 0 and all(0 <= count < math.inf for count in counts)
+            raise CannotSplitError(f"split_batch or loss_weight raised {in_one_line(error)}") from error
+        are_counts = parts and total > 0 and all(0 <= each < math.inf for each in counts)
         if not are_counts or not math.isclose(sum(counts), total, rel_tol=1e-5):
             unit = "samples" if self._loss_weight is None else "as loss_weight= counts"
-            raise CannotSplitError(f"its parts of {counts} {unit} are not the batch of {total}")
+            raise CannotSplitError(f"its {len(parts)} parts of {counts} {unit} are not the batch of {total}")
+        if self._loss == "sum":
+            return [(part, 1.0) for part in parts]
         # A part without any token has no mean.
-        return [(part, count / total) for part, count in zip(parts, counts, strict=True) if count]
+        return [(part, each / total) for part, each in zip(parts, counts, strict=True) if each]
 
     def _more_parts(self, start: StepStart, n_parts: int) -> int | None:
         """Return how many parts to try next; None to skip the batch.
@@ -242,7 +255,7 @@ class StepRecovery:
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
             return min(2 * n_parts, most)
-        if self._skip_batch and not start.is_partly_added:
+        if self._skip_batch and not start.kept:
             return None
         if n_samples <= self._max_splits:
             raise CannotSplitError(f"each of its {n_samples} samples alone is too large; skip_batch=True skips it")

@@ -41,6 +41,7 @@ class StepStart:
         batch: The batch in containers of its own, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
         raised: The error that the step itself raised last, and not the code around it.
+        kept: The parameters whose gradients of the batch are kept, so that it can no longer be skipped.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
@@ -57,16 +58,11 @@ class StepStart:
         self._is_zeroed = step.zero_grad is None
         self._is_whole = False
         self._adds_in_pieces = False
-        self._kept: set[nn.Parameter] = set()
+        self.kept: set[nn.Parameter] = set()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._accumulated: list[tuple[nn.Parameter, Tensor | None, int]] = []
         if step.zero_grad is None:
             self._note_accumulated()
-
-    @property
-    def is_partly_added(self) -> bool:
-        """True if some gradients of the batch are kept, so that the batch can no longer be skipped."""
-        return bool(self._kept)
 
     def run_whole(self) -> Any:
         """Run forward and backward of the batch, and return Lightning's result."""
@@ -111,7 +107,7 @@ class StepStart:
     def add_gradients_set_aside(self) -> None:
         """Put the gradients back with what the parts have added."""
         for parameter, gradient in self._aside:
-            of_parts = None if parameter in self._kept else parameter.grad
+            of_parts = None if parameter in self.kept else parameter.grad
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
@@ -147,7 +143,7 @@ class StepStart:
                 "and with reentrant checkpointing it may not have added all to them; use_reentrant=False helps"
             )
         elif completed:
-            self._kept.update(completed)
+            self.kept.update(completed)
             self._note_accumulated()
         for parameter, gradient, _ in self._accumulated:
             parameter.grad = gradient

@@ -26,7 +26,7 @@ _COLLECTIVES_IN_TRIALS = (
 )
 _SEES_SHARDS = (
     "{strategy} may spread parameters and gradients over the ranks, so that one rank sees only parts: the checks of "
-    "gradients, and the trial of the step, are left out"
+    "gradients are left out"
 )
 _DECIDES_ALONE = (
     "a rank that fails would leave the others waiting in a collective of the forward or backward pass of {strategy}, "

@@ -133,19 +133,6 @@ class TensorExchange:
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class RealExchange(TensorExchange):
-    """A `TensorExchange` whose stand-ins hold the values of the originals."""
-
-    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            raise ValueError("A tensor of the model is on the meta device and has no values: build the model for real.")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            return tensor.detach().cpu().clone()  # these have no storage that is shared element by element
-        copy = super()._data(tensor)
-        copy.copy_(tensor.detach())
-        return copy
-
-
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
     """Replace all tensors that the roots hold with stand-ins, and restore everything afterwards.

@@ -17,7 +17,7 @@ from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cpu_kernels import CPU_KERNELS
-from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.known_values import ValueReaders, values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
@@ -32,11 +32,9 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
     Args:
         model: The module; it is put on the device.
         device: The device. A device that is active already is suspended meanwhile.
-        exchange: Makes the fakes. With a `RealExchange` they are copies of the real tensors and the CPU computes with
-            them, so that the functions of `CudaFunctions` are the CPU's.
+        exchange: Makes the fakes.
         cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate. The device is ``cuda_like``.
     """
-    values = isinstance(exchange, RealExchange)
     active = VirtualDevice.current()
     with ExitStack() as stack:
         stack.enter_context(gc_frozen())
@@ -46,22 +44,19 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(random_streams_restored())
         stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())
-        if not values:
-            known = stack.enter_context(values_known())
-            stack.enter_context(mode := fake_mode())
-            stack.enter_context(repeated := RepeatedFakes(mode, known))
-            stack.enter_context(ValueReaders(known))
-            device.find_results(repeated.result_of)
-            stack.enter_context(fakes_copied_deeply())
-            device.replace_operators({**UNNEEDED, **SIZED, **({} if device.cuda_like else CPU_KERNELS)})
+        known = stack.enter_context(values_known())
+        stack.enter_context(mode := fake_mode())
+        stack.enter_context(repeated := RepeatedFakes(mode, known))
+        stack.enter_context(ValueReaders(known))
+        device.find_results(repeated.result_of)
+        stack.enter_context(fakes_copied_deeply())
+        device.replace_operators({**UNNEEDED, **SIZED, **({} if device.cuda_like else CPU_KERNELS)})
         stack.enter_context(without_sharding_hooks(model))
         stack.enter_context(borrowed([model], exchange))
-        if not values:
-            _skip_checks(model)
+        _skip_checks(model)
         stack.enter_context(device)
-        if cuda and not values:
-            stack.enter_context(CudaFunctions(device.gpu))
         if cuda:
+            stack.enter_context(CudaFunctions(device.gpu))
             stack.enter_context(AlreadyOnCuda())
         if _holds_tensors(model):
             if any(isinstance(module, nn.RNNBase) for module in model.modules()):

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ from torch.optim import Optimizer
 from lightning_memtools._lightning import STEP_NAMES, ReplayLoop, StepLoop, loss_of, twin_of
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.known_values import note_values
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -292,35 +290,6 @@ def replay_loop(module: nn.Module, **arguments: Any) -> ReplayLoop:
         return ReplayLoop(module, **arguments)
 
 
-def forward_of(
-    module: nn.Module, trainer: Any = None, *, optimizers: Sequence[Optimizer] = (), batch_idx: int = 0
-) -> Callable[[nn.Module, Any], Any]:
-    """Return a function that runs the forward pass of a training batch on a LightningModule with other tensors.
-
-    Args:
-        module: The LightningModule.
-        trainer: The Trainer of the run; None where there is none.
-        optimizers: The optimizers of the run. They are not touched.
-        batch_idx: The index of the batch.
-    """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        parameters = dict(model.named_parameters())
-        copies = [
-            copy_optimizer(one, lambda old: parameters.get(names.get(id(old), "")), with_state=False)
-            for one in optimizers
-        ]
-        make = partial(StepRunner, recipe=Recipe()) if trainer is None else partial(runner_like, trainer)
-        runner = make(module=model, listener=StepListener(), optimizers=copies)
-        out = runner.run_forward(batch, batch_idx)
-        if not runner.is_automatic:
-            return None
-        return loss_of(out)
-
-    return forward
-
-
 def is_lightning_module(model: object) -> bool:
     """Return whether this is a LightningModule, of `lightning` or of `pytorch_lightning`."""
     return isinstance(model, nn.Module) and twin_of(model) is not None
@@ -338,15 +307,13 @@ def has_step(module: nn.Module, name: str) -> bool:
     return step is not None and (name == "predict_step" or not inherited)
 
 
-def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:
-    """Return a copy of a batch on the CPU, with floating-point tensors in this type; values are copied if asked for."""
-    return map_tensors(batch, lambda tensor: _copy(tensor, dtype, values=values))
+def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Return a copy of a batch without values on the CPU, with floating-point tensors in this type."""
+    return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
 
-def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if values:
-        return tensor.detach().to("cpu", changed, copy=True).requires_grad_(tensor.requires_grad)
     made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
     )

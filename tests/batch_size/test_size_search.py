@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,71 +109,3 @@ def test_the_share_of_the_true_maximum(base, per_sample, bend):
     assert found <= root
     if not bend:
         assert len(device.ran) <= 4
-
-
-class SmallDevice:
-    """A few weights and tensors of a batch in the segments of a caching allocator, on a device of 64 to 900 MiB."""
-
-    def __init__(self, draw):
-        self.per_sample = [
-            draw.uniform(0.002, 1.5) * MIB * draw.choice([1, 1, 0.1]) for _ in range(draw.randint(3, 20))
-        ]
-        self.weights = [draw.uniform(0.1, 8) * MIB for _ in range(draw.randint(2, 8))]
-        self.capacity = draw.choice([64, 96, 128, 192, 256, 512, 900]) * MIB
-        self.limit = int(0.95 * self.capacity)
-
-    def peaks(self, size):
-        """Allocated and reserved: tensors below 10 MiB share segments of 2 or 20 MiB, larger ones have their own."""
-        tensors = self.weights + [one * size for one in self.per_sample]
-        reserved, rooms = 0, []
-        for one in tensors:
-            segment = 2 * MIB if one < MIB else 20 * MIB
-            if one >= 10 * MIB:
-                reserved += -int(-one // (2 * MIB)) * 2 * MIB
-                continue
-            for room in rooms:
-                if room[1] >= one and (room[0] == segment or one >= MIB):
-                    room[1] -= one
-                    break
-            else:
-                reserved += segment
-                rooms.append([segment, segment - one])
-        return int(sum(tensors)), reserved
-
-    def run(self, size):
-        allocated, reserved = self.peaks(size)
-        failure = "out of memory" if reserved > self.capacity else ""
-        reading = RankReading(
-            peak=min(reserved, self.capacity),
-            limit=self.limit,
-            peak_allocated=allocated,
-            batch_allocated=allocated,
-            base_allocated=int(sum(self.weights)),
-            failure=failure,
-        )
-        return SizeTrial(stage="train", size=size, readings=[reading])
-
-    def largest_from(self, size):
-        """The largest size up to which every size from this one on fits."""
-        while self.peaks(size + 1)[1] <= self.limit:
-            size += 1
-        return size
-
-
-def test_eight_trials_come_near_on_devices_of_a_few_segments():
-    """With a precision of 5%, from the configured size on."""
-    shares = []
-    for seed in range(3000):
-        device = SmallDevice(random.Random(seed))  # noqa: S311
-        if device.peaks(20)[1] > device.limit:
-            continue
-        trials = find_largest(
-            device.run, start=[16], round_down=SizeLimits().round_down, smallest=lambda: 1, max_trials=8, precision=0.05
-        )
-        found = largest_that_fits(trials).size
-        shares.append(found / device.largest_from(found))
-    shares.sort()
-    assert len(shares) > 1000
-    assert shares[0] >= 0.9
-    assert shares[len(shares) // 50] >= 0.95
-    assert shares[len(shares) // 2] >= 0.98

@@ -49,12 +49,6 @@ def test_sequentials_of_any_subclass_at_any_depth_that_run_as_sequential_does():
     }
 
 
-def test_a_forward_set_on_the_instance_is_not_sequentials_own():
-    model = Model()
-    model.list[0].forward = lambda input: input  # noqa: A006, Sequential's own name
-    assert "list.0" not in found(model)
-
-
 def test_include_takes_what_it_names_and_nothing_else():
     assert found(Model(), include=["list.*"]) == {"list.0": ("list.0.0", "list.0.1"), "list.1": ("list.1",)}
     assert found(Model(), include=["stem", "stem.own*"]) == {"stem": found(Model())["stem"]}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import GradientCheckpointing, default_callbacks
+from lightning_memtools import GradientCheckpointing
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
@@ -132,11 +132,6 @@ def test_within_a_budget_the_loss_in_chunks_comes_before_recomputation():
     assert (share.heads, share.planned) == (("head",), found.cost)
 
 
-def test_loss_head_is_checked():
-    with pytest.raises(ValueError, match='loss_head=\'chunks\' is neither "auto" nor "keep"'):
-        GradientCheckpointing(loss_head="chunks")
-
-
 def fit(model: Any, *callbacks: Any, batches: int = 4, **options: Any) -> dict[str, Tensor]:
     data: Any = torch.stack([words_of()[at % 4].view(-1) for at in range(4 * batches)])
     trainer = L.Trainer(
@@ -164,21 +159,6 @@ def test_a_fit_ends_with_the_same_weights_within_rounding(options, capsys):
         assert (chunked[name] - weight).norm() <= (0.01 if "precision" in options else 1e-4) * moved
     assert "forward" not in vars(model.head)
     assert list(model.state_dict()) == list(Language().state_dict())
-
-
-def test_with_keep_a_fit_is_bit_for_bit_the_plain_one():
-    plain = fit(Language())
-    kept = fit(Language(), GradientCheckpointing(loss_head="keep"))
-    assert all(torch.equal(kept[name], weight) for name, weight in plain.items())
-
-
-def test_the_default_callbacks_do_not_read_the_logits(tmp_path):
-    callback = GradientCheckpointing()
-    with warnings.catch_warnings(), VirtualDevice(cuda_like=True):
-        warnings.simplefilter("error", LossHeadWarning)
-        fit(Language(), *default_callbacks(), callback, batches=5, default_root_dir=tmp_path)
-    assert callback.plan is not None
-    assert callback.plan.heads == ("head",)
 
 
 class LooksLater(Language):

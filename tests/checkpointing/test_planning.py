@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_trace import TracedStep
-from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, nested, same_seed
+from tests.checkpointing.models import ZOO, conv_bn_relu, encoder, mlp, nested, same_seed
 
 
 def real_peak(model: nn.Module, plan: CheckpointPlan, *args: torch.Tensor) -> int:
@@ -89,19 +88,6 @@ def test_skip_is_refused_where_only_recompute_saves_memory_and_the_refusal_says_
     assert skip.chains[0].outside[1] == "BatchNorm2d never runs twice"
 
 
-def test_auto_recomputes_batchnorm_only_where_skip_leaves_nothing():
-    model, x = conv_bn_relu(16, 8), torch.empty(8, 3, 32, 32)
-    plan = plan_checkpoints(model, x, bn_dropout="auto")
-    assert plan.peak_bytes == plan_checkpoints(model, x, bn_dropout="recompute").peak_bytes < plan.plain_peak_bytes
-    assert "BatchNorm and Dropout layers are recomputed too" in plan.table()
-    tight = 0.9 * plan.plain_peak_bytes
-    assert plan_checkpoints(model, x, bn_dropout="auto", memory_budget=f"{int(tight)}B").peak_bytes <= tight
-    model, x = encoder(6), torch.empty(16, 24, 32)
-    skipping = plan_checkpoints(model, x)
-    assert plan_checkpoints(model, x, bn_dropout="auto") == skipping
-    assert "recomputed too" not in skipping.table()
-
-
 def test_synchronized_batchnorm_and_power_iterations_stay_outside():
     blocks = [
         nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)),
@@ -167,35 +153,6 @@ def test_the_budget_is_kept_with_less_recomputation_the_larger_it_is():
         ValueError, match=r"No plan fits memory_budget=0\.001 .*The smallest reachable peak is \d.* [KM]iB"
     ):
         plan_checkpoints(model, x, memory_budget=0.001)
-
-
-class Modern(nn.Module):
-    """Blocks in a ModuleList, as most transformers have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(32, 4, 0.1) for _ in range(6)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_named_modules_become_one_segment_each():
-    model, x = same_seed(Modern), torch.randn(16, 24, 32)
-    plan = plan_checkpoints(model, x, include=["blocks.*"], exclude=["blocks.5"])
-    assert {chain.name: chain.ranges for chain in plan.chains} == {f"blocks.{i}": (Range(0, 1),) for i in range(5)}
-    assert plan.peak_bytes < plan.plain_peak_bytes
-    assert plan.peak_bytes == pytest.approx(real_peak(model, plan, x), rel=0.02)
-    ends = []
-    for chains in ((), plan.chains):
-        torch.manual_seed(3)
-        with AppliedPlan(model, chains):
-            model.zero_grad()
-            model(x).square().mean().backward()
-        ends.append([one.grad.clone() for one in model.parameters()] + [torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def mlp_block() -> nn.Module:
@@ -296,12 +253,3 @@ def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
 def test_errors_of_options_name_the_value_and_what_is_accepted(options, message):
     with pytest.raises(ValueError, match=message):
         plan_checkpoints(nested(), torch.empty(6, 32), **options)
-
-
-def test_a_plan_is_plain_data_and_prints_as_a_table():
-    plan = plan_checkpoints(nested(), torch.empty(4096, 32), bn_dropout="recompute")
-    assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301, our own
-    text = plan.table(measured_bytes=plan.peak_bytes)
-    assert "| (the model) | 9 |" in text
-    assert "measured peak" in text
-    assert "+0.0% from the predicted one" in text

@@ -1,4 +1,4 @@
-"""The measurements of each layer agree with arithmetic."""
+"""Peaks of plans, by the model of memory, by a traced step and by PyTorch's own allocator."""
 
 from __future__ import annotations
 
@@ -9,62 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES, clear_cublas_workspaces
+from lightning_memtools._torch import clear_cublas_workspaces
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
-from lightning_memtools.checkpointing.memory_model import Range, Unit, estimate
+from lightning_memtools.checkpointing.memory_model import Range, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.planning import StepPlanner
-from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
+from lightning_memtools.checkpointing.step_profile import predict, profile_step
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import Block
-
-ROWS, WIDTH = 512, 64
-BYTES = ROWS * WIDTH * 4
-
-
-def measured(model: nn.Module, *args: torch.Tensor) -> StepProfile:
-    chains = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))[:1]
-    return profile_step(TracedStep(model, args, lambda copy, args: copy(*args), device="cuda"), chains)
-
-
-def units_of(*layers: nn.Module) -> dict[int, Unit]:
-    found = measured(nn.Sequential(*layers), torch.empty(ROWS, WIDTH))
-    return {place[1]: unit for unit, place in zip(found.units, found.places, strict=True) if place is not None}
-
-
-def test_a_linear_layer_keeps_its_input():
-    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH))[1]
-    assert (one.in_kept, one.out_kept, one.own_bytes) == (BYTES, 0, 0)
-    assert one.out_bytes == 2 * BYTES
-    assert one.operations == 2 * ROWS * WIDTH * 2 * WIDTH
-    # Its input is kept before it computes: running it again ends at once.
-    assert one.tail_operations == one.operations
-    # From torch 2.15 on, the product has a workspace of its own, which cuBLASLt takes to add the bias.
-    workspace = 0 if KEEPS_CUBLAS_WORKSPACES else 2**20
-    assert one.forward_bytes == 2 * BYTES + workspace
-
-
-def test_an_activation_keeps_its_result_and_counts_one_operation_per_element():
-    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh())[1]
-    assert (one.in_kept, one.out_kept, one.own_bytes) == (0, BYTES, 0)
-    assert (one.operations, one.tail_operations) == (ROWS * WIDTH, 0)
-
-
-def test_dropout_keeps_a_mask_of_one_byte_per_element():
-    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))[1]
-    assert (one.in_kept, one.out_kept, one.own_bytes) == (0, 0, ROWS * WIDTH)
-    assert one.out_bytes == BYTES
-
-
-def test_a_view_and_an_in_place_layer_have_no_storage_of_their_own():
-    units = units_of(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (4, 16)), nn.Flatten(), nn.ReLU(inplace=True))
-    assert [units[at].same_storage for at in range(4)] == [False, True, True, True]
-    assert [units[at].out_bytes for at in range(4)] == [BYTES, 0, 0, 0]
-    # A range that began with the views would keep a storage that is overwritten.
-    assert [units[at].may_start for at in range(4)] == [True, False, False, False]
 
 
 def encoder() -> nn.Sequential:

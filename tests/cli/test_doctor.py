@@ -41,6 +41,10 @@ def three():
 def plain():
     return parts(32)["model"], parts(32)["dataloader"]
 
+def pair():
+    from tests.doctor.test_diagnose import Logs
+    return Logs(), [torch.ones(8, 4), torch.ones(8, 1)]  # as every DataLoader yields it
+
 def broken():
     return parts(33, nn.BatchNorm1d(8))
 """
@@ -52,9 +56,9 @@ def memtools(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=180)
 
 
-@pytest.mark.parametrize(("target", "status"), [("healthy", 0), ("broken", 1)])
+@pytest.mark.parametrize(("target", "status"), [("healthy", 0), ("pair", 0), ("broken", 1)])
 def test_the_exit_status_tells_whether_something_serious_was_found(target, status, tmp_path):
-    result = memtools(tmp_path, f"project:{target}", "--json")
+    result = memtools(tmp_path, f"project:{target}", "--json", *(["--steps", "3"] if target == "pair" else []))
     assert result.returncode == status, result.stderr
     report = json.loads(result.stdout)  # and nothing else, whatever the function prints
     assert report["serious"] == status

@@ -7,7 +7,6 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.simulation.cuda_run import CudaRunError
@@ -44,29 +43,6 @@ def test_what_a_step_reads_of_values_that_are_not_known_is_named_with_what_was_a
     assert "everything" in mask
     assert model.layer.weight is weight
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
-def test_packed_sequences_have_the_memory_of_their_own_lengths(kind, precision):
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = getattr(nn, kind)(16, 32, batch_first=True)
-
-        def forward(self, batch):
-            rows, lengths = batch
-            packed = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
-            return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
-
-    def estimate(*lengths):
-        batch = torch.ones(3, 30, 16), torch.tensor(lengths)
-        return estimate_memory(Packed(), batch, step=total, precision=precision)
-
-    full, short = estimate(30, 30, 30), estimate(10, 30, 20)
-    assert full.notes == short.notes == ()
-    assert full.composition["parameters"] == short.composition["parameters"]
-    assert full.peak_allocated - short.peak_allocated > 30 * 32 * 4  # a third of the outputs is not there
 
 
 def test_lbfgs_is_refused_with_what_it_would_keep():

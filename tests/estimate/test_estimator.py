@@ -11,10 +11,8 @@ from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
 from tests.estimate.networks import (
     Classifier,
-    Decoder,
     classify,
     mlp,
-    next_token,
     total,
 )
 from tests.zoo import torchvision_models
@@ -92,16 +90,6 @@ def test_resnet18_as_in_article_d():
     assert modules["relu"].saved_bytes == 0
 
 
-def test_tied_and_frozen_parameters_count_once_and_not_at_all():
-    model = Decoder(n_tokens=500, width=64)
-    model.blocks[0].requires_grad_(requires_grad=False)
-    n_all = sum(parameter.numel() for parameter in model.parameters())
-    n_frozen = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    made = estimate(model, torch.zeros(2, 8, dtype=torch.long), step=next_token)
-    assert made.parameter_count == n_all
-    assert made.gradient_count == n_all - n_frozen
-
-
 def test_evaluation_keeps_no_activations():
     model, rows = layers(8), torch.zeros(2048, WIDTH)
     batch = 2048 * WIDTH * 4
@@ -158,25 +146,6 @@ def test_a_compiled_model_is_estimated_as_its_eager_step_with_a_note():
     batch = torch.zeros(16, 32), torch.zeros(16, dtype=torch.long)
     compiled = estimate_memory(torch.compile(Classifier()), batch)
     assert compiled.composition == estimate_memory(Classifier(), batch).composition
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_step_may_use_the_name_of_a_cuda_device_that_does_not_exist(reads):
-    def moves(model, rows):
-        rows = rows.cuda(non_blocking=True).to("cuda:0").to(torch.device("cuda", 1), torch.float32)
-        shape = rows.shape
-        more = torch.ones(shape, device="cuda") + rows.new_ones(shape, device=torch.device("cuda"))
-        return model(rows + more).sum() * (1.0 if not reads or rows.sum().item() < 1e9 else 2.0)
-
-    def stays(model, rows):
-        more = torch.ones(rows.shape) + rows.new_ones(rows.shape)
-        return model(rows + more).sum() * (1.0 if not reads or rows.sum().item() < 1e9 else 2.0)
-
-    model, rows = layers(2), torch.zeros(64, WIDTH)
-    moved, stayed = (estimate_memory(model, rows, step=step, optimizer=torch.optim.Adam) for step in (moves, stays))
-    assert moved.composition == stayed.composition
-    assert moved.peak_reserved == stayed.peak_reserved
-    assert moved.notes == ()  # the batch is known
 
 
 def test_no_estimate_within_a_virtual_device():

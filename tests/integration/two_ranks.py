@@ -250,12 +250,22 @@ def every_callback(root: Path) -> None:
     leave(root, "names", names)
 
 
+def sizes(root: Path) -> None:
+    for case in SIZES:
+        tuned(root, case)
+
+
+def plans(root: Path) -> None:
+    for case in PLANS:
+        planned(root, case)
+
+
 PARTS: dict[str, Callable[[Path], None]] = {
     "monitor": lambda root: monitored(root, "ddp"),
     "monitor_sharded": lambda root: monitored(root, sharded()),
     "cache": cache,
-    "sizes": lambda root: [tuned(root, case) for case in SIZES] and None,
-    "plans": lambda root: [planned(root, case) for case in PLANS] and None,
+    "sizes": sizes,
+    "plans": plans,
     "every_callback": every_callback,
     "error": lambda root: tuned(root, "error"),
 }

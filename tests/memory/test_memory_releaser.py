@@ -136,13 +136,6 @@ def test_a_slow_collection_is_repeated_only_when_it_is_a_small_share_of_the_time
     assert work.collect_now(retained.owned).unaccounted == 0
 
 
-def test_expected_inputs_are_left_out(device):
-    model = nn.Linear(2, 2, bias=False)
-    batch = [torch.empty(MIB)]
-    retained = releaser(device).collect(model, [], inputs=batch)
-    assert (retained.total, retained.unaccounted) == (512, 0)
-
-
 class Stubborn:
     """Stands for a backend whose allocator has no way to release memory, as torch's generic one raises."""
 
@@ -179,15 +172,3 @@ def test_an_error_of_an_earlier_kernel_is_raised_when_the_cache_is_emptied(devic
     work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         work.release(nn.Linear(2, 2), [])
-
-
-def test_on_request_garbage_is_collected_and_the_cache_emptied_every_time(device, collections):
-    model = nn.Linear(2, 2, bias=False)
-    on_device = on_device_of(device, torch.device("cpu"))
-    work = MemoryReleaser(device, on_device, threshold=ReleaseThreshold("500MiB"), always=True)
-    released = []
-    for _ in range(3):
-        Cycle(4)
-        released.append(work.release(model, [])[0].freed_bytes)
-    assert released == [20 * MIB] * 3
-    assert len(collections) == 3

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor
@@ -89,23 +86,3 @@ def test_what_outlives_the_step_and_has_no_owner_is_no_activation(tmp_path):
         parts[name] = {part: logger.curves[f"memory/composition/{part}_gib"][-1][1] * GIB for part in CATEGORIES}
     assert parts["with"]["other"] - parts["without"]["other"] == pytest.approx(24 * 2**20, rel=0.01)
     assert parts["with"]["activations"] == pytest.approx(parts["without"]["activations"], rel=0.01)
-
-
-class Validated(Classifier):
-    """Is validated at the end of its epoch, for which Lightning drops the gradients."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.net(batch[0])
-
-
-def test_gradients_are_part_of_the_peak_where_the_only_point_is_that_of_an_epoch_with_a_validation(tmp_path):
-    data = TensorDataset(torch.zeros(12, 1024), torch.zeros(12, dtype=torch.long))
-    logger, model = ListLogger(), Validated(nn.Linear(1024, 4096))
-    run = L.Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, log_every_n_steps=50, logger=logger, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, num_sanity_val_steps=0,
-        callbacks=[MemoryMonitor()],
-    )  # fmt: skip
-    run.fit(model, DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
-    (gradients,) = logger.curves["memory/composition/gradients_gib"]
-    assert gradients == (2, 4 * (1024 * 4096 + 4096) / GIB)

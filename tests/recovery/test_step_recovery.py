@@ -85,7 +85,7 @@ def test_a_loss_that_is_a_sum_is_added():
         (lambda batch: -1.0, r"parts of \[-1.0, -1.0\] as loss_weight= counts"),
         (lambda batch: float("nan"), r"parts of \[nan, nan\]"),
         (lambda batch: 4, r"parts of \[4.0, 4.0\] as loss_weight= counts are not the batch of 4.0"),
-        (lambda batch: batch["mask"].sum(), "loss_weight raised KeyError: 'mask'"),
+        (lambda batch: batch["mask"].sum(), "split_batch or loss_weight raised KeyError: 'mask'"),
     ],
 )
 def test_a_weight_that_is_no_count_is_quoted(weight, reason):
@@ -154,10 +154,18 @@ def test_without_either_they_are_refused_with_the_words_to_pass(options):
     assert "loss_weight=" in run.told[0]
 
 
-def test_parts_that_do_not_make_up_the_batch_are_quoted():
-    run = Steps(nn.Linear(8, 1), len, 4, split=lambda batch, n: [batch[:3]])
+@pytest.mark.parametrize(
+    ("split", "loss", "reason"),
+    [
+        (lambda batch, n: [batch[:3]], "mean", r"its 1 parts of \[3.0\] samples are not the batch of 8.0"),
+        (lambda batch, n: [], "sum", "its 0 parts"),
+        (lambda batch, n: None, "sum", "split_batch or loss_weight raised TypeError"),
+    ],
+)
+def test_what_the_users_function_returns_is_quoted_if_it_is_not_the_batch(split, loss, reason):
+    run = Steps(nn.Linear(8, 1), len, 4, split=split, loss=loss)
     run.model.forward = lambda batch: batch.sum() * run.model.weight.sum()
-    assert "its parts of [3.0] samples are not the batch of 8.0" in refusal(run, torch.ones(8, 8))
+    assert re.search(reason, refusal(run, torch.ones(8, 8)))
 
 
 def test_the_failed_step_is_released_when_split_batch_is_called():

@@ -63,5 +63,8 @@ def test_a_dry_run_says_if_it_fits():
     page = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0, stages=[stage])._repr_html_()
     assert "Dry run on RTX 4090, 24.0 GiB. It fits." in page
     assert "<th>stage</th>" in page
+    idle = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0, stages=[stage], optimizer_steps=0)
+    assert not idle.fits
+    assert idle.verdict.startswith("No optimizer step ran")
     full = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=3, error="CUDA out of memory")
     assert "It runs out of memory. CUDA out of memory" in str(full)

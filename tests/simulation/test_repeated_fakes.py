@@ -34,17 +34,6 @@ def test_what_changes_tensors_returns_them_and_counts_as_a_change():
             assert x.resize_(2, 2).shape == (2, 2)
 
 
-def test_what_depends_on_values_is_left_to_the_mode():
-    with fake_mode() as mode, RepeatedFakes(mode):
-        x = torch.ones(3, 4)
-        assert torch.zeros(3, 4, out=x) is x
-        with pytest.raises(Exception, match="nonzero"):
-            x.nonzero()
-        constant = torch.tensor(3)
-        assert constant.item() == 3
-        assert (constant + 1).item() == 4
-
-
 def test_the_type_of_a_number_and_the_default_type_count():
     with fake_mode() as mode, RepeatedFakes(mode):
         x = torch.ones(3, dtype=torch.int64)

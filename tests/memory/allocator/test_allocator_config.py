@@ -91,19 +91,3 @@ def test_errors_quote_the_bad_part_and_list_the_accepted_keys(text: str, quoted:
 def test_settings_that_torch_has_and_the_simulation_lacks_are_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' in .* is not simulated"):
         AllocatorConfig.parse(text)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"max_split_size": 19 * MIB},
-        {"large_segment_size": 10 * MIB},
-        {"roundup_power2_divisions": (4,)},
-        {"roundup_power2_divisions": (3,) * 16},
-        {"garbage_collection_threshold": 1.0},
-        {"per_process_memory_fraction": -0.1},
-    ],
-)
-def test_values_out_of_range_are_refused_by_the_class_too(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        AllocatorConfig(**arguments)  # type: ignore[arg-type]

@@ -24,32 +24,6 @@ def test_zero_bytes_are_no_allocation():
     assert len(allocator.trace) == 0
 
 
-def test_negative_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="-1 bytes"):
-        CachingAllocator().malloc(-1)
-
-
-def test_small_large_small_batches_leave_reserved_high_until_the_cache_is_emptied() -> None:
-    # Article A: the memory of a program whose batches change their shape only rises.
-    allocator = CachingAllocator()
-
-    def batch(n_bytes: int) -> int:
-        blocks = [allocator.malloc(n_bytes) for _ in range(3)]
-        for block in blocks:
-            allocator.free(block)
-        return allocator.reserved
-
-    assert batch(12 * MIB) == 36 * MIB
-    # The cached 12 MiB segments are too small: three of 30 MiB more.
-    assert batch(30 * MIB) == 36 * MIB + 90 * MIB
-    assert batch(12 * MIB) == 126 * MIB
-    assert allocator.allocated == 0
-    assert allocator.reclaimable == 126 * MIB
-    allocator.empty_cache()
-    assert allocator.reserved == 0
-    assert allocator.peak_reserved == 126 * MIB
-
-
 def test_streams_do_not_share_blocks() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.malloc(12 * MIB, stream=0))
@@ -104,24 +78,6 @@ def test_the_out_of_memory_error_has_every_figure_of_cudas_message() -> None:
     assert "a segment of 62.0 MiB" in str(error)
     stats = allocator.stats()
     assert (stats.alloc_retries, stats.ooms, stats.device_used) == (1, 1, 54 * MIB)
-
-
-def test_a_capacity_is_reached_exactly() -> None:
-    allocator = CachingAllocator(capacity=40 * MIB)
-    allocator.malloc(40 * MIB)
-    assert allocator.device_free == 0
-    with pytest.raises(SimulatedOutOfMemory):
-        allocator.malloc(1)
-
-
-def test_other_processes_may_allocate_and_free_memory() -> None:
-    allocator = CachingAllocator(capacity=40 * MIB)
-    allocator.used_by_others = 30 * MIB
-    with pytest.raises(SimulatedOutOfMemory):
-        allocator.malloc(12 * MIB)
-    allocator.used_by_others = 0
-    allocator.malloc(12 * MIB)
-    assert (allocator.used_by_others, allocator.device_free) == (0, 28 * MIB)
 
 
 def test_the_memory_fraction_refuses_before_the_device_does() -> None:
@@ -200,17 +156,3 @@ def test_torch_is_not_imported() -> None:
     code = "import sys, lightning_memtools.memory.allocator; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize(("every", "reserved_mib"), [(1, 128), (5, 384), (100, 704)])
-def test_batches_that_a_second_stream_fetches_wait_for_each_synchronize(every, reserved_mib):
-    allocator = CachingAllocator()
-    following = allocator.malloc(64 * MIB, stream=1)
-    for step in range(1, 11):
-        batch, following = following, allocator.malloc(64 * MIB, stream=1)
-        allocator.record_stream(batch, 0)
-        allocator.free(batch)
-        if step % every == 0:
-            allocator.synchronize()
-    assert allocator.stats().peak_allocated == 128 * MIB
-    assert allocator.stats().peak_reserved == reserved_mib * MIB

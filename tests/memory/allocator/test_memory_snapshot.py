@@ -79,26 +79,6 @@ def test_segments_and_blocks_are_described_as_torch_does() -> None:
     assert large["blocks"][0]["frames"] == [{"filename": "", "line": 0, "name": "aten.mm"}]
 
 
-def test_the_history_adds_up_to_the_state() -> None:
-    # What the viewer does: it takes the segments as they are and walks the history backwards.
-    snapshot = take_snapshot(program())
-    live: dict[int, int] = {}
-    reserved = 0
-    for entry in snapshot["device_traces"][0]:
-        if entry["action"] == "alloc":
-            assert entry["addr"] not in live
-            live[entry["addr"]] = entry["size"]
-        elif entry["action"] == "free_completed":
-            assert live.pop(entry["addr"]) == entry["size"]
-        elif entry["action"] == "segment_alloc":
-            reserved += entry["size"]
-        elif entry["action"] == "segment_free":
-            reserved -= entry["size"]
-    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-    assert live == {block["address"]: block["requested_size"] for block in blocks if block["state"] != "inactive"}
-    assert reserved == sum(segment["total_size"] for segment in snapshot["segments"])
-
-
 @pytest.mark.parametrize("config", ["", "expandable_segments:True"])
 def test_torchs_own_tools_read_a_saved_snapshot(tmp_path: Path, config: str) -> None:
     path = tmp_path / "snapshot.pickle"

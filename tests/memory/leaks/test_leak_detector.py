@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
-from collections import deque
 
 import pytest
 import torch
@@ -112,33 +110,6 @@ def test_what_is_no_leak_is_not_reported(device, step):
     assert step is not fills_a_cache or len(model.kept) == 20
 
 
-def test_containers_with_a_limit_are_not_reported_while_they_fill(device):
-    model = Model()
-    model.recent = deque(maxlen=100)
-
-    @functools.lru_cache(maxsize=50)
-    def embedding(i):
-        return new()
-
-    def fill():
-        model.recent.extend([new(), new()])
-        embedding(len(model.recent))
-
-    assert not epochs(device, model, *[fill] * 14)
-
-
-def test_several_places_are_listed_with_the_largest_first(device):
-    model = Model()
-    model.other = {}
-
-    def grow():
-        model.kept.append(new())
-        model.other[len(model.other)] = new(1000)
-
-    ((_, report),) = epochs(device, model, *[grow] * 3)
-    assert [f.holder.container_path for f in report.findings] == ["Model.other", "Model.kept"]
-
-
 def test_tensors_with_a_graph_say_so(device):
     model = Model()
 
@@ -192,25 +163,6 @@ def test_with_a_slow_census_a_leak_is_named_as_early(device, slow_census):
         assert after == warn_after
         assert report.findings[0].holder.container_path == "Model.kept"
         assert len(slow_census) == min(warn_after, 2)
-
-
-def test_nothing_is_reported_without_a_collection(device):
-    model = Model()
-    detector = LeakDetector(device.holds, warn_after=3)
-    collections = []
-
-    def read(level, after_collection):
-        owned = owned_by(model, [], device.holds)
-        model.kept.append(new())
-        return detector.read(level, owned, collect=lambda: collections.append(level) or after_collection)
-
-    # Garbage grows; the real level stands still.
-    assert [read(level, 1000) for level in (1000, 2000, 3000, 4000)] == [None] * 4
-    assert collections == [4000]
-    # It all begins anew, from 1000; now the growth is real.
-    assert [read(level, level) for level in (1100, 1200)] == [None] * 2
-    assert read(1300, 1300) is not None
-    assert collections == [4000, 1300]
 
 
 def test_the_detector_keeps_nothing_alive(device):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memtools import VirtualDevice
-from tests.memory.virtual.reading import allocated, peak
 
 
 def types_of_results(half):
@@ -44,28 +43,3 @@ def test_what_cuda_refuses_is_refused():
         pytest.raises(RuntimeError, match="BCEWithLogitsLoss"),
     ):
         nn.BCELoss()(torch.rand(4), torch.rand(4))
-
-
-@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
-def test_a_softmax_of_float16_makes_float32_without_a_copy_of_its_input(function):
-    logits = torch.randn(64, 1000).half()
-    weight = torch.randn(64, 1000)
-
-    def differentiated(given):
-        out = function(given, -1)
-        return out.detach(), *torch.autograd.grad((out * weight).sum(), given)
-
-    expected, gradient = differentiated(logits.float().requires_grad_())
-    with VirtualDevice(cuda_like=True) as device, torch.autocast("cpu", dtype=torch.float16):
-        given = logits.clone().requires_grad_()
-        before = allocated(device)
-        device.reset_peaks()
-        out = function(given, -1)
-        assert peak(device) == allocated(device) == before + 4 * 64 * 1000
-        del out
-        found, half_gradient = differentiated(given)
-        with device.host():
-            assert torch.equal(function(given, -1).detach(), expected)
-    assert torch.equal(found, expected)
-    assert half_gradient.dtype is torch.float16
-    assert torch.equal(half_gradient, gradient.half())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools._torch import EFFICIENT_ATTENTION_MAKES_SEEDS
@@ -53,33 +51,3 @@ def test_dropout_keeps_no_scores():
     assert as_on_a_cpu.stats().peak_allocated >= peak(0.2) + scores
     # From torch 2.14 on, the kernel keeps a seed and an offset where there is no dropout.
     assert peak(0.0) - peak(0.2) == (2 * 512 if EFFICIENT_ATTENTION_MAKES_SEEDS else 0)
-
-
-class Block(nn.Module):
-    """Attention with a residual connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(64, 192)
-
-    def forward(self, x):
-        query, key, value = self.project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-
-
-def stack():
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(4)))
-
-
-def test_hooks_for_saved_tensors_see_what_a_kernel_saves_and_layers_can_be_checkpointed():
-    x, gradients, saved = torch.randn(2, LENGTH, 64), [], []
-    with VirtualDevice(cuda_like=True):
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.shape) or one, lambda one: one):
-            stack()[0](x)
-        for run in (lambda net: net(x), lambda net: checkpoint(net, x, use_reentrant=False)):
-            net = stack()
-            run(net).square().sum().backward()
-            gradients.append([parameter.grad for parameter in net.parameters()])
-    assert (2, 4, LENGTH, LENGTH) not in saved  # no scores
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 
 import torch
 
@@ -80,22 +79,3 @@ def test_storages_that_die_in_a_garbage_collection_inside_the_ledger_are_settled
     assert ledger.bytes_now() == [0] * 6 + [1024]
     assert ledger.allocator.allocated == 1024
     assert len(ledger.entries()) == 1
-
-
-def test_threads_can_make_and_drop_storages_at_once() -> None:
-    ledger = VirtualLedger(CachingAllocator())
-
-    def work() -> None:
-        for size in range(1, 500):
-            made = [storage(size * 7), storage(size * 3)]
-            for one in made:
-                ledger.add(one, Category.ACTIVATION, "m")
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert ledger.bytes_now() == [0] * 7
-    assert ledger.allocator.allocated == 0
-    assert ledger.entries() == []

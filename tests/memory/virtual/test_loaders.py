@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -141,28 +140,3 @@ def test_dataset_larger_than_the_device_can_be_made_on_the_host() -> None:
         assert device.composition().by_category["input"] == 4096
         del batch
         assert allocated(device) == 0
-
-
-class Ready(Dataset[torch.Tensor]):
-    """Holds its batches ready-made, and, as some do, the optimizer of the run."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.batches = [torch.ones(1000) for _ in range(5)]
-        self.optimizer = optimizer
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batches[index]
-
-
-def test_weights_reached_from_a_dataset_stay_on_the_device() -> None:
-    with VirtualDevice() as device:
-        net = nn.Linear(1000, 1, bias=False)
-        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
-        net(torch.ones(1, 1000)).sum().backward()
-        optimizer.step()
-        next(iter(DataLoader(Ready(optimizer), batch_size=None)))
-        found = device.composition().by_category
-        assert (found["parameter"], found["gradient"], found["optimizer"]) == (4096, 4096, 4096)

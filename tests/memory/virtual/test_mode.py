@@ -125,26 +125,6 @@ def test_resize_has_old_and_new_block_for_a_moment(device: VirtualDevice) -> Non
     assert allocated(device) == 4096
 
 
-def test_empty_meta_and_repeated_tensors_take_nothing(device: VirtualDevice) -> None:
-    made = [torch.empty(0), torch.ones(0, 5), torch.ones(10**6, device="meta"), torch.tensor([])]
-    assert allocated(device) == 0
-    made.append(torch.ones(1).expand(10**6))
-    assert allocated(device) == 512
-
-
-def test_storages_saved_for_backward_live_until_it_has_run(device: VirtualDevice) -> None:
-    weight = nn.Parameter(torch.ones(1000))
-    loss = (weight * 2).exp().sum()
-    # weight, the result of exp (saved for backward), and the loss; weight * 2 is not needed.
-    assert allocated(device) == 4096 + 4096 + 512
-    loss.backward()
-    # The gradient has come, the saved result has gone.
-    assert allocated(device) == 4096 + 512 + 4096
-    del loss
-    weight.grad = None
-    assert allocated(device) == 4096
-
-
 def test_threads_started_inside_are_counted_and_others_are_not(device: VirtualDevice) -> None:
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.ones(1000)))
@@ -156,17 +136,6 @@ def test_threads_started_inside_are_counted_and_others_are_not(device: VirtualDe
     assert allocated(device) == 9 * 4096
     made.clear()
     assert allocated(device) == 0
-
-
-def test_backward_in_another_thread_is_counted(device: VirtualDevice) -> None:
-    weight = nn.Parameter(torch.ones(1000))
-    loss = (weight * weight).sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert weight.grad is not None
-    # weight and its gradient, and the loss.
-    assert allocated(device) == 4096 + 4096 + 512
 
 
 def test_wrapper_subclass_is_counted_by_what_it_wraps(device: VirtualDevice) -> None:

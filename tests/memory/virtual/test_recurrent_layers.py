@@ -44,18 +44,3 @@ def test_numbers_and_random_numbers_are_those_without_the_device(kind, projected
         plain = trained(kind, None, packed=packed, **options)
         like_cuda = trained(kind, VirtualDevice(cuda_like=True), packed=packed, **options)
         assert all(torch.equal(one, other) for one, other in zip(plain, like_cuda, strict=True)), options
-
-
-def test_all_time_steps_take_one_space_for_backward():
-    n_steps, size, hidden = 64, 32, 128
-    layer = nn.LSTM(hidden, hidden)
-    with VirtualDevice(cuda_like=True) as device:
-        device.track(layer)
-        source = torch.randn(n_steps, size, hidden, requires_grad=True)
-        before = device.stats().allocated
-        out, _ = layer(source)
-        kept = device.stats().allocated - before
-    place = 4 * n_steps * size * hidden
-    # The gates and states at each time step, six values for each of the output's, and that itself; states beside.
-    assert 7 * place <= kept <= 7.1 * place
-    assert out.shape == (n_steps, size, hidden)

@@ -1,0 +1,69 @@
+"""Reading of autograd graphs: the nodes below a loss, their operators, and the lines of code that made them."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightning_memtools._torch import node_sequence_number
+from lightning_memtools.memory.user_code import CodeLine, owner_of
+
+_LEAF = 2**64 - 1
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]:
+    """Yield at most `limit` nodes of a graph below a node, nearest first.
+
+    The nodes of leaves belong to the parameters and live on from step to step: they come only with `leaves=True`.
+    """
+    queue, seen = deque([node]), {node}
+    while queue and limit:
+        nearest = queue.popleft()
+        limit -= 1
+        yield nearest
+        for before, _ in nearest.next_functions:
+            if before is not None and before not in seen and (leaves or node_sequence_number(before) != _LEAF):
+                seen.add(before)
+                queue.append(before)
+
+
+def inputs_of(node: Any) -> list[Any]:
+    """Return the nodes that made a node's inputs; inputs without a gradient have none."""
+    return [before for before, _ in node.next_functions if before is not None]
+
+
+def operator_of(node: Any) -> str:
+    """Return the operator's name: "Sub" for the node SubBackward0."""
+    return str(node.name()).partition("Backward")[0]
+
+
+def place_of(node: Any) -> str:
+    """Return a node's operator with the user's line that made it, if `NotedLines` was active then."""
+    for frame in reversed(node.metadata.get("traceback_", ())):
+        match = _FRAME.search(frame)
+        if match is not None and owner_of(match[1]) == "user":
+            return f"{operator_of(node)} at {CodeLine(match[1], int(match[2]), match[3])}"
+    return f"{operator_of(node)} in training_step"
+
+
+class NotedLines:
+    """Has autograd note the stack of each operation, by its anomaly mode, until `stop`. No value changes by that."""
+
+    def __init__(self) -> None:
+        self._before: tuple[bool, bool] | None = None
+
+    def start(self) -> None:
+        """Begin to note."""
+        self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.autograd.set_detect_anomaly(mode=True, check_nan=all(self._before))
+
+    def stop(self) -> None:
+        """Put the mode back. Idempotent."""
+        if self._before is not None:
+            torch.autograd.set_detect_anomaly(*self._before)
+            self._before = None

@@ -1,0 +1,96 @@
+"""Checks of autograd graphs: those that outlive their step, and those that evaluation builds."""
+
+from __future__ import annotations
+
+import weakref
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools._torch import node_sequence_number
+from lightning_memtools.doctor.autograd_nodes import nodes_below
+from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.mistakes import finding
+from lightning_memtools.doctor.training_case import GraphMark, TrainingCase
+from lightning_memtools.memory.leaks.growing_graphs import graph_clock
+from lightning_memtools.memory.leaks.holders import find_holder, is_a
+from lightning_memtools.memory.leaks.leak_detector import SearchScope, all_tensors
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.phrases import counted
+
+# So many nodes next to the loss are marked in each step: an output that is kept is near it.
+_MARKED_NODES = 200
+_COUNTED_NODES = 100_000
+# So many earlier graphs in a row that are alive are no accident.
+_IN_A_ROW = 6
+
+
+def mark_graph(case: TrainingCase, loss: Tensor) -> None:
+    """Mark the first graph of a step with an object that only its nodes hold."""
+    if len(case.marks) <= case.n_steps:
+        mark = GraphMark()
+        for node in nodes_below(loss.grad_fn, _MARKED_NODES):
+            node.metadata["memtools"] = mark
+        case.marks.append(weakref.ref(mark))
+
+
+def note_clock(case: TrainingCase, _: Any) -> None:
+    """Note where autograd's count of nodes stands at the start of a step."""
+    case.clocks.append(graph_clock())
+
+
+def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return the holder of earlier steps' graphs, as `total_loss += loss` keeps them.
+
+    It is called after each step, because a sum may be reset when an epoch ends.
+    """
+    # The last two may be alive by right: the latest loss, and an attribute that is about to be replaced.
+    earlier = case.marks[:-2]
+    if len(earlier) < _IN_A_ROW or any(mark() is None for mark in earlier[-_IN_A_ROW:]):
+        return []
+    place, through = _holder_of_graphs(case)
+    evidence = (
+        f"The autograd graphs of {sum(mark() is not None for mark in earlier)} of {len(earlier)} earlier steps are "
+        f"alive at step {len(case.marks)}{through}."
+    )
+    return [finding("retained_graphs", place, evidence)]
+
+
+def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
+    """Return the place that holds graphs of watched steps before the last two, and what holds them there."""
+    numbers = range(case.clocks[0], case.clocks[-2])
+    held = [
+        tensor
+        for tensor in all_tensors()
+        if tensor.grad_fn is not None
+        and any(node_sequence_number(node) in numbers for node in nodes_below(tensor.grad_fn, _MARKED_NODES))
+    ]
+    if not held:
+        return "an object that Python's garbage collector does not see", ""
+    newest = max(held, key=lambda tensor: node_sequence_number(tensor.grad_fn))
+    others = [one for one in case.others if not is_a(one, FunctionType)]  # these have better names of their own
+    names = SearchScope.around(case.model, others, case.stop_at).names
+    holder = find_holder(newest, names, ignore=(held,))
+    place = "a local variable" if holder is None else f"{holder.container_path}{holder.place}"
+    if len(held) > 1:
+        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return place, f", held through {len(held)} tensors with {format_size(n_bytes)}"
+    n_nodes = sum(1 for _ in nodes_below(newest.grad_fn, _COUNTED_NODES))
+    return place, f", held through one tensor whose graph has {n_nodes:,} nodes"
+
+
+def evaluation_graphs(case: TrainingCase, outputs: Any) -> list[Finding]:
+    """Return that an evaluation step has returned outputs with a graph."""
+    del case
+    with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    if not with_graph:
+        return []
+    n_nodes = sum(1 for _ in nodes_below(with_graph[0].grad_fn, _COUNTED_NODES))
+    evidence = (
+        f"{counted(len(with_graph), 'output', 'outputs')} of an evaluation batch came with an autograd graph; the "
+        f"first has {n_nodes:,} nodes. Gradients are enabled{'' if torch.is_grad_enabled() else ' inside the step'}."
+    )
+    return [finding("evaluation_graphs", "evaluation step", evidence)]
