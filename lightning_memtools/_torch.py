@@ -9,7 +9,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from multiprocessing.connection import wait
 from operator import attrgetter
 from types import CodeType, ModuleType
 from typing import Any
@@ -920,28 +919,6 @@ def own_tensors(module: nn.Module) -> tuple[Any, Any]:
 # What iterates a DataLoader, in this process or with workers: batches can be counted only where they are yielded.
 LoaderIterator = dataloader._BaseDataLoaderIter
 WorkerLoaderIterator = dataloader._MultiProcessingDataLoaderIter
-
-
-def worker_exit_codes(error: BaseException) -> list[int]:
-    """Return the exit codes of a DataLoader's ended workers, given its error; a negative one is a signal's number.
-
-    When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
-    A worker that is about to end is waited for, two seconds at most. Its files are closed a moment before its parent
-    is told, so it is joined too: torch's signal handler raises nothing for a worker that was joined, and cannot
-    interrupt what comes after this.
-    """
-    traceback = error.__traceback__
-    while traceback is not None:
-        iterator = traceback.tb_frame.f_locals.get("self")
-        if isinstance(iterator, WorkerLoaderIterator):
-            with suppress(RuntimeError):  # torch's signal handler tells of the worker's end by this error
-                ready = wait([worker.sentinel for worker in iterator._workers], timeout=2.0)
-                for worker in iterator._workers:
-                    if worker.sentinel in ready:
-                        worker.join()
-            return [worker.exitcode for worker in iterator._workers if worker.exitcode is not None]
-        traceback = traceback.tb_next
-    return []
 
 
 # --- the path that CUDA tensors take
