@@ -213,11 +213,6 @@ def compiled_call(module: nn.Module) -> Any:
     return getattr(module, "_compiled_call_impl", None)
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters, in which one can be put back."""
-    return module._parameters
-
-
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of a module's buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
     return module._buffers
@@ -445,12 +440,6 @@ def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
     """Return the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
-
-
-def flattened(tensors: list[Tensor]) -> Tensor:
-    """Return all elements in one flat tensor, with one call; `parameters_to_vector` takes a microsecond per tensor."""
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    return flat
 
 
 def operator_schema(operator: Any) -> Any:
