@@ -115,7 +115,8 @@ def another(state: Any) -> Any:
         return torch.Generator().manual_seed(7).get_state()
     if state[0] != "MT19937":
         return random.Random(7).getstate()  # noqa: S311, another state
-    _, numbers, *rest = np.random.RandomState(7).get_state(legacy=True)  # type: ignore[misc]
+    numbers: Any
+    _, numbers, *rest = np.random.RandomState(7).get_state(legacy=True)
     return ("MT19937", numbers.tolist(), *rest)
 
 
