@@ -21,7 +21,7 @@ from machine import save
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery
 from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case
@@ -47,7 +47,7 @@ def fit(model: L.LightningModule, case: Case, root: Path, *callbacks: L.Callback
 
 def by_halt_on_nan(case: Case, root: Path, *, masked: bool) -> Named | None:
     try:
-        fit(made(case, masked=masked), case, root, HaltOnNaN(capsule=False, save_last_good=False))
+        fit(made(case, masked=masked), case, root, HaltOnNaN(save_step=False, save_last_good=False))
     except NonFiniteError as error:
         found = error.explanation
         return None if found is None else {"operation": found.operation, "line": found.line}

@@ -88,8 +88,8 @@ def main() -> None:
         fit(f"{logs}/4-nan", Standardized(), [memtools.HaltOnNaN()], train)
     except memtools.NonFiniteError as error:
         print("\n5. The bad step again from its file, with the class as it was and with a mended one.")
-        print(f"the same in every bit: {memtools.replay(str(error.capsule_path), model=Standardized()).exact}")
-        print(f"finite with the mended class: {memtools.replay(str(error.capsule_path), model=Mended()).is_finite}")
+        print(f"the same in every bit: {memtools.replay(str(error.step_path), model=Standardized()).exact}")
+        print(f"finite with the mended class: {memtools.replay(str(error.step_path), model=Mended()).is_finite}")
 
     print(f"\n{len([*Path(logs).rglob('memtools/*.md')])} reports lie below {logs}; charts and reports:")
     print(f"tensorboard --logdir {logs}   then open http://localhost:6006/#lightning_memtools")

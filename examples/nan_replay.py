@@ -60,10 +60,10 @@ def main() -> None:
     try:
         trainer.fit(LogLikelihood(), DataLoader(TensorDataset(rows), batch_size=8))
     except NonFiniteError as error:
-        capsule = str(error.capsule_path)
-        again = replay(capsule, model=LogLikelihood())
+        path = str(error.step_path)
+        again = replay(path, model=LogLikelihood())
         print(f"\nRun again from the file: the same in every bit: {again.exact}; finite: {again.is_finite}")
-        mended = replay(capsule, model=Mended())
+        mended = replay(path, model=Mended())
         print(f"With the mended class: finite: {mended.is_finite}")
 
 

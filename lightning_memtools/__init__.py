@@ -34,18 +34,16 @@ if TYPE_CHECKING:
     from lightning_memtools.memory.release_failed_step import FailedStepRelease, release_failed_step
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
-    from lightning_memtools.nonfinite.capsule_replay import Replay, replay
-    from lightning_memtools.nonfinite.halt_report import NonFiniteError
+    from lightning_memtools.nonfinite.bad_step import NonFiniteError
     from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError
+    from lightning_memtools.nonfinite.step_file import Replay, StepFileError, replay
     from lightning_memtools.null_cuda.stubs import DryRunError
-    from lightning_memtools.state.capsule.capsule_file import CapsuleError
 
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
     "BatchSizeResult": "batch_size.batch_size_result",
     "BatchSizeTuner": "callbacks.batch_size_tuner",
-    "CapsuleError": "state.capsule.capsule_file",
     "CheckpointPlan": "checkpointing.checkpoint_plan",
     "DoctorReport": "doctor.findings",
     "DryRunError": "null_cuda.stubs",
@@ -62,11 +60,12 @@ _HOME_OF_NAME = {
     "MemoryEstimate": "estimate.memory_estimate",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
-    "NonFiniteError": "nonfinite.halt_report",
+    "NonFiniteError": "nonfinite.bad_step",
     "OOMRecovery": "callbacks.oom_recovery",
     "OOMReport": "callbacks.oom_report",
     "PeakMemory": "budgets.peak_memory",
-    "Replay": "nonfinite.capsule_replay",
+    "Replay": "nonfinite.step_file",
+    "StepFileError": "nonfinite.step_file",
     "TrainingDoctor": "callbacks.training_doctor",
     "TrainingMistakeError": "doctor.findings",
     "VirtualDevice": "memory.virtual",
@@ -77,14 +76,13 @@ _HOME_OF_NAME = {
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
     "release_failed_step": "memory.release_failed_step",
-    "replay": "nonfinite.capsule_replay",
+    "replay": "nonfinite.step_file",
     "tune_batch_size": "callbacks.batch_size_tuner",
 }
 
 __all__ = [
     "BatchSizeResult",
     "BatchSizeTuner",
-    "CapsuleError",
     "CheckpointPlan",
     "DoctorReport",
     "DryRunError",
@@ -106,6 +104,7 @@ __all__ = [
     "OOMReport",
     "PeakMemory",
     "Replay",
+    "StepFileError",
     "TrainingDoctor",
     "TrainingMistakeError",
     "VirtualDevice",

@@ -262,23 +262,6 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
     return watched.undo
 
 
-def changes_gradients(trainer: Trainer) -> bool:
-    """Return whether code that is neither Lightning's nor ours runs between backward and update."""
-    hooks = [(trainer.lightning_module, "configure_gradient_clipping")]
-    hooks += [(each, "on_before_optimizer_step") for each in (trainer.lightning_module, *callbacks_of(trainer))]
-    return any(_is_of_user(*hook) for hook in hooks)
-
-
-def wraps_updates(trainer: Trainer) -> bool:
-    """Return whether code that is neither Lightning's nor ours runs around the optimizer's step."""
-    return _is_of_user(trainer.lightning_module, "optimizer_step")
-
-
-def _is_of_user(owner: object, hook: str) -> bool:
-    ours = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
-    return not getattr(getattr(type(owner), hook, None), "__module__", "").startswith(ours)
-
-
 class _MethodWithAddition:
     """Replaces a method of one object by itself with something before or after it. A pickle or copy has the method."""
 

@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, dataloader
 # torch.compile and torch.export are built on them, but they have no public import.
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
-# The error of operators without a fake kernel.
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
@@ -214,11 +213,6 @@ def compiled_call(module: nn.Module) -> Any:
     return getattr(module, "_compiled_call_impl", None)
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters, in which one can be put back."""
-    return module._parameters
-
-
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of a module's buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
     return module._buffers
@@ -377,19 +371,12 @@ def node_in_backward() -> int:
 
 def saved_reduction(node: Any) -> int | None:
     """Return the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
-    reduction: int | None = getattr(node, "_saved_reduction", None)
-    return reduction
+    return getattr(node, "_saved_reduction", None)
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
     """Return the shape of a node's first result in the forward pass; None where it is not known. No public way."""
-    outputs = getattr(node, "_input_metadata", None)
-    return tuple(outputs[0].shape) if outputs else None
-
-
-def normalizes_batch(node: Any) -> bool:
-    """Return whether a node is that of a BatchNorm with the batch's own statistics. There is no public way to ask."""
-    return "BatchNorm" in node.name() and bool(getattr(node, "_saved_training", True))
+    return tuple(outputs[0].shape) if (outputs := getattr(node, "_input_metadata", None)) else None
 
 
 # --- tensors and operators
@@ -452,14 +439,7 @@ def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
 
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
     """Return the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
-    norms: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=dtype)
-    return norms
-
-
-def flattened(tensors: list[Tensor]) -> Tensor:
-    """Return all elements in one flat tensor, with one call; `parameters_to_vector` takes a microsecond per tensor."""
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    return flat
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def operator_schema(operator: Any) -> Any:

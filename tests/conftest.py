@@ -41,8 +41,8 @@ hypothesis.settings.load_profile("untimed")
 LONGEST = (
     *("test_examples.py", "test_faults.py", "test_planning.py", "test_gradient_checkpointing.py", "test_docs.py"),
     *("test_memory_tab_in_browser.py", "test_recovery_on_shards.py", "test_two_ranks.py"),
-    *("test_batch_size_tuner.py", "test_recovery_on_ranks.py", "test_capsule.py", "test_exact_recomputation.py"),
-    *("test_site.py", "test_host_memory.py", "test_oom_report.py", "test_replay.py", "test_either_lightning.py"),
+    *("test_batch_size_tuner.py", "test_recovery_on_ranks.py", "test_step_file.py", "test_exact_recomputation.py"),
+    *("test_site.py", "test_host_memory.py", "test_oom_report.py", "test_either_lightning.py"),
     *("test_empty_cache_ledger.py", "test_user_models.py", "test_gallery.py", "test_pytest_plugin.py"),
 )
 

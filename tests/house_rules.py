@@ -85,8 +85,8 @@ GROUND = {"_torch.py", "_lightning.py"}
 _DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_current_frames", "_exit"}
 # In `torch.ops.aten._softmax`, the underscore belongs to the operator's name.
 _OPERATORS = {"aten", "prims", "c10d_functional"}
-# A key in the capsule's format, and the name of a new page in HTML.
-_NO_ATTRIBUTES = {"_kind", "_blank"}
+# The name of a new page in HTML.
+_NO_ATTRIBUTES = {"_blank"}
 # What these methods take, such as "_gib", is a piece of a name.
 _TAKE_PIECES = {"startswith", "endswith", "removeprefix", "removesuffix", "replace", "split", "partition", "join"}
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")

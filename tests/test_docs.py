@@ -51,7 +51,7 @@ def test_the_report_of_a_nan_and_its_replay_are_what_the_page_shows(tmp_path, mo
     assert done.returncode == 1
     assert "\n".join(report.splitlines()[:4]) in done.stderr
     (command,) = blocks("halt-on-nan.md", "bash")
-    assert main([*shlex.split(command)[1:], "--trust"]) == 0  # at a terminal a person is asked
+    assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out.splitlines() == replayed.splitlines()
     exec(again, {})  # noqa: S102, our own page
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
     EitherCallback,
-    EvaluationBatchEnd,
     gradient_scaler,
     state_key_of,
     training_step,
 )
 from lightning_memtools.callbacks.halt_run import HaltRun
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, StepGuard, gradients_under
 from lightning_memtools.reporting.files import fixed_directory
 from lightning_memtools.reporting.neighbours import Neighbour
@@ -37,49 +36,43 @@ class HaltOnNaN(EitherCallback, Neighbour):
 
     The report also goes to `<log_dir>/memtools/`, with the last good checkpoint and the step as a file.
 
-    With fused SGD, Adam, AdamW or Adagrad (`fused=True`) and without a gradient scaler, nothing waits for the device: a
-    flag on the device holds back the bad step and all that follow, and the host reads it one step late, and before each
-    checkpoint, evaluation run and end of epoch. With all other optimizers, with 16-mixed and with FSDP, the host reads
-    a few hundred bytes in each step, and waits for them. In both cases there is one pass over the gradients, one over
-    the updated weights, and a copy of what forward passes write. FSDP and ModelParallelStrategy add one all-reduce of
-    two numbers to each step. With several ranks, an evaluation run ends with one gather.
+    With fused SGD, Adam, AdamW or Adagrad (`fused=True`) on a GPU and without a gradient scaler, nothing waits for the
+    device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late, and
+    before each checkpoint, evaluation run and end of epoch. With all other optimizers, with 16-mixed and with FSDP, the
+    host reads a few hundred bytes in each step, and waits for them. In both cases there is one pass over the gradients,
+    and a copy of the buffers. FSDP and ModelParallelStrategy add one all-reduce of two numbers to each step. With
+    several ranks, an evaluation run ends with one gather.
 
-    Where the module or another callback has code between backward and update, gradients are checked again after it, and
-    the host waits. Settings of the optimizer that are NaN, and weights that an update makes NaN, are always found.
+    An update that makes weights NaN or Inf out of finite gradients is found at the next step or checkpoint, which names
+    the weights and the optimizer's settings; no checkpoint holds them.
 
     With 16-mixed, steps that the gradient scaler skips are normal; `amp_patience` of them in a row are not, nor is a
     skip at a scale below 1. A loss that is NaN or Inf itself is never normal.
 
-    The report names what changed although the step was held back. An optimizer that evaluates the loss several times in
-    a step (LBFGS) has moved the weights within it.
+    A validation or test run must log finite losses: numbers whose names contain "loss".
+
+    The report names what changed although the step was held back: parameters and attributes that a forward pass writes
+    (buffers are restored), and the weights that an optimizer with several evaluations a step (LBFGS) has moved.
 
     Args:
         max_skips: The number of bad steps that are skipped (logged as `nonfinite/skipped`) before one ends the run. A
             skipped step still counts as a step for schedulers.
         amp_patience: With 16-mixed: the number of skips in a row that make a step bad. A scaler that starts at 65536
             takes at most 16 to come down to 1.
-        check_outputs: What of a validation or test run must be finite; read once per run, and never in the sanity
-            check. "losses": a single number that the step returns, and returned or logged numbers whose names contain
-            "loss"; other metrics that are NaN or Inf (a class that is absent, a best value before the first) are
-            named in a report, and training goes on. True: also every other single number that the step returns or
-            logs, and larger outputs must hold no NaN. False: nothing.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
         explain: Before raising, run the bad step again, with logging off and everything restored afterwards, to name
-            the operation that made the first bad value, its module and line, and to test what causes it. This runs the
-            step some three to ten times, and takes host memory for a copy of the module and its optimizers.
-        capsule: Before raising, save the step to a file: batch, weights, buffers, random numbers.
-        max_bytes: The largest size of that file, such as "2GiB". What does not fit is left out, and named.
+            the operation that made the first bad value, its module and line. This runs the step some three to five
+            times, and takes host memory for a copy of the module and its optimizers.
+        save_step: Before raising, write batches and random streams of the step to a file beside that checkpoint, for
+            `replay`.
         directory: Where the report and those files go, instead of `<log_dir>/memtools/`. Without a logger, nothing is
             written unless it is set.
-        undo_updates: Copy weights and optimizer state before each update, to undo one that makes NaN out of finite
-            gradients. Without it such an update is named, but stays.
 
     Attributes:
         watch: Sees what is read of each finite step; LossSpikes sets it before training starts.
 
     Raises:
-        ValueError: `max_skips` is negative, `amp_patience` is below 1, `check_outputs` is none of its values, or
-            `max_bytes` is no size; at setup, if the strategy hides the gradients.
+        ValueError: `max_skips` is negative or `amp_patience` is below 1; at setup, if the strategy hides the gradients.
         NonFiniteError: From the hooks, when a step or an evaluation run is bad.
     """
 
@@ -90,24 +83,18 @@ class HaltOnNaN(EitherCallback, Neighbour):
         *,
         max_skips: int = 0,
         amp_patience: int = 20,
-        check_outputs: bool | Literal["losses"] = "losses",
         save_last_good: bool = True,
         explain: bool = True,
-        capsule: bool = True,
-        max_bytes: str = "2GiB",
+        save_step: bool = True,
         directory: str | None = None,
-        undo_updates: bool = False,
     ) -> None:
         self.options = HaltOptions(
             max_skips=max_skips,
             amp_patience=amp_patience,
-            check_outputs=check_outputs,
             save_last_good=save_last_good,
             explain=explain,
-            capsule=capsule,
-            max_bytes=max_bytes,
+            save_step=save_step,
             directory=fixed_directory(directory),
-            undo_updates=undo_updates,
         )
         arguments = asdict(self.options) | {"directory": directory}
         vars(self).update(arguments)  # each under its own name, as every callback keeps them
@@ -150,10 +137,8 @@ class HaltOnNaN(EitherCallback, Neighbour):
         self._opened().conclude(self._guard().check(optimizer, scaler=gradient_scaler(trainer), reopen=reopen))
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Check the updated weights, and release the batch."""
-        guard = self._guard()
-        guard.end_batch()
-        self._opened().conclude(guard.check_updates())
+        """Release the batch."""
+        self._guard().end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
@@ -163,22 +148,13 @@ class HaltOnNaN(EitherCallback, Neighbour):
     on_train_end = on_train_epoch_end
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the results that are still on the device, and start to check outputs."""
-        run = self._opened()
-        run.read_rest()
-        run.evaluation.start(sanity=trainer.sanity_checking)
+        """Read the results that are still on the device."""
+        self._opened().read_rest()
 
     on_test_start = on_validation_start
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Check the outputs on the device."""
-        end = EvaluationBatchEnd(*args, **kwargs)
-        self._opened().evaluation.check(end.outputs, end.place)
-
-    on_test_batch_end = on_validation_batch_end
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise if outputs or metrics were bad."""
+        """Raise if a logged loss was bad."""
         self._opened().end_evaluation(pl_module, "test" if trainer.testing else "val")
 
     on_test_end = on_validation_end

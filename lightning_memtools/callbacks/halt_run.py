@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import (
     LoopMarker,
-    changes_gradients,
     forbid_saving_on_exception,
     gradient_scaler,
     guard_saving,
     saves_on_exception,
     training_step,
+    untoggle_all,
     values_logged_in_evaluation,
     watch_updates,
-    wraps_updates,
     write_checkpoint,
 )
+from lightning_memtools.callbacks.guarded import unless_it_fails
 from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.nested_tensors import plain_name
-from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.user_code import short_path
-from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, StepConditions, plain_facts, precision_now
-from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun
-from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
-from lightning_memtools.nonfinite.evaluation_guard import EvaluationGuard
-from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.halt_report import (
-    CapsuleNote,
-    HaltReport,
+from lightning_memtools.memory.virtual import host_memory
+from lightning_memtools.nonfinite.bad_step import (
+    BadStep,
     HaltStage,
     NonFiniteError,
-    RankFindings,
-    findings_to_report,
-    overflow_error,
+    bad_optimizer_state,
+    bad_state,
+    culprit_of,
+    evaluation_error,
+    examine,
+    infer,
     state_error,
+    suspects_of_update,
 )
-from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, StepGuard, gradients_under
+from lightning_memtools.nonfinite.explain import run_again
+from lightning_memtools.nonfinite.finite_checks import BadTensor
+from lightning_memtools.nonfinite.step_file import step_as_plain
+from lightning_memtools.nonfinite.step_guard import HaltOptions, HeldBackStep, ReadingWatch, StepGuard, gradients_under
+from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun, plain_facts, precision_now
 from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
+from lightning_memtools.reporting.files import NotWritten, report_directory, write_file, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
+from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.ranks import RankGather
 
 # One rank runs a step several times and reads every operation's outputs, while the others wait.
@@ -64,7 +70,6 @@ class HaltRun:
         options: The arguments of HaltOnNaN.
 
     Attributes:
-        evaluation: Checks its evaluation runs.
         guard: Guards the steps of its training; None as long as there is none.
         sees_batches: Whether hooks see a step's batches: not where training_step takes them from `dataloader_iter`.
     """
@@ -72,11 +77,9 @@ class HaltRun:
     def __init__(self, trainer: Trainer, options: HaltOptions) -> None:
         self._trainer, self._options = trainer, options
         self._ranks = RankGather()
-        # What takes a rerun of the step to find out.
-        self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S)) if options.reruns else self._ranks
+        self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S))  # for what takes a rerun of the step
         self._directory = report_directory(trainer, options.directory)
         self._undo: list[Callable[[], None]] = []
-        self.evaluation = EvaluationGuard(options.check_outputs, self._ranks)
         self.guard: StepGuard | None = None
         self.sees_batches = True
 
@@ -89,18 +92,16 @@ class HaltRun:
             gradients=gradients_under(type(trainer.strategy), world_size=trainer.world_size),
             ranks=self._ranks,
             mark_loop=LoopMarker(trainer).mark,
-            checks_again=changes_gradients(trainer),
-            wraps_updates=wraps_updates(trainer),
             watch=watch,
         )
         self._module = module
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
-        self._bad_at_start = guard.bad_before = frozenset(each.name for each in self._bad_now())
+        self._bad_at_start = frozenset(each.name for each in self._bad_now())
         self._is_first_warning, self._n_logged = FirstTime(), 0
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
-            watch_updates(trainer, lambda optimizer: self.conclude(guard.before_update(optimizer))),
+            watch_updates(trainer, guard.before_update),
             guard_saving(trainer, self._before_saving),
         ]
 
@@ -111,20 +112,20 @@ class HaltRun:
         self._ranks.close()
         self._patient_ranks.close()
 
-    def conclude(self, bad_step: BadStep | None) -> None:
+    def conclude(self, held_back: HeldBackStep | None) -> None:
         """Log the steps that were skipped, and raise if there is a bad step."""
         assert self.guard is not None
         if len(self.guard.skipped) > self._n_logged:
             self._n_logged = len(self.guard.skipped)
             log_scalars(self._trainer, {"nonfinite/skipped": float(self._n_logged)}, self.guard.skipped[-1][0])
-        if bad_step is None:
+        if held_back is None:
             return
         self._release_checkpoints()
-        report = self._halt(self.guard, bad_step)
-        log_text(self._trainer, "memtools/nonfinite_report", report.markdown(), bad_step.step.number)
+        bad = self._halt(self.guard, held_back)
+        log_text(self._trainer, "memtools/nonfinite_report", bad.markdown(), bad.step)
         if self._trainer.is_global_zero:
-            print_on_console(report.console(), soft_wrap=True)
-        raise report.error()
+            print_on_console(bad.console(), soft_wrap=True)
+        raise bad.error()
 
     def read_rest(self) -> None:
         """Read the results that are still on the device, and raise if one is bad."""
@@ -132,16 +133,18 @@ class HaltRun:
             self.conclude(self.guard.drain())
 
     def end_evaluation(self, module: LightningModule, stage: HaltStage) -> None:
-        """End an evaluation run: raise if a loss was bad, name other metrics in a report. Collective."""
-        step = training_step(self._trainer)
-        history = () if self.guard is None else self.guard.history
-        metrics = values_logged_in_evaluation(self._trainer)
-        error, text = self.evaluation.end(module, metrics, stage, step, history)
-        if text:
-            self._write_report("nonfinite-metrics-report.md", text)
-            log_text(self._trainer, "memtools/nonfinite_report", text, step)
-        if error is not None:
-            raise self._reported(error)
+        """Raise if a loss that an evaluation run has logged is NaN or Inf. Collective.
+
+        Other metrics may rightly be NaN or Inf, and those of the sanity check, of untrained weights, mean nothing.
+        """
+        if self._trainer.sanity_checking:
+            return
+        logged = {name: float(value) for name, value in values_logged_in_evaluation(self._trainer).items()}
+        bad = {name: value for name, value in logged.items() if likely_losses([name]) and not math.isfinite(value)}
+        everyone = self._ranks.objects(bad)
+        if any(everyone):
+            step = training_step(self._trainer)
+            raise self._reported(evaluation_error(everyone, stage=stage, step=step, weights=bad_state(module)))
 
     def _before_saving(self) -> None:
         """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective.
@@ -150,32 +153,26 @@ class HaltRun:
         """
         self.read_rest()
         step = training_step(self._trainer)
-        found = [
-            [bad for bad in kind if bad.name not in self._bad_at_start]
-            for kind in (bad_optimizer_state(self._module, self._trainer.optimizers), bad_state(self._module))
-        ]
-        everyone = self._ranks.objects(found)
-        if not any(states or rest for states, rest in everyone):
+        states = bad_optimizer_state(self._module, self._trainer.optimizers)
+        gathered = self._ranks.objects(
+            [[bad for bad in kind if bad.name not in self._bad_at_start] for kind in (bad_state(self._module), states)]
+        )
+        if not any(kind for theirs in gathered for kind in theirs):
             self._finite_at = step
             return
         assert self.guard is not None
-        forbid_saving_on_exception(self._trainer)
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        updated = {id(parameter) for group in groups for parameter in group["params"]}
-        names = {plain_name(name) for name, one in self._module.named_parameters() if id(one) in updated}
         # Finite gradients can make Inf of an optimizer's state, but no NaN.
-        has_nan = any(bad.n_nan for states, _ in everyone for bad in states)
-        if not has_nan and any(bad.name in names for _, rest in everyone for bad in rest):
-            rates = [float(group["lr"]) for group in groups if "lr" in group]
-            weights_first = [[*rest, *states] for states, rest in everyone]
-            error = overflow_error(weights_first, step=step, history=self.guard.history, learning_rates=rates)
-        else:
-            error = state_error(
-                [[*states, *rest] for states, rest in everyone],
-                step=step,
-                finite_at=self._finite_at,
-                history=self.guard.history,
-            )
+        is_state = any(bad.n_nan for _, states in gathered for bad in states)
+        everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
+        weights: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
+        forbid_saving_on_exception(self._trainer)
+        error = state_error(
+            everyone,
+            step=step,
+            finite_at=self._finite_at,
+            suspects=suspects_of_update(self._module, self._trainer.optimizers, weights),
+            history=self.guard.history,
+        )
         self._release_checkpoints()
         raise self._reported(error)
 
@@ -184,10 +181,10 @@ class HaltRun:
         if self.guard is None:
             return
         try:
-            bad_step = self.guard.drain()
-            if bad_step is not None:
-                self.guard.undo(bad_step)
-                warnings.warn(f"Step {bad_step.step.number} was NaN or Inf too; it was undone.", stacklevel=2)
+            held_back = self.guard.drain()
+            if held_back is not None:
+                self.guard.undo(held_back)
+                warnings.warn(f"Step {held_back.step.number} was NaN or Inf too; it was undone.", stacklevel=2)
             if saves_on_exception(self._trainer) and self._bad_now():
                 forbid_saving_on_exception(self._trainer)
         except RuntimeError as error:  # the device itself may be what failed
@@ -210,78 +207,123 @@ class HaltRun:
         if self._is_first_warning():
             warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
 
-    def _halt(self, guard: StepGuard, bad_step: BadStep) -> HaltReport:
-        """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""
-        module, ranks = self._module, self._ranks
-        unrestored = guard.undo(bad_step)
-        evidence = examine(module, bad_step, rank=ranks.rank, unrestored=unrestored, carried=guard.carries_losses)
-        states = bad_optimizer_state(module, self._trainer.optimizers)
-        gathered = ranks.objects(
-            (evidence, tuple(guard.history), [one for one in states if one.name not in self._bad_at_start])
-        )
-        everyone = [theirs for theirs, _, _ in gathered]
-        histories = {theirs.rank: history for theirs, history, _ in gathered}
-        diagnosis = diagnose(everyone, histories)
-        report = HaltReport(
-            everyone=everyone,
-            diagnosis=diagnosis,
-            history=histories[everyone[0].rank if diagnosis.rank is None else diagnosis.rank],
-            skipped=guard.skipped,
-            n_missing=ranks.world_size - len(everyone),
-            metrics=list(self.evaluation.metrics.values()),
-        )
-        self._run_again(guard, bad_step, evidence, report)
-        bad_states = [state for _, _, theirs in gathered for state in theirs]
-        if any(theirs.parameters for theirs in everyone):
-            made = "made bad by this update" if evidence.is_lost else "bad before this step"
-            report.checkpoint_note = f"not written: weights or buffers were {made}"
-            forbid_saving_on_exception(self._trainer)
-        elif bad_states:
-            report.checkpoint_note = f"not written: {bad_states[0]} of the optimizer was not finite before this step"
-            forbid_saving_on_exception(self._trainer)
-        elif self._options.save_last_good:
-            name = f"nonfinite-step{evidence.step}-last-good.ckpt"
-            report.checkpoint_path, report.checkpoint_note = self._save_checkpoint(name)
-        else:
-            report.checkpoint_note = "not asked for (save_last_good=False)"
-        name = f"nonfinite-step{evidence.step}-report.md"
-        report.report_path, report.report_note = self._write_report(name, report.markdown())
-        return report
+    def _halt(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
+        """Undo the step, find its cause, write the step, the last good checkpoint and the report. Collective.
 
-    def _run_again(self, guard: StepGuard, bad_step: BadStep, evidence: Evidence, report: HaltReport) -> None:
-        """Find the operation and write the capsule, on the rank that had the bad value. Collective."""
-        options, rank, directory = self._options, evidence.rank, self._directory
-        if not options.reruns:
-            return
-        if guard.is_sharded or bad_step.is_lost:
-            reason = "no rank has all weights" if guard.is_sharded else "the weights before the update are lost"
-            report.explanation_note = f"not sought: {reason} to run the step again"
-            report.capsule = CapsuleNote(note=report.explanation_note)
-            return
-        rerun, mine = None, RankFindings(rank, None)
-        if report.diagnosis.rank in {None, rank}:
-            try:
-                rerun = BadStepRerun(
-                    self._module, self._trainer, step_conditions(self._trainer), bad_step, evidence,
-                    tuple(guard.history), restored=guard.written_and_restored(),
-                )  # fmt: skip
-                mine = rerun.findings(
-                    explains=options.explain and not bad_step.update,
-                    keeps=options.capsule and isinstance(directory, Path),
+        Each piece between two exchanges is guarded: whatever fails in it, all ranks raise, with what is known.
+        """
+        mine = unless_it_fails(lambda: self._examined(guard, held_back), lambda error: _hardly_known(held_back, error))
+        mine.rank = self._ranks.rank
+        everyone = self._ranks.objects(mine)
+        culprit = culprit_of(everyone)
+        checkpoint_path, checkpoint_note = self._save_last_good(everyone)
+        if self._options.explain or self._options.save_step:
+            rerun, digests = None, dict[str, str]()
+            if culprit is None or culprit.rank == mine.rank:
+                rerun = unless_it_fails(lambda: self._rerun(mine, held_back), lambda error: _not_found(mine, error))
+            if rerun is not None:
+                again, explains = rerun, self._options.explain
+                digests = unless_it_fails(
+                    lambda: run_again(mine, again, explains=explains), lambda error: _not_found(mine, error) or {}
                 )
-                if bad_step.update:
-                    mine = replace(mine, note="not sought: forward and backward were finite")
-            except Exception as error:  # noqa: BLE001, it must neither hide the halt nor leave the other ranks waiting
-                mine = RankFindings(rank, None, f"not found: {type(error).__name__}: {error}")
-        findings = findings_to_report(self._patient_ranks.objects(mine), report.diagnosis.rank)
-        report.add_findings(findings)
-        if not options.capsule:
-            return
-        note = CapsuleNote(note=directory.reason if isinstance(directory, NotWritten) else "")
-        if isinstance(directory, Path) and rerun is not None and findings.rank == rank:
-            path = directory / f"nonfinite-step{evidence.step}-rank{rank}-capsule.pt"
-            note = rerun.write(path, parse_size(options.max_bytes), report.about())
-        report.capsule = dict(self._patient_ranks.objects((rank, note))).get(findings.rank, note)
+            everyone = self._patient_ranks.objects(mine)
+            culprit = culprit_of(everyone)
+            if self._options.save_step:
+                if rerun is not None and mine.rank == (culprit or everyone[0]).rank:
+                    name, again = "" if checkpoint_path is None else checkpoint_path.name, rerun
+                    unless_it_fails(
+                        lambda: self._write_step(mine, held_back, again, digests, checkpoint=name),
+                        lambda error: setattr(mine, "step_note", f"could not be written: {error}"),
+                    )
+                everyone = self._patient_ranks.objects(mine)
+        named = culprit or everyone[0]
+        told = next((each for each in everyone if each.rank == named.rank), mine)
+        told = replace(
+            told,
+            is_culprit=culprit is not None,
+            others=tuple(each for each in everyone if each.rank != told.rank),
+            n_missing=self._ranks.world_size - len(everyone),
+            skipped=tuple(guard.skipped),
+            checkpoint_path=checkpoint_path,
+            checkpoint_note=checkpoint_note,
+        )
+        told.report_path, told.report_note = self._write_report(f"nonfinite-step{told.step}-report.md", told.markdown())
+        return told
+
+    def _examined(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
+        unrestored = guard.undo(held_back)
+        untoggle_all(self._module)
+        return examine(
+            self._module,
+            held_back,
+            self._trainer.optimizers,
+            carries_losses=guard.carries_losses,
+            unrestored=unrestored,
+            history=tuple(guard.history),
+            bad_at_start=self._bad_at_start,
+        )
+
+    def _rerun(self, bad: BadStep, held_back: HeldBackStep) -> StepRerun | None:
+        is_sharded = self.guard is not None and self.guard.is_sharded
+        if is_sharded or any(micro.batch is None for micro in held_back.step.micro):
+            why = "no rank has all weights" if is_sharded else "hooks do not see its batch"
+            bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
+            return None
+        return StepRerun(
+            self._module,
+            held_back.step.micro,
+            step_conditions(self._trainer),
+            optimizers=self._trainer.optimizers,
+            parameters=held_back.step.parameters,
+            trainer=self._trainer,
+            host=host_memory,
+        )
+
+    def _write_step(
+        self,
+        bad: BadStep,
+        held_back: HeldBackStep,
+        rerun: StepRerun,
+        digests: dict[str, str],
+        *,
+        checkpoint: str,
+    ) -> None:
+        saved = step_as_plain(
+            bad,
+            self._module,
+            rerun.micro,
+            rerun.conditions,
+            parameters=names_of(self._module, held_back.step.parameters),
+            digests=digests,
+            checkpoint=checkpoint,
+        )
+        name = f"nonfinite-step{bad.step}-rank{bad.rank}.pt"
+        written = write_file(self._directory, name, lambda path: torch.save(saved, path))
+        if isinstance(written, NotWritten):
+            bad.step_note = written.reason
+        else:
+            bad.step_path = written
+
+    def _save_last_good(self, everyone: list[BadStep]) -> tuple[Path | None, str]:
+        """Write the checkpoint before the bad step, unless that would hold NaN or Inf. Collective."""
+        bad = [tensor for each in everyone for tensor in (*each.parameters, *each.states)]
+        if bad:
+            forbid_saving_on_exception(self._trainer)
+            return None, f"not written: weights or buffers were bad before this step: {bad[0]}"
+        if not self._options.save_last_good:
+            return None, "not asked for (save_last_good=False)"
+        if isinstance(self._directory, NotWritten):
+            return None, self._directory.reason
+        path = self._directory / f"nonfinite-step{everyone[0].step}-last-good.ckpt"
+
+        def save() -> str:
+            if self._ranks.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(self._trainer, path)
+            return ""
+
+        failure = self._ranks.objects(unless_it_fails(save, lambda error: f"could not be written: {error}"))[0]
+        return (None, failure) if failure else (path, "")
 
     def _bad_now(self) -> list[BadTensor]:
         return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
@@ -302,18 +344,20 @@ class HaltRun:
         written = write_report_on_rank_zero(self._directory, name, text, self._ranks)
         return (None, written.reason) if isinstance(written, NotWritten) else (written, "")
 
-    def _save_checkpoint(self, name: str) -> tuple[Path | None, str]:
-        if isinstance(self._directory, NotWritten):
-            return None, self._directory.reason
-        path, failure = self._directory / name, ""
-        try:
-            if self._ranks.rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(self._trainer, path)
-        except Exception as error:  # noqa: BLE001, whatever keeps the checkpoint from being written must not hide the halt
-            failure = f"could not be written: {type(error).__name__}: {error}"
-        failure = self._ranks.objects(failure)[0]
-        return (None, failure) if failure else (path, "")
+
+def _hardly_known(held_back: HeldBackStep, error: str) -> BadStep:
+    """Return a bad step that could not be examined."""
+    losses = tuple((0, loss) for loss in held_back.losses)
+    bad = BadStep(step=held_back.step.number, losses=losses, norm=held_back.norm, gradients=held_back.gradients)
+    bad.batches = tuple(micro.index for micro in held_back.step.micro)
+    infer(bad)
+    bad.because = f"the step could not be examined ({error})."
+    return bad
+
+
+def _not_found(bad: BadStep, error: str) -> Any:
+    """Note why the operation was not found, and return None."""
+    bad.why_no_operation = f"not found: {error}"
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:

@@ -28,8 +28,7 @@ class LossSpikes(EitherCallback, Neighbour):
     | `spikes/found` | the number of spikes so far, at each spike |
     | `memtools/loss_spike` | the report of a spike, to loggers that take text |
 
-    The first spike of a group (within `window` steps) gives a warning, a report in `<log_dir>/memtools/`, and the step
-    as a file, with which `memtools replay` shows what made it: the batch, the updates before it, or only both together.
+    The first spike of a group (within `window` steps) gives a warning, and a report in `<log_dir>/memtools/`.
 
     With `action="report"` nothing waits for the device beyond what HaltOnNaN reads. With "skip" and "rollback" each
     step is read before its update, also with a fused optimizer, and the host waits for it.
@@ -43,11 +42,9 @@ class LossSpikes(EitherCallback, Neighbour):
         warm_up: The number of steps before the first one is judged.
         sensitivity: A smaller number finds smaller spikes. For normal noise, 4 means 6.6 standard deviations.
         least_ratio: A spike is at least this many times the median.
-        every_n_steps: The steps between two copies in host memory, for "rollback" and for files. One is also made at
-            the start of each epoch.
-        capsule: Save the step of a spike to a file. This keeps a copy of the weights in host memory.
-        max_bytes: The largest size of that file, such as "2GiB".
-        directory: Where reports and files go, instead of `<log_dir>/memtools/`.
+        every_n_steps: The steps between two copies in host memory, for "rollback". One is also made at the start of
+            each epoch.
+        directory: Where reports go, instead of `<log_dir>/memtools/`.
 
     Attributes:
         spikes: The spikes of the latest fit, each a `LossSpike`.
@@ -70,8 +67,6 @@ class LossSpikes(EitherCallback, Neighbour):
         sensitivity: float = 4.0,
         least_ratio: float = 1.5,
         every_n_steps: int = 100,
-        capsule: bool = True,
-        max_bytes: str = "2GiB",
         directory: str | None = None,
     ) -> None:
         self.options = SpikeOptions(
@@ -82,8 +77,6 @@ class LossSpikes(EitherCallback, Neighbour):
             sensitivity=sensitivity,
             least_ratio=least_ratio,
             every_n_steps=every_n_steps,
-            capsule=capsule,
-            max_bytes=max_bytes,
             directory=fixed_directory(directory),
         )
         arguments = asdict(self.options) | {"directory": directory}

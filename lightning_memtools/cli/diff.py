@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.dry_run import FITS, DryRunResult
-from lightning_memtools.cli.replay import add_model_and_trust, model_of, trusted
 from lightning_memtools.cli.targets import UsageError, say, working
 from lightning_memtools.memory.sizes import GIB
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from lightning_memtools.budgets.memory_diff import MemoryDiff
 
 
@@ -32,8 +29,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "diff",
         help="what changed between two memory results, or two git revisions of a script",
         description=f"{__doc__} A result is JSON of `memtools dry-run --json` or `memtools estimate --json`, the "
-        "folder of a dry run, a memory snapshot (.pickle), a capsule of a step (.pt), or the directory of a run with "
-        "TensorBoard's event files.",
+        "folder of a dry run, a memory snapshot (.pickle), or the directory of a run with TensorBoard's event files.",
     )
     parser.add_argument("results", nargs="*", metavar="RESULT", help="the two results; with --git the script")
     parser.add_argument(
@@ -49,7 +45,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the difference as JSON (default: tables)")
     form.add_argument("--markdown", action="store_true", help="print markdown, for a comment (default: tables)")
-    add_model_and_trust(parser, "a capsule")
     parser.set_defaults(run=run)
 
 
@@ -86,8 +81,8 @@ def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
             f"memtools diff compares two results, and {len(chosen.results)} were given: memtools diff before.json "
             "after.json, or memtools diff --git main..HEAD -- train.py."
         )
-    with working("The results are read") as status:
-        before, after = (peak_in(Path(one), chosen, status) for one in chosen.results)
+    with working("The results are read"):
+        before, after = (peak_in(Path(one)) for one in chosen.results)
     return MemoryDiff(before, after, _names(*map(Path, chosen.results)))
 
 
@@ -110,13 +105,11 @@ _DRY_RUN = "dry_run.json"
 _SNAPSHOTS = "memtools/memory_snapshot_step*.pickle"
 
 
-def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemory:
+def peak_in(path: Path) -> PeakMemory:
     """Return the peak of a result.
 
     Args:
         path: The file or directory of the result.
-        chosen: The command line, which says how the module of a capsule is made.
-        status: The line that says what is being done.
 
     Raises:
         UsageError: There is no such file, or it holds no result.
@@ -127,8 +120,6 @@ def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemor
         raise UsageError(f"There is no file or folder {str(path)!r}.")
     if path.suffix == ".pickle":
         return _of_snapshot(path)
-    if path.suffix == ".pt":
-        return _of_capsule(path, chosen, status)
     if "tfevents" in path.name:
         return _of_run(path.parent)
     return _of_json(path)
@@ -207,26 +198,6 @@ def _of_run(directory: Path) -> PeakMemory:
         modules={} if shown is None else shown.modules,
         lines={} if shown is None else shown.lines,
     )
-
-
-def _of_capsule(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemory:
-    """Return the peak of the step in a capsule, estimated."""
-    from lightning_memtools.budgets.measuring import peak_of_estimate  # noqa: PLC0415, --help does not need torch
-    from lightning_memtools.estimate import estimate_memory  # noqa: PLC0415, as above
-    from lightning_memtools.nonfinite.capsule_replay import replay  # noqa: PLC0415, as above
-    from lightning_memtools.state.capsule.capsule_file import CapsuleError, read_capsule  # noqa: PLC0415, as above
-
-    try:
-        autocast = read_capsule(path)["conditions"]["autocast"]
-        step = replay(path, model=model_of(chosen), trust=trusted(chosen, status))
-    except CapsuleError as error:
-        raise UsageError(str(error)) from error
-    mixed = {"torch.bfloat16": "bf16-mixed", "torch.float16": "16-mixed"}
-    options: Any = {"precision": mixed.get(str(autocast), "32-true"), "accumulate": len(step.batches)}
-    try:
-        return peak_of_estimate(estimate_memory(step.model, step.batches[0], **options), gpu=None)
-    except ValueError as error:
-        raise UsageError(f"The step of {path} cannot be estimated: {error}") from error
 
 
 def peak_at_revision(revision: str | None, script: Sequence[str], options: Sequence[str]) -> PeakMemory:

@@ -1,411 +1,534 @@
-"""A step and its batches until it is decided, what is known of a bad one, and how the outcome of a rerun can differ."""
+"""All that is known of a bad step: gathered on each rank, inferred, and told in the error and the report."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from statistics import median
-from typing import Any
+from pathlib import Path
+from shlex import quote
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.nn import Module
+from torch.optim import SGD, Optimizer
 
-from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
-from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, is_mask, rows_with
+from lightning_memtools._torch import step_hooks_of
+from lightning_memtools.memory.nested_tensors import plain_name
+from lightning_memtools.memory.user_code import short_path
+from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
+from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, bad_inputs, growth
+from lightning_memtools.nonfinite.step_guard import HeldBackStep
 from lightning_memtools.reporting.phrases import first_of
-from lightning_memtools.state.starts import BatchStart, UpdateStart, changed_in_place, simple_items
+from lightning_memtools.reporting.tables import Table, markdown_table
 
-MAX_SAMPLES = 8  # of the bad ones, how many are listed
-
-
-@dataclass(slots=True, eq=False)
-class MicroBatch:
-    """A batch of the present step."""
-
-    index: int  # the batch index within the epoch
-    batch: Any  # the batch as training_step got it; None after it was released, a copy on the host after it was moved
-    # the losses that were sent backward for it, as 0-dim tensors, as training_step returned them
-    losses: list[Tensor] = field(default_factory=list)
-    keep: bool = False  # whether its loss is known to be bad, so that it is not released
-    start: BatchStart | None = None  # the state that it began with; None where that is not recorded
-    steps_before: int = 0  # in manual optimization: the number of updates in this batch before this step began
-    resumed: BatchStart | None = None  # the state after the last of those updates; None if there were none
-    # after it was moved to the host: the names of its tensors that had been written in place by then
-    changed: tuple[str, ...] | None = None
-
-    def keep_if_bad(self) -> None:
-        """Note whether its loss is bad, as far as that is known without waiting for a device."""
-        self.keep = self.keep or any(each.is_cpu and not math.isfinite(each.item()) for each in self.losses)
-
-    def written_in_place(self) -> tuple[str, ...]:
-        """Return the names of the batch's tensors that were written since it was taken, as far as that is known."""
-        if self.changed is not None:
-            return self.changed
-        return tuple(changed_in_place(self.batch, self.start.versions)) if isinstance(self.start, BatchStart) else ()
+HaltStage = Literal["train", "val", "test"]
+MOST_NAMES = 5  # in a message; the report lists all
 
 
-@dataclass(frozen=True, slots=True)
-class BadInput:
-    """A tensor of a batch that holds NaN or Inf."""
-
-    name: str  # its place in the batch, such as ``batch["x"]``
-    batch_idx: int  # the index of the batch
-    n_nan: int  # the number of elements that are NaN
-    n_inf: int  # the number of elements that are Inf or -Inf
-    n_elements: int  # the number of all elements
-    samples: tuple[int, ...]  # the first positions along dimension 0 that are affected, one more than are listed
-    is_mask: bool  # whether it holds 0 and -inf only, as attention masks do
-
-    def __str__(self) -> str:
-        kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
-        where = f", in {list_samples(self.samples)}" if self.samples else ""
-        return f"{in_batch(self.name, self.batch_idx)} holds {kinds} in {self.n_elements} elements{where}"
-
-
-def in_batch(name: str, batch_idx: int) -> str:
-    """Return the name of a tensor of a batch: "batch 5" where it is the batch itself."""
-    return f"batch {batch_idx}" if name == "batch" else f"{name} of batch {batch_idx}"
-
-
-def list_samples(samples: Sequence[int]) -> str:
-    """Return text such as "sample 3" or "samples 3, 4"."""
-    more = ", ..." if len(samples) > MAX_SAMPLES else ""
-    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
-
-
-def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """Return the tensors of the batch that hold NaN or Inf. Waits for the device; for use after a bad step."""
-    found = []
-    for name, tensor in named_tensors(micro.batch, "batch"):
-        floats = floats_of(tensor)
-        if floats is None:
-            continue
-        bad = ~torch.isfinite(floats)
-        if not bad.any():
-            continue
-        has_samples = floats.dim() > 0 and tensor.layout == torch.strided
-        n_nan = int(floats.isnan().sum())
-        found.append(
-            BadInput(
-                name=name,
-                batch_idx=micro.index,
-                n_nan=n_nan,
-                n_inf=int(bad.sum()) - n_nan,
-                n_elements=floats.numel(),
-                samples=tuple(rows_with(bad, MAX_SAMPLES + 1)) if has_samples else (),
-                is_mask=is_mask(floats),
-            )
-        )
-    return found
-
-
-def release_batches(
-    held: Sequence[MicroBatch], budget_bytes: int, move: Callable[[MicroBatch], object] | None = None
-) -> None:
-    """Drop the oldest batches, or `move` them elsewhere.
-
-    The newest batch is alive anyway. One more is kept, and older ones for as long as they fit into the budget.
-
-    Args:
-        held: The batches, newest first.
-        budget_bytes: The memory that the older ones may take.
-        move: Called with each batch that does not fit; when left out, such batches are dropped.
-    """
-    spent = 0
-    for micro in held[2:]:
-        if micro.batch is None or micro.keep or micro.changed is not None:
-            continue
-        spent += sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(micro.batch, ""))
-        if spent > budget_bytes and move is not None:
-            move(micro)
-        elif spent > budget_bytes:
-            micro.batch = None
-
-
-def move_to_host(micro: MicroBatch) -> None:
-    """Replace the batch's tensors by copies on the host. On a GPU the copy is queued, and the host does not wait."""
-    micro.changed = micro.written_in_place()
-    micro.batch = map_tensors(micro.batch, _on_host)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    device = VirtualDevice.current()
-    if (tensor.device.type == "cpu" and device is None) or not is_in_memory(tensor):
-        return tensor  # it is already on the host
-    with torch.no_grad(), nullcontext() if device is None else device.host():
-        # With its strides: they choose the kernel that computes, and so the last bits.
-        is_pinned = tensor.device.type == "cuda"
-        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_pinned)
-        if 0 in tensor.stride():
-            return tensor.detach().to("cpu", non_blocking=True)  # an expanded tensor cannot be written
-        copied.copy_(tensor, non_blocking=True)
-    return copied.requires_grad_(tensor.requires_grad)
-
-
-# The attributes that a step may ask its Trainer for, and that plain values can answer.
-TRAINER_FACTS = (
-    "current_epoch", "global_step", "global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes",
-    "max_epochs", "max_steps", "min_epochs", "min_steps", "num_training_batches", "estimated_stepping_batches",
-    "accumulate_grad_batches", "gradient_clip_val", "is_global_zero", "is_last_batch", "fast_dev_run",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepConditions:
-    """The conditions under which a step ran. Plain values."""
-
-    divided_by: int = 1  # the number that the loss is divided by for an accumulation
-    scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
-    device_type: str = "cpu"  # the type of the module's device
-    # the type that autocast computes in during training_step, such as ``"bfloat16"``; None without it
-    autocast: str | None = None
-    autocast_cache: bool = True  # whether autocast keeps the weights it converted
-    default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
-    trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Set autocast and the default type as they are in training_step."""
-        default = torch.get_default_dtype()
-        casting: Any = nullcontext()
-        if self.autocast is not None:
-            dtype = getattr(torch, self.autocast)
-            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.autocast_cache)
-        torch.set_default_dtype(getattr(torch, self.default_dtype))
-        try:
-            with casting:
-                yield
-        finally:
-            torch.set_default_dtype(default)
-
-
-def plain_facts(trainer: object) -> dict[str, Any]:
-    """Return what a Trainer reports about itself, as far as it is plain values: name to value."""
-    facts = {}
-    for name in TRAINER_FACTS:
-        with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
-            facts[name] = getattr(trainer, name)
-    return simple_items(facts)
-
-
-def precision_now(device_type: str) -> dict[str, Any]:
-    """Return the conditions that the code around this call has set: autocast and the default type."""
-    casts = torch.is_autocast_enabled(device_type)
-    return {
-        "device_type": device_type,
-        "autocast": str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
-        "autocast_cache": torch.is_autocast_cache_enabled(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-    }
-
-
-def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list[str]:
-    """Return what is known to be missing for an exact rerun of the step, one sentence each."""
-    doubts = []
-    gone = [str(each.index) for each in micro if each.batch is None]
-    if gone:
-        doubts.append(f"Batch {', '.join(gone)} of the accumulation was no longer held: the rerun leaves it out.")
-    for each in micro:
-        if each.batch is None:
-            continue
-        doubts += [
-            f"{in_batch(name, each.index)} was changed in place by the step: a rerun begins with the changed values."
-            for name in each.written_in_place()
-        ]
-    if unrestored:
-        doubts.append(f"{', '.join(unrestored)} could not be restored to its values before the step.")
-    return doubts
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bits, its dtype and shape."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.detach().coalesce()
-        return digest_of(tensor.indices()) + digest_of(tensor.values())
-    if not is_in_memory(tensor):
-        floats = floats_of(tensor)
-        # A kind of tensor whose values cannot be read differs from others by its kind alone.
-        return sha256(f"{type(tensor)} {tensor.dtype}".encode()).hexdigest() if floats is None else digest_of(floats)
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bits).hexdigest()
-
-
-def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each gradient."""
-    return {name: digest_of(gradient) for name, gradient in gradients.items()}
-
-
-def is_same_number(one: float, other: float) -> bool:
-    """Return whether two losses are the same in every bit; any NaN equals any other."""
-    return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
-
-
-def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
-    """Return how a rerun differs from the step, one sentence each; empty if all bits are the same."""
-    now = [float(loss) for loss in again.losses]
-    found = []
-    if len(now) != len(losses):
-        found.append(f"It gave {len(now)} losses, the step {len(losses)}.")
-    for position, (before, after) in enumerate(zip(losses, now, strict=False)):
-        if not is_same_number(before, after):
-            found.append(f"Loss {position} is {after!r}, in the step it was {before!r}.")
-    different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
-    different += [name for name in digests if name not in again.gradients]
-    if different:
-        found.append(f"Of {len(digests)} gradients {len(different)} differ: {first_of(different)}.")
-    return found
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """The losses and gradients of a step."""
-
-    # the loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors
-    losses: list[Tensor]
-    graph: Tensor | None  # the last loss, with its graph
-    gradients: dict[str, Tensor]  # name of the parameter to its gradient, unscaled
-
-    @property
-    def is_finite(self) -> bool:
-        """True if all losses and gradients are finite."""
-        return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
-
-
-_MOST_NODES = 10_000
-
-UPDATE_OVERFLOWED = "the update itself overflowed"
-"""Says in `BadStep.update` that neither a setting nor a hook is to blame, but the size of the update."""
-
-
-@dataclass(slots=True, eq=False)
-class GuardedStep:
-    """One optimizer step, from its first micro-batch to the update."""
-
-    number: int  # the training step, counted as the x axis of the logs counts
-    # puts the caller's counters back to the start of this step; None while that is not known yet
-    restore_loop: Callable[[], None] | None
-    micro: list[MicroBatch] = field(default_factory=list)  # its micro-batches, oldest first
-    optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
-    parameters: Sequence[Tensor] = ()  # the parameters with a gradient
-    start: UpdateStart | None = None  # what its update began with; only where the step is decided late
-    # the parameters and attributes that its forward passes wrote, and that cannot be restored
-    written: tuple[str, ...] = ()
-    copies: UpdateStart | None = None  # the same with copies, to undo the update; None where none are kept
-    shared_loss: Tensor | None = None  # the largest of all ranks' mean losses; None where nobody asks for it
-
-    def measured(self) -> list[Tensor]:
-        """Return the losses to read: this rank's and the shared one."""
-        return self.losses() if self.shared_loss is None else [*self.losses(), self.shared_loss]
-
-    def losses(self) -> list[Tensor]:
-        """Return the losses of all micro-batches."""
-        return [loss for micro in self.micro for loss in micro.losses]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class BadStep:
-    """A step whose update must not be made."""
+    """All that one rank knows of a bad step. Plain values: ranks send it to each other."""
 
-    step: GuardedStep  # the step, with those of its batches that are still held
-    losses: tuple[float, ...]  # its losses on this rank, in the order of `step.losses()`
-    norm: float  # the norm over all its gradients
-    gradients: tuple[BadTensor, ...]  # the bad gradients
-    late: bool  # whether the update was held back on the device and the host learned of it afterwards
-    scaler: str = ""  # says what the gradient scaler did, where that is the reason; else empty
-    # the steps that were held back after it, because the host did not know of it yet
-    later: tuple[GuardedStep, ...] = ()
-    update: str = ""  # says what made the update bad although losses and gradients were finite; else empty
-    applied: bool = False  # whether the update was made before it was found to be bad
+    rank: int = 0
+    step: int = 0  # the training step, counted as the x axis of the logs counts
+    model: str = "package:Class"  # the module's class
+    batches: tuple[int, ...] = ()  # the batch indices of its micro-batches
+    losses: tuple[tuple[int, float], ...] = ()  # (batch index, loss) for each loss of the step
+    norm: float = math.nan  # the norm over all gradients
+    gradients: tuple[BadTensor, ...] = ()  # the bad ones
+    parameters: tuple[BadTensor, ...] = ()  # parameters that were bad before the step, and buffers that held NaN
+    states: tuple[BadTensor, ...] = ()  # entries of optimizers' states that were bad before the step
+    inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
+    history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
+    learning_rates: tuple[float, ...] = ()
+    suspects: str = ""  # what of the last update can have made bad weights
+    weight_norm: float = math.nan  # of the parameters that have a gradient
+    plain_sgd: bool = False  # whether an update is the learning rate times the gradient
+    float16: bool = False  # whether float16 values take part
+    scaler: str = ""  # what the gradient scaler did, where that is the reason
+    late: bool = False  # whether the step was decided late
+    carried: bool = False  # whether the gradients were made NaN to tell the other ranks of this rank's bad loss
+    unrestored: tuple[str, ...] = ()  # the names of what could not be restored
+    # --- the cause: inferred, until a rerun of the step has found the operation
+    cause: NonFiniteCause = NonFiniteCause.DOMAIN
+    because: str = ""  # the evidence, as a sentence
+    advice: str = ""  # the next thing to do, as a sentence
+    what: str = ""  # the operation that made the first bad value, its place and its inputs; "" if not found
+    why_no_operation: str = ""
+    confirmed: str = ""  # the test that was made to confirm it, and its result
+    doubts: tuple[str, ...] = ()  # the reasons why a rerun may differ from the step, one sentence each
+    again: str = ""  # says whether the step was the same when it was run again
+    is_bad_alone: bool = False  # whether it was bad when this rank ran it alone
+    # as PyTorch dispatches it, such as "aten.log"; of an operation in backward, that of its forward operation
+    operation: str = ""
+    backward: bool = False  # whether it was in its backward pass
+    module: str = ""  # the name of the module that ran it; empty for training_step itself
+    file: str | None = None
+    line: int | None = None
+    samples: tuple[int, ...] = ()  # the samples of the batch that are affected, where that is known
+    batch_idx: int | None = None
+    # --- of all ranks, on the one that is told of
+    is_culprit: bool = False  # whether this rank's loss, batch or rerun was bad; where none was, no rank is named
+    others: tuple[BadStep, ...] = field(default=(), repr=False)
+    n_missing: int = 0  # the number of ranks that did not answer
+    skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the bad steps that were skipped before, with their batches
+    # --- the files, or why there are none
+    step_path: Path | None = None
+    step_note: str = ""
+    checkpoint_path: Path | None = None
+    checkpoint_note: str = ""
+    report_path: Path | None = None
+    report_note: str = ""
 
     @property
-    def is_lost(self) -> bool:
-        """True if the update was made and cannot be undone."""
-        return self.applied and self.step.copies is None
+    def has_bad_loss(self) -> bool:
+        """True if a loss of this rank was NaN or Inf."""
+        return not all(math.isfinite(loss) for _, loss in self.losses)
+
+    @property
+    def dirty(self) -> list[BadInput]:
+        """The bad inputs that are no masks."""
+        return [bad for bad in self.inputs if not bad.is_mask]
+
+    @property
+    def first_bad_batch(self) -> int | None:
+        """The batch with the first bad loss or input; the step's last batch where neither was bad."""
+        bad = [index for index, loss in self.losses if not math.isfinite(loss)]
+        bad += [each.batch_idx for each in self.dirty]
+        return next(iter([*bad, *reversed(self.batches)]), None)
+
+    @property
+    def headline(self) -> str:
+        """The bad value, its step, batch and rank, as a sentence."""
+        if self.has_bad_loss:
+            what = f"loss is {next(loss for _, loss in self.losses if not math.isfinite(loss))}"
+        elif self.gradients:
+            what = f"gradient of {self.gradients[0]} is not finite"
+        else:
+            what = f"gradient norm is {self.norm}"
+        place = f"batch {self.first_bad_batch}"
+        if not self.is_culprit:
+            return (
+                f"{what} at step {self.step} ({place}, rank unknown: the loss and the batch of every rank were finite)."
+            )
+        if len(self.batches) > 1:
+            place += f" of batches {self.batches[0]} to {self.batches[-1]}"
+        return f"{what} at step {self.step} ({place}, rank {self.rank})."
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return (what, value) of everything that is known; each value is a sentence or shorter."""
+        carried = "; HaltOnNaN made them NaN to tell the other ranks that the loss of this rank is bad" * self.carried
+        others = [f"rank {each.rank}: {_losses(each)}" for each in self.others]
+        kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
+        checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
+        facts = [
+            ("Cause", f"{self.cause}: {self.because}"),
+            ("Operation", self.what or self.why_no_operation),
+            ("Tried", self.confirmed),
+            ("Run again", self.again),
+            ("Losses of the step", _losses(self)),
+            ("Losses of the other ranks", "; ".join(others)),
+            ("Bad gradients", named(self.gradients) + carried),
+            ("Bad weights before the step", named((*self.parameters, *self.states))),
+            ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
+            ("Learning rate", rates_as_text(self.learning_rates)),
+            ("Gradient norm", _trend([past.norm for past in self.history])),
+            ("Last losses", series([past.loss for past in self.history])),
+            ("Last gradient norms", series([past.norm for past in self.history])),
+            ("Ranks that did not answer", str(self.n_missing or "")),
+            ("Bad steps skipped before", ", ".join(str(step) for step, _ in self.skipped)),
+            ("State", self._state()),
+            ("Last good checkpoint", checkpoint),
+            ("The step as a file", " ".join(filter(None, [_shown(self.step_path), self.step_note]))),
+        ]
+        return [(what, value) for what, value in facts if value]
+
+    def _state(self) -> str:
+        if self.parameters or self.states:
+            text = "the update was not applied, but weights or buffers were bad before this step"
+        else:
+            text = "the update was not applied; weights, optimizer state and buffers are those before the step"
+        if self.unrestored:
+            text += f", except {', '.join(self.unrestored)}, which this step wrote and of which there was no copy"
+        if self.late:
+            text += (
+                ". This was read one step late: global_step, schedulers and learning rates were restored, and "
+                "optimizer state that the step created was removed; data loaders, random number generators and what "
+                "hooks and other callbacks changed are one step ahead"
+            )
+        return f"{text}. Other attributes of the module are as the step left them."
+
+    @property
+    def next(self) -> str:
+        """The next thing to do, as a sentence, with the command that runs the step again."""
+        if self.step_path is None:
+            return self.advice
+        command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
+        return f"{self.advice} Run the step again: {command}"
+
+    def message(self) -> str:
+        """Return the text of the error, which is complete by itself."""
+        lines = [f"{what}: {value}" for what, value in self.facts()]
+        report = f"Report: {_shown(self.report_path) or self.report_note}"
+        return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
+
+    def console(self) -> str:
+        """Return the short form for the console; the error that follows says the rest."""
+        files = (("Last good checkpoint", self.checkpoint_path), ("Report", self.report_path))
+        lines = ["HaltOnNaN stops training.", self.headline, f"Cause: {self.cause}: {self.because}", self.what]
+        lines += [f"{what}: {_shown(path)}" for what, path in files if path is not None]
+        return "\n".join(filter(None, [*lines, f"Next: {self.next}"]))
+
+    def markdown(self) -> str:
+        """Return the report: the message as a table, then every bad gradient and the last steps."""
+        rows = [("Next", self.next), *self.facts()]
+        parts = [f"# Not finite: {self.headline}", markdown_table(Table(("", ""), rows, "ll"))]
+        for title, bad in (("Bad gradients", self.gradients), ("Bad weights", (*self.parameters, *self.states))):
+            if bad:
+                amounts = [(each.name, each.amount) for each in bad]
+                parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
+        past = [(str(each.step), f"{each.loss:.6g}", f"{each.norm:.6g}") for each in self.history]
+        parts += ["## Last steps", markdown_table(Table(("step", "loss", "gradient norm"), past, "lll"))]
+        if self.skipped:
+            skipped = [(str(step), ", ".join(map(str, batches))) for step, batches in self.skipped]
+            parts += ["## Skipped steps", markdown_table(Table(("step", "batches"), skipped, "ll"))]
+        return "\n\n".join(parts) + "\n"
+
+    def error(self) -> NonFiniteError:
+        """Return the error to raise, which is the same on every rank."""
+        return NonFiniteError(
+            self.message(),
+            step=self.step,
+            batch_idx=self.first_bad_batch,
+            rank=self.rank if self.is_culprit else None,
+            cause=self.cause.value,
+            parameters=self.gradients or (*self.parameters, *self.states),
+            losses=tuple(past.loss for past in self.history),
+            norms=tuple(past.norm for past in self.history),
+            path=self.report_path,
+            checkpoint_path=self.checkpoint_path,
+            step_path=self.step_path,
+            explanation=self if self.what else None,
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """The facts that one rank knows about a bad step. Plain values: they are sent to the other ranks."""
+class NonFiniteError(RuntimeError):
+    """Raised when a loss, a gradient, a weight or a loss logged in evaluation is NaN or Inf.
 
-    rank: int
+    The message is the same on every rank and complete by itself; the fields are for programs.
+
+    Attributes:
+        step: The training step, counted as the x axis of `self.log` counts.
+        batch_idx: The index of the batch within its epoch; None where it is not known.
+        rank: The rank whose loss or batch was bad; None where only the gradients were bad, which all ranks share.
+        stage: train, val or test.
+        cause: The class of cause, one of the values of `NonFiniteCause`; None in evaluation.
+        losses: The losses of the last steps (at most 20, on this rank), oldest first; the last is the bad step's.
+        parameters: The parameters whose gradients held NaN or Inf, or that held NaN or Inf themselves.
+        norms: The gradient norms that belong to `losses`.
+        path: The report, if it could be written.
+        checkpoint_path: The checkpoint of the last good state, if one was written.
+        step_path: The step as a file for `replay`, if one was written.
+        explanation: The bad step, with the operation that made the first bad value; None if that was not found.
+    """
+
     step: int
-    batches: tuple[int, ...]  # the batch indices of its micro-batches
-    losses: tuple[tuple[int, float], ...]  # (batch index, loss) for each loss of the step
-    norm: float  # the norm over all gradients
-    gradients: tuple[BadTensor, ...]  # the bad gradients
-    parameters: tuple[BadTensor, ...]  # parameters that were bad before the step, and buffers that held NaN
-    inputs: tuple[BadInput, ...]  # tensors of the batches that hold NaN or Inf
-    unseen: tuple[int, ...]  # the indices of the batches that were no longer held
-    learning_rates: tuple[float, ...]  # the learning rates of the parameter groups
-    weight_norm: float  # the L2 norm of the parameters that have a gradient
-    plain_sgd: bool  # whether an update is the learning rate times the gradient
-    float16: bool  # whether float16 values take part
-    scaler: str = ""  # says what the gradient scaler did, where that is the reason
-    late: bool = False  # whether the step was decided late
-    unrestored: tuple[str, ...] = ()  # the names of buffers, parameters and attributes that could not be restored
-    carried: bool = False  # whether the gradients were made NaN to tell the other ranks of this rank's bad loss
-    update: str = ""  # says what made the update bad although losses and gradients were finite; else empty
-    is_lost: bool = False  # whether that update was made, and could not be undone
+    batch_idx: int | None = None
+    rank: int | None = None
+    stage: HaltStage = "train"
+    cause: str | None = None
+    losses: Sequence[float] = ()
+    parameters: Sequence[BadTensor] = ()
+    norms: Sequence[float] = ()
+    path: Path | None = None
+    checkpoint_path: Path | None = None
+    step_path: Path | None = None
+    explanation: BadStep | None = None
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        vars(self).update(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class PastStep:
-    """A step in the history."""
-
-    step: int
-    loss: float  # the mean of the step's losses on this rank; NaN if it had none
-    norm: float  # the L2 norm of all gradients, before clipping
-
-
-def growth(values: Sequence[float]) -> float | None:
-    """Return the last finite value divided by the median of the first half; None for fewer than two finite values."""
-    finite = [abs(value) for value in values if math.isfinite(value)]
-    if len(finite) < 2:  # noqa: PLR2004, growth takes two values
-        return None
-    start = median(finite[: len(finite) // 2])
-    return finite[-1] / start if start > 0 else None
-
-
-def depends_on_weights(loss: Tensor) -> bool:
-    """Return whether a parameter is among the leaves of a loss's graph. Quick where one is: it goes down first."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(getattr(node, "variable", None), Parameter):
-            return True
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return bool(waiting)
-
-
-def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
-    """Return a loss as training_step returned it, 0-dim.
+def examine(
+    model: Module,
+    held_back: HeldBackStep,
+    optimizers: Iterable[Optimizer],
+    *,
+    rank: int = 0,
+    carries_losses: bool = False,
+    unrestored: tuple[str, ...] = (),
+    history: Sequence[PastStep] = (),
+    bad_at_start: frozenset[str] = frozenset(),
+) -> BadStep:
+    """Return what this rank knows of the step. Call it after the undo.
 
     Args:
-        loss: The loss as it goes backward: divided for an accumulation, and multiplied by a gradient scaler.
-        divided_by: The number it was divided by.
-        scale: The number it was multiplied by; None without a scaler.
+        model: The module.
+        held_back: The step.
+        optimizers: All optimizers.
+        rank: The rank.
+        carries_losses: Whether gradients are made NaN to tell the other ranks of a bad loss.
+        unrestored: The names of what could not be restored.
+        history: The last steps.
+        bad_at_start: The names of the weights and states that were bad before training.
     """
-    value = loss.detach()
-    if divided_by == 1 and scale is None and value.dtype == torch.float32 and value.dim() == 0:
-        return value
-    # A float64 loss may be finite beyond float32's range.
-    value = (value if value.dtype == torch.float64 else value.float()) * divided_by
-    if scale is not None:
-        value = value / scale
-    return value if value.dim() == 0 else value.mean()
+    step, optimizer = held_back.step, held_back.step.optimizer
+    indices = [micro.index for micro in step.micro for _ in micro.losses]
+    groups = [] if optimizer is None else optimizer.param_groups
+    weights = [floats for p in step.parameters if (floats := floats_of(p)) is not None]
+    parameters = tuple(bad_state(model))
+    bad = BadStep(
+        rank=rank,
+        step=step.number,
+        model=f"{_module_name(type(model))}:{type(model).__qualname__}",
+        batches=tuple(micro.index for micro in step.micro),
+        losses=tuple(zip(indices, held_back.losses, strict=True)),
+        norm=held_back.norm,
+        gradients=held_back.gradients,
+        parameters=parameters,
+        states=tuple(each for each in bad_optimizer_state(model, optimizers) if each.name not in bad_at_start),
+        inputs=tuple(bad for micro in step.micro for bad in bad_inputs(micro)),
+        history=tuple(history),
+        learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
+        weight_norm=math.hypot(*(float(norm) for norm in norms_of(weights))) if weights else 0.0,
+        plain_sgd=isinstance(optimizer, SGD),
+        float16=bool(held_back.scaler)
+        or any(t.dtype == torch.float16 for t in (*model.parameters(), *step.parameters)),
+        scaler=held_back.scaler,
+        late=held_back.late,
+        unrestored=unrestored,
+    )
+    bad.carried = carries_losses and bad.has_bad_loss
+    new = [each for each in parameters if each.name not in bad_at_start]
+    bad.suspects = suspects_of_update(model, optimizers, new) if new else ""
+    infer(bad)
+    return bad
+
+
+def _module_name(kind: type) -> str:
+    """Return the name by which a class's module can be imported: that of the script, where it is the program."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if kind.__module__ != "__main__" or file is None:
+        return kind.__module__
+    spec = getattr(main, "__spec__", None)  # `python -m package.train`
+    return Path(file).stem if spec is None else str(spec.name)
+
+
+def bad_state(model: Module) -> list[BadTensor]:
+    """Return parameters that hold NaN or Inf, and buffers that hold NaN: masks and bounds may rightly be infinite."""
+    parameters = find_bad((plain_name(name), parameter) for name, parameter in model.named_parameters())
+    buffers = find_bad((plain_name(name), buffer) for name, buffer in model.named_buffers())
+    return [*parameters, *(buffer for buffer in buffers if buffer.n_nan)]
+
+
+def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[BadTensor]:
+    """Return the entries of the optimizers' states that hold NaN or Inf."""
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return find_bad(
+        (f"{key} of {names.get(id(parameter), 'a parameter')}", value)
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    )
+
+
+def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> str:
+    """Say which settings of an optimizer can have made bad weights out of finite gradients; "" if it has none of them.
+
+    Args:
+        model: The module.
+        optimizers: Its optimizers.
+        bad: The bad weights.
+    """
+    parameters = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    names = {each.name for each in bad}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            dtypes = {p.dtype for p in group["params"] if parameters.get(id(p)) in names}
+            if dtypes:
+                hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks_of(optimizer)]
+                settings = [text for key, value in group.items() if (text := _suspicion(key, value, group, dtypes))]
+                calls = [f"{kind} calls {', '.join(hooks)} after its step"] if hooks else []
+                rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
+                return "; ".join([*settings, *calls, f"the last update was that of {kind} at {rate}"])
+    return ""
+
+
+def _suspicion(key: str, value: Any, group: Mapping[str, Any], dtypes: set[torch.dtype]) -> str:
+    if key == "eps" and isinstance(value, float) and not group.get("fused"):
+        zero = [dtype for dtype in dtypes if dtype.is_floating_point and not torch.tensor(value, dtype=dtype)]
+        if zero:
+            return f"eps={value:g} is 0 in {str(zero[0]).removeprefix('torch.')}, so that the update divides by 0"
+    number = value if isinstance(value, float) else value.item() if _is_one_number(value) else 0.0
+    return "" if math.isfinite(number) else f"{key} is {number}"
+
+
+def _is_one_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+# In healthy training, gradient norms and losses fall or stay; noise stays well below this.
+GREW = 10.0
+
+
+# An SGD update (learning rate times gradient norm) that is larger than the weights and than this has not improved the
+# weights but replaced them. The bound leaves out small models, whose weights may start at zero.
+HUGE_UPDATE = 1e3
+
+
+def infer(bad: BadStep) -> None:
+    """Set the cause that the evidence points to.
+
+    This is an inference and no proof: dirty data that the loss masks out, for example, would be named although it did
+    no harm.
+    """
+    grown, before = what_grew(bad), (*bad.parameters, *bad.states)
+    if bad.dirty:
+        bad.cause, bad.because = NonFiniteCause.DIRTY_DATA, f"{'; '.join(map(str, bad.dirty[:3]))}."
+        bad.advice = ADVICE["dirty data"]
+    elif grown:
+        also = f" {first_of(before)} had become NaN or Inf by this step." if before else ""
+        bad.cause, bad.because = NonFiniteCause.EXPLODING, f"{grown}.{also}"
+        bad.advice = ADVICE["exploding, inferred"].format(rates=rates_as_text(bad.learning_rates))
+    elif before:
+        bad.cause, bad.because = NonFiniteCause.BAD_PARAMETER, f"{already_bad(bad, first_of(before))}."
+        bad.advice = ADVICE["bad weights"]
+    elif bad.float16:
+        bad.cause, bad.advice = NonFiniteCause.LOW_PRECISION, ADVICE["low precision, inferred"]
+        bad.because = (
+            f"{bad.scaler or 'float16 values take part'}, and float16 ends at 65504; inputs and weights were finite "
+            "and nothing had grown."
+        )
+    else:
+        bad.cause, bad.advice = NonFiniteCause.DOMAIN, ADVICE["domain, inferred"]
+        n_before = len(bad.history) - 1
+        calm = "neither loss nor gradient norm had grown before" if n_before > 1 else "there was one good step before"
+        bad.because = (
+            f"inputs and weights were finite and {calm if n_before > 0 else 'this was the first step'}, so an "
+            "operation of this step was outside of its domain: log or division by 0, sqrt at 0 (in backward), exp of a "
+            "large number, a mean or softmax over no elements."
+        )
+
+
+def already_bad(bad: BadStep, names: str) -> str:
+    """Say that a tensor was bad before the step, and what of the last update can have made it so."""
+    return f"{names} was already NaN or Inf before this step{f' ({bad.suspects})' if bad.suspects else ''}"
+
+
+def what_grew(bad: BadStep) -> str:
+    """Say what grew before the step; empty if nothing did."""
+    before = bad.history[:-1]
+    for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
+        factor = growth(values)
+        if factor is not None and factor >= GREW:
+            return f"the {what} had grown {factor:.3g}-fold over the {len(before)} steps before"
+    norms = [past.norm for past in before if math.isfinite(past.norm)]
+    if bad.plain_sgd and norms and bad.learning_rates:
+        update = max(bad.learning_rates) * norms[-1]
+        if update >= HUGE_UPDATE and not update < bad.weight_norm / 2:  # also where the weights are NaN by now
+            return f"the last update (learning rate times gradient norm: {update:.3g}) was as large as the weights"
+    return ""
+
+
+def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
+    """Return the first rank with a bad loss, else with a bad batch, else the first whose step was bad alone.
+
+    None if no rank is: the gradients, which all ranks share, tell of none. A single rank is its own in any case.
+    """
+    if len(everyone) == 1:
+        return everyone[0]
+    by_loss = [each for each in everyone if each.has_bad_loss]
+    by_input = [each for each in everyone if each.dirty]
+    both = [each for each in by_loss if each in by_input]
+    alone = [each for each in everyone if each.is_bad_alone]
+    return next(iter([*both, *by_loss, *by_input, *alone]), None)
+
+
+def state_error(
+    everyone: Sequence[Sequence[BadTensor]], *, step: int, finite_at: int, suspects: str, history: Sequence[PastStep]
+) -> NonFiniteError:
+    """Return the error of weights, buffers or optimizer state that a checkpoint was about to hold.
+
+    Args:
+        everyone: The bad tensors of each rank.
+        step: The training step.
+        finite_at: The step at which all were last known to be finite.
+        suspects: What of the last update can have made bad weights.
+        history: The steps before.
+    """
+    rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
+    cause = NonFiniteCause.BAD_PARAMETER if suspects else NonFiniteCause.STATE
+    made = f"the last update may have made it: {suspects}" if suspects else "what wrote it since is not known"
+    advice = (
+        "lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint."
+        if suspects
+        else "look at what writes it and from which inputs, also in branches that do not reach the loss and in "
+        "validation; then start from an earlier checkpoint."
+    )
+    lines = [
+        f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
+        f"Bad weights, buffers and optimizer state: {named(bad)}.",
+        f"Cause: {cause}: losses and gradients were finite. It was finite at step {finite_at}; {made}.",
+        f"Last losses: {series([past.loss for past in history])}",
+        f"Last gradient norms: {series([past.norm for past in history])}",
+        f"Next: {advice}",
+    ]
+    losses, norms = tuple(past.loss for past in history), tuple(past.norm for past in history)
+    return NonFiniteError(
+        "\n".join(lines), step=step, rank=rank, cause=cause.value, parameters=tuple(bad), losses=losses, norms=norms
+    )
+
+
+def evaluation_error(
+    everyone: Sequence[Mapping[str, float]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
+) -> NonFiniteError:
+    """Return the error of an evaluation run whose logged losses are NaN or Inf: name to value, for each rank."""
+    bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
+    advice = (
+        "the weights are the cause: start again from a finite checkpoint."
+        if weights
+        else "look for log or division by 0 in the evaluation step and its metrics, and at its data."
+    )
+    lines = [
+        f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",
+        f"Bad weights: {named(weights)}.",
+        f"Next: {advice}",
+    ]
+    rank = next(rank for rank, theirs in enumerate(everyone) if theirs)
+    return NonFiniteError("\n".join(lines), step=step, stage=stage, rank=rank, parameters=tuple(weights))
+
+
+def _shown(path: Path | None) -> str:
+    return "" if path is None else short_path(str(path))
+
+
+def _losses(bad: BadStep) -> str:
+    if not bad.losses:
+        return "none seen"
+    return ", ".join(f"{loss:.6g}" + f" (batch {index})" * (len(bad.losses) > 1) for index, loss in bad.losses)
+
+
+def _trend(norms: Sequence[float]) -> str:
+    factor = growth(norms[:-1])
+    if factor is None:
+        return "too few steps to see a trend"
+    return f"{'grew' if factor > 1 else 'did not grow'} before the bad step: {factor:.3g} times its earlier median"
+
+
+def named(bad: Sequence[BadTensor]) -> str:
+    """Return the first of the bad tensors as text; "none" where there is none."""
+    return first_of(bad, MOST_NAMES) or "none"
+
+
+def series(values: Sequence[float]) -> str:
+    """Return numbers as text."""
+    return " ".join(f"{value:.4g}" for value in values)

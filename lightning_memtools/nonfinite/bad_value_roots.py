@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
-from lightning_memtools.nonfinite.bad_step import bad_inputs, list_samples
-from lightning_memtools.nonfinite.diagnosis import public_name
+from lightning_memtools.nonfinite.causes import public_name
+from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
 from lightning_memtools.nonfinite.operation_trace import NAN, BadKinds, BadOperation, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import StepRerun
 

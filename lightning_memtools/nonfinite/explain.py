@@ -1,22 +1,17 @@
-"""Explains a bad step: runs it again, traces its bad values to their root, and tests the cause."""
+"""Explains a bad step: runs it again, traces its bad values to their root, and tests the samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import is_in_memory, saved_reduction
-from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
-from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.nonfinite.bad_step import StepOutcome, bad_inputs, list_samples
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
     PriorTensor,
@@ -25,70 +20,115 @@ from lightning_memtools.nonfinite.bad_value_roots import (
     describe_root,
     find_bad_value_root,
 )
-from lightning_memtools.nonfinite.diagnosis import (
+from lightning_memtools.nonfinite.causes import (
     ADVICE,
-    Explanation,
-    KnownOfStep,
     NonFiniteCause,
     advice_for,
     advice_on_overflow,
-    public_name,
     rates_as_text,
 )
 from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.interventions import (
-    cleaned,
-    n_samples_of,
-    nonfinite_zeroed,
-    try_rates,
-    wide,
-    widened_batch,
-    with_other_samples,
-)
+from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
+from lightning_memtools.nonfinite.step_rerun import (
+    CannotRerunError,
+    StepOutcome,
+    StepRerun,
+    digests_of,
+    doubts_about,
+    mismatches,
+)
+from lightning_memtools.reporting.phrases import first_of
+
+_NARROW = {"float16", "bfloat16"}
 
 
-def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
-    """Return the operation that made the first bad value of a step, and its cause.
+def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
+    """Run a bad step again, write into `bad` what that shows, and return the digests of its gradients.
+
+    Args:
+        bad: The bad step.
+        rerun: The step to run.
+        explains: Whether to look for the cause.
+    """
+    digests: dict[str, str] = {}
+    doubts = doubts_about(rerun.micro, bad.unrestored)  # before restoring writes the batches
+    with rerun:
+        try:
+            plain = rerun.run()
+            digests, bad.is_bad_alone = digests_of(plain.gradients), not plain.is_finite
+            if rerun.written:
+                doubts.append(
+                    f"The step writes {first_of(rerun.written)}, which is no buffer: a rerun begins with what it has "
+                    "written (register_buffer keeps the values before the step)."
+                )
+            bad.doubts = tuple(doubts)
+            bad.unrestored = tuple(dict.fromkeys([*bad.unrestored, *rerun.written]))
+            differences = mismatches([loss for _, loss in bad.losses], digests, plain)
+            if differences:
+                why = " ".join((*differences, *bad.doubts))
+                bad.again = f"Run again in the training process, the step was not the same. {why}"
+            elif plain.says_nothing:
+                bad.again = "all losses and gradients are NaN or Inf again, so there is no number to compare."
+            else:
+                bad.again = "losses are the same bit for bit."
+            if explains:
+                explain(rerun, plain, bad)
+            else:
+                bad.why_no_operation = "not asked for (explain=False)"
+        except CannotRerunError as error:
+            bad.why_no_operation = f"not found: {error}"
+    if bad.cause is NonFiniteCause.NOT_REPRODUCIBLE:
+        bad.again = ""
+    return digests
+
+
+def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
+    """Find the operation that made the first bad value of a step, and write it and its cause into `bad`.
+
+    Args:
+        rerun: The step, entered.
+        plain: What it gave when it was run again.
+        bad: The bad step.
 
     Raises:
         CannotRerunError: The step cannot be run again, or what is bad cannot be traced; the message says why.
     """
     if plain.is_finite:
-        return _not_reproducible(rerun, background)
-    trace, traced, root = _traced(rerun)
-    tried = list[str]()
-    if root is not None and root.leaf is not None and root.leaf.origin is ValueOrigin.ATTRIBUTE:
-        # The tensor is as the step left it, not as the step found it: it may be the cause or a result of the bad step.
-        rerun.prepare = lambda: _fill_attributes(rerun.module)
-        is_finite = rerun.run().is_finite
-        tried.append(
-            f"with 0 in the place of NaN in {root.leaf.name} the step is {'finite' if is_finite else 'bad too'}"
-        )
-        if not is_finite:
-            trace, traced, root = _traced(rerun)
+        _not_reproducible(rerun, bad)
+        return
+    trace = OperationTrace(rerun.module)
+    rerun.reset()
+    leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
+    traced = rerun.run(within=trace.watching())
+    root = find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
     if root is None:
         raise CannotRerunError(
             "its NaN or Inf could not be followed to an operation (compiled or custom kernels may hide them)"
         )
     position = _position_of_bad(traced, rerun)
-    return _Classifier(rerun, background, trace, root, position, plain, tried).explanation()
+    samples = _samples_of(root, rerun, position)
+    event, micro = root.event, rerun.micro[position]
+    bad.cause, bad.because, bad.advice = _classified(root, rerun, position, plain, bad, samples=samples)
+    bad.because = f"{bad.because}."
+    changed = with_other_samples(micro.batch, samples)
+    if changed is not None and bad.cause in {NonFiniteCause.DOMAIN, NonFiniteCause.DIRTY_DATA}:
+        outcome = "finite" if _is_finite(rerun, position, changed[0]) else "bad too"
+        bad.confirmed = f"with sample {changed[1]} in the place of {list_samples(samples)} the step is {outcome}"
+    bad.what = describe_root(root, type(rerun.module).__name__, samples, micro.index)
+    bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
+    bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)
+    bad.samples, bad.batch_idx = samples, micro.index
 
 
-def _traced(rerun: StepRerun) -> tuple[OperationTrace, StepOutcome, BadValueRoot | None]:
-    trace = OperationTrace(rerun.module)
-    rerun.reset()
-    leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
-    traced = rerun.run(within=trace.watching())
-    return trace, traced, find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
-
-
-@torch.no_grad()
-def _fill_attributes(module: Module) -> None:
-    for _, tensor in tensors_in_attributes(module):
-        if tensor.is_floating_point() and is_in_memory(tensor):
-            tensor.detach().nan_to_num_(0.0, torch.inf, -torch.inf)
+def _not_reproducible(rerun: StepRerun, bad: BadStep) -> None:
+    if bad.doubts:
+        raise CannotRerunError(f"run again it was finite, but it could not be run exactly: {' '.join(bad.doubts)}")
+    if not rerun.run().is_finite:
+        raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
+    bad.cause, bad.advice = NonFiniteCause.NOT_REPRODUCIBLE, ADVICE["not reproducible"]
+    bad.what = "No operation gives NaN or Inf when the step is run again."
+    bad.because = "the same weights, batch and random numbers gave a finite loss and finite gradients, twice."
 
 
 def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
@@ -107,227 +147,106 @@ def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
     return next((i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))), last)
 
 
-def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
-    if background.doubts:
-        raise CannotRerunError(
-            f"run again it was finite, but it could not be run exactly: {' '.join(background.doubts)}"
-        )
-    if not rerun.run().is_finite:
-        raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
-    return Explanation(
-        cause=NonFiniteCause.NOT_REPRODUCIBLE,
-        what="No operation gives NaN or Inf when the step is run again.",
-        because="the same weights, batch and random numbers gave a finite loss and finite gradients, twice",
-        confirmed="",
-        advice=ADVICE["not reproducible"],
-    )
-
-
-_SMALLEST_WEIGHTS = 6  # powers of ten
-
-
-@dataclass
-class _Classifier:
-    """Tests which changes make the step finite, and derives the class of cause from the results."""
-
-    rerun: StepRerun
-    background: KnownOfStep
-    trace: OperationTrace
-    root: BadValueRoot
-    position: int  # of the micro-batch with the bad loss
-    plain: StepOutcome
-    tried: list[str]  # the tests that were made, with their results
-
-    def __post_init__(self) -> None:
-        self._rates = rates_as_text(self.background.learning_rates)
-        self._micro = self.rerun.micro[self.position]
-        self._sum = _sums(self.plain)
-        self._samples = self._find_samples()
-
-    def explanation(self) -> Explanation:
-        """Classify, and put everything together."""
-        cause, because, advice = self._classify()
-        event, place = self.root.event, self.root.event.place
-        return Explanation(
-            cause=cause,
-            what=describe_root(self.root, type(self.rerun.module).__name__, self._samples, self._micro.index),
-            because=because,
-            confirmed="; ".join(self.tried),
-            advice=advice,
-            operation=event.of_forward or event.operation,
-            backward=event.backward,
-            module=event.module,
-            file=None if place is None else place.file,
-            line=None if place is None else place.line,
-            samples=self._samples,
-            batch_idx=self._micro.index,
-        )
-
-    def _classify(self) -> tuple[NonFiniteCause, str, str]:
-        leaf, grown = self.root.leaf, self.background.grown
-        if leaf is not None and leaf.origin is ValueOrigin.BATCH:
-            return self._dirty()
-        if leaf is not None and not grown:
-            is_restored = leaf.origin in {ValueOrigin.PARAMETER, ValueOrigin.BUFFER}
-            return self._bad_state(leaf) if is_restored else self._bad_elsewhere(leaf)
-        if grown and (leaf is not None or self._is_overflow()):
-            return self._exploding(grown)
-        if self.trace.uses_narrow_floats and leaf is None and self._is_finite_when("float32", torch.float32):
-            return self._low_precision()
-        if leaf is None and self._is_overflow():
-            return self._overflow()
-        return self._domain()
-
-    def _low_precision(self) -> tuple[NonFiniteCause, str, str]:
-        because = f"{self.background.scaler}; " if self.background.scaler else ""
-        because += "the step is finite in float32, "
-        if self._is_overflow():
-            because += "so a value left a 16-bit type's range (float16 ends at 65504)"
-            advice = ADVICE["low precision"]
-        else:
-            because += "so rounding to a 16-bit type gave this operation an input outside of its domain"
-            advice = ADVICE["rounding"]
-        return NonFiniteCause.LOW_PRECISION, because, advice
-
-    def _overflow(self) -> tuple[NonFiniteCause, str, str]:
-        self._is_finite_when("float64", torch.float64)
-        event = self.root.event
-        advice = advice_on_overflow(event.operation, event.of_forward)
-        if self._samples and len(self._samples) == n_samples_of(self._micro.batch):
-            advice += " " + ADVICE["overflow in all samples"].format(rates=self._rates)
-        because = "the operation is defined at its inputs, but its result is too large for the type"
-        return NonFiniteCause.OVERFLOW, because, advice
-
-    def _dirty(self) -> tuple[NonFiniteCause, str, str]:
-        batch, how = cleaned(self._micro.batch)
-        self._try(how, batches={self.position: batch})
-        return (
-            NonFiniteCause.DIRTY_DATA,
-            "; ".join(str(bad) for bad in bad_inputs(self._micro) if not bad.is_mask),
-            ADVICE["dirty data"],
-        )
-
-    def _bad_state(self, leaf: PriorTensor) -> tuple[NonFiniteCause, str, str]:
-        tensors = {**dict(self.rerun.module.named_parameters()), **dict(self.rerun.module.named_buffers())}
-        tensor = next(each for name, each in tensors.items() if plain_name(name) == leaf.name)
-        self.rerun.reset()
-        kept = tensor.data
-        (bad,) = find_bad([(leaf.name, tensor)])
-        try:
-            tensor.data = torch.nan_to_num(kept, 0.0, 0.0, 0.0)
-            self._try(f"with 0 in the place of NaN and Inf in {leaf.name}", restore=False)
-        finally:
-            tensor.data = kept
-        return (
-            NonFiniteCause.BAD_PARAMETER,
-            f"{bad} held NaN or Inf before this step",
-            ADVICE["bad weights"],
-        )
-
-    def _bad_elsewhere(self, leaf: PriorTensor) -> tuple[NonFiniteCause, str, str]:
-        """Classify bad values in a tensor that is not restored to its values before the step."""
-        if leaf.origin is ValueOrigin.ELSEWHERE:
-            because = (
-                "a tensor that belongs neither to the module nor to the batch held NaN or Inf: a global, or one made "
-                "from numbers in the code"
-            )
-            return NonFiniteCause.BAD_PARAMETER, because, ADVICE["bad tensor from elsewhere"]
-        because = f"attribute {leaf.name}, a tensor that is no buffer, held NaN: this step or an earlier one wrote it"
-        advice = ADVICE["bad attribute"].format(name=leaf.name)
-        return NonFiniteCause.BAD_PARAMETER, because, advice
-
-    def _exploding(self, grown: str) -> tuple[NonFiniteCause, str, str]:
-        if not self._is_finite_when("float64", torch.float64):
-            self._try_smaller_weights()
-        elif self.background.plain_sgd and self.background.learning_rates:
-            tried = try_rates(self.rerun, max(self.background.learning_rates))
-            if tried:
-                self.tried.append(tried)
-        advice = ADVICE["exploding sum" if self._sum else "exploding"].format(rates=self._rates)
+def _classified(
+    root: BadValueRoot, rerun: StepRerun, position: int, plain: StepOutcome, bad: BadStep, *, samples: Sequence[int]
+) -> tuple[NonFiniteCause, str, str]:
+    """Return the class of cause, the evidence, and what to do."""
+    event, leaf, grown = root.event, root.leaf, what_grew(bad)
+    rates = rates_as_text(bad.learning_rates)
+    overflows = event.finite_when_wide is True  # the same operation, on the same values, is finite in float64
+    if leaf is not None and leaf.origin is ValueOrigin.BATCH:
+        inputs = "; ".join(str(each) for each in bad_inputs(rerun.micro[position]) if not each.is_mask)
+        return NonFiniteCause.DIRTY_DATA, inputs, ADVICE["dirty data"]
+    if grown and (leaf is not None or overflows):
+        advice = ADVICE["exploding sum" if _sums(plain) else "exploding"].format(rates=rates)
         return NonFiniteCause.EXPLODING, f"{grown}, until the value was too large for its type", advice
+    if leaf is not None:
+        return NonFiniteCause.BAD_PARAMETER, *_of_prior_tensor(leaf, rerun, bad)
+    if overflows:
+        is_narrow = bool(_NARROW & {each.dtype for each in event.gave})
+        cause = NonFiniteCause.LOW_PRECISION if is_narrow else NonFiniteCause.OVERFLOW
+        because = f"{bad.scaler}; " if bad.scaler else ""
+        because += "the operation is defined at its inputs (in float64 it is finite), but its result is too large"
+        if is_narrow:
+            return cause, f"{because} for a 16-bit type (float16 ends at 65504)", ADVICE["low precision"]
+        advice = advice_on_overflow(event.operation, event.of_forward)
+        if samples and len(samples) == n_samples_of(rerun.micro[position].batch):
+            advice += " " + ADVICE["overflow in all samples"].format(rates=rates)
+        return cause, because, advice
+    because = "the code itself writes it" if event.constant else "the operation is undefined or infinite at its inputs"
+    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward)
+    return NonFiniteCause.DOMAIN, because, advice
 
-    def _try_smaller_weights(self) -> None:
-        """Run the step with smaller weights, where not even float64 can hold its values."""
-        kept = [(p, p.data) for p in self.rerun.module.parameters() if p.is_floating_point()]
-        for power in range(1, _SMALLEST_WEIGHTS + 1):
-            self.rerun.reset()
-            try:
-                for parameter, data in kept:
-                    parameter.data = data / 10**power
-                finite = self.rerun.run(restore=False).is_finite
-            except CannotRerunError:
-                return
-            finally:
-                for parameter, data in kept:
-                    parameter.data = data
-            if finite:
-                self.tried.append(f"with all weights divided by {10**power} the step is finite")
-                return
 
-    def _domain(self) -> tuple[NonFiniteCause, str, str]:
-        event, helped = self.root.event, False
-        changed = with_other_samples(self._micro.batch, self._samples)
-        if changed is not None:
-            listed = list_samples(self._samples)
-            how = f"with sample {changed[1]} in the place of {listed}"
-            helped = self._try(how, batches={self.position: changed[0]})
-        if not helped:
-            made = f"{public_name(event.operation)} {'made' if event.backward else 'makes, forward and backward,'}"
-            self._try(f"with 0 in the place of the NaN and Inf that {made}", within=nonfinite_zeroed(event.number))
-        if event.constant:
-            return NonFiniteCause.DOMAIN, "the code itself writes it there", ADVICE["constant"]
-        because = "the operation is undefined or infinite at its inputs"
-        return NonFiniteCause.DOMAIN, because, advice_for(event.operation, event.of_forward)
+def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
+    """Return the evidence, and what to do, where a tensor held the bad value when the step began."""
+    if leaf.origin is ValueOrigin.ELSEWHERE:
+        because = "a tensor that belongs neither to the module nor to the batch held NaN or Inf"
+        return because, ADVICE["bad tensor from elsewhere"]
+    if leaf.origin is ValueOrigin.ATTRIBUTE or leaf.name in rerun.written:
+        because = f"{leaf.origin} {leaf.name} is no buffer, and the step writes it" if leaf.name in rerun.written else (
+            f"attribute {leaf.name}, a tensor that is no buffer"
+        )  # fmt: skip
+        because += ": it held NaN or Inf, as this step or an earlier one left it"
+        return because, ADVICE["bad attribute"].format(name=leaf.name)
+    tensors = [each for each in bad.parameters if each.name == leaf.name]
+    return already_bad(bad, str(tensors[0]) if tensors else leaf.name), ADVICE["bad weights"]
 
-    def _find_samples(self) -> tuple[int, ...]:
-        """Return the affected samples, where dimension 0 of the operation's outputs or inputs is that of the batch."""
-        n_samples = n_samples_of(self._micro.batch)
-        event = self.root.event
-        for values in (*event.gave, *event.took):
-            if values.shape[:1] == (n_samples,) and values.samples:
-                return values.samples if self._are_samples(values.samples) else ()
-        leaf = self.root.leaf
-        if leaf is not None and leaf.origin is ValueOrigin.BATCH:
-            return next((bad.samples for bad in bad_inputs(self._micro) if bad.name == leaf.name), ())
-        return ()
 
-    def _are_samples(self, positions: Sequence[int]) -> bool:
-        """Return whether positions in a tensor as long as the batch are samples: it may be as long as a layer is wide.
+def n_samples_of(batch: Any) -> int | None:
+    """Return the length of dimension 0 that the batch's tensors share; None where they differ or have none."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else None
 
-        Where a weight or buffer is of that length too, the step must be finite without those samples.
-        """
-        tensors = [*self.rerun.module.parameters(), *self.rerun.module.buffers()]
-        if all(n_samples_of(self._micro.batch) not in tensor.shape for tensor in tensors if not is_lazy(tensor)):
-            return True
-        changed = with_other_samples(self._micro.batch, positions)
-        try:
-            return changed is not None and self.rerun.run(batches={self.position: changed[0]}).is_finite
-        except CannotRerunError:
-            return False
 
-    def _is_overflow(self) -> bool:
-        return self.root.event.finite_when_wide is True
+def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
+    """Return the batch with a good sample in the place of some, and that sample's index; None if none is good."""
+    bad = set(samples)
+    good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
+    if good is None or not bad:
+        return None
 
-    def _is_finite_when(self, name: str, dtype: torch.dtype) -> bool:
-        batches = {i: widened_batch(micro.batch, dtype) for i, micro in enumerate(self.rerun.micro)}
-        return self._try(f"in {name}", within=wide(self.rerun.module, dtype), batches=batches)
+    def change(tensor: Tensor) -> Tensor:
+        if not is_in_memory(tensor) or not tensor.dim():
+            return tensor
+        changed = tensor.detach().clone()
+        changed[list(bad)] = changed[good].clone()
+        return changed.requires_grad_(tensor.requires_grad)
 
-    def _try(
-        self,
-        how: str,
-        *,
-        within: AbstractContextManager[Any] | None = None,
-        batches: dict[int, Any] | None = None,
-        restore: bool = True,
-    ) -> bool:
-        try:
-            finite = self.rerun.run(within=within, batches=batches, restore=restore).is_finite
-        except CannotRerunError as error:
-            if error.__cause__ is not None and is_out_of_memory(error.__cause__):
-                self.tried.append(f"{how} the step ran out of memory")
-            return False
-        self.tried.append(f"{how} the step is {'finite' if finite else 'bad too'}")
-        return finite
+    return map_tensors(batch, change), good
+
+
+def _is_finite(rerun: StepRerun, position: int, batch: Any) -> bool:
+    try:
+        return rerun.run(batches={position: batch}).is_finite
+    except CannotRerunError:
+        return False
+
+
+def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
+    """Return the affected samples, where dimension 0 of the operation's outputs or inputs is that of the batch."""
+    micro = rerun.micro[position]
+    n_samples = n_samples_of(micro.batch)
+    for values in (*root.event.gave, *root.event.took):
+        if values.shape[:1] == (n_samples,) and values.samples:
+            return values.samples if _are_samples(values.samples, rerun, position) else ()
+    if root.leaf is not None and root.leaf.origin is ValueOrigin.BATCH:
+        return next((bad.samples for bad in bad_inputs(micro) if bad.name == root.leaf.name), ())
+    return ()
+
+
+def _are_samples(positions: Sequence[int], rerun: StepRerun, position: int) -> bool:
+    """Return whether positions in a tensor as long as the batch are samples: it may be as long as a layer is wide.
+
+    Where a weight or buffer is of that length too, the step must be finite without those samples.
+    """
+    batch = rerun.micro[position].batch
+    n_samples = n_samples_of(batch)
+    tensors = [*rerun.module.parameters(), *rerun.module.buffers()]
+    if all(n_samples not in tensor.shape for tensor in tensors if not is_lazy(tensor)):
+        return True
+    changed = with_other_samples(batch, positions)
+    return changed is not None and _is_finite(rerun, position, changed[0])
 
 
 def _sums(outcome: StepOutcome) -> bool:

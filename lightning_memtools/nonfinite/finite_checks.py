@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
+from lightning_memtools._torch import has_readable_values, l2_norm_of_each, sparse_values
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -106,32 +106,10 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     return norms
 
 
-# Below this, the time is that of starting kernels, which one call does for all.
-_FEW_ELEMENTS = 2**20
-_FEW_TENSORS = 64
-# Copying so few into one tensor takes less time than a call for each tensor.
-_VERY_FEW_ELEMENTS = 2**16
-_DOT_IS_EXACT = {torch.float32, torch.float64}
-
-
 def _norms_of_one_kind(tensors: Sequence[Tensor], *, exact: bool) -> Sequence[Tensor]:
-    first = tensors[0]
     # A norm of float16 values would overflow above 65504.
-    dtype = torch.float64 if exact else torch.float32 if first.dtype == torch.float16 else None
-    if first.device.type != "cpu" or first.dtype != torch.float32 or dtype is not None:
-        return l2_norm_of_each(list(tensors), dtype)
-    if sum(map(Tensor.numel, tensors)) < _FEW_ELEMENTS:
-        return l2_norm_of_each(list(tensors), None)
-    # Nothing is fused on the CPU, and there BLAS takes two thirds of the time: 2.4 instead of 3.7 ms for 25 million.
-    return torch.stack([_square(tensor) for tensor in tensors]).sqrt().unbind()
-
-
-def _square(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        square: Tensor = torch.linalg.vector_norm(tensor).square()
-        return square
-    flat = tensor.view(-1)
-    return torch.dot(flat, flat)
+    dtype = torch.float64 if exact else torch.float32 if tensors[0].dtype == torch.float16 else None
+    return l2_norm_of_each(list(tensors), dtype)
 
 
 @torch.no_grad()
@@ -155,33 +133,10 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
 
 
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure`; where all are finite, those of single gradients may be left out.
-
-    Waits for the device.
-    """
-    is_on_host = bool(gradients) and gradients[0].is_cpu
-    if is_on_host and gradients[0].dtype in _DOT_IS_EXACT and sum(map(Tensor.numel, gradients)) <= _VERY_FEW_ELEMENTS:
-        norm, read = _norm_of_few(gradients), list(map(float, losses))
-        if math.isfinite(norm) and all(map(math.isfinite, read)):
-            return [norm, *read]
-    if not is_on_host or len(set(map(_PLACE, gradients))) > 1:
-        numbers = measure(gradients, losses)
-        return None if numbers is None else numbers.tolist()
-    # On the CPU, reading a number costs less than computing with a tensor.
-    read = list(map(float, losses))
-    with torch.no_grad():
-        found = _norms_of_one_kind(gradients, exact=False)
-    norms = list(map(float, found)) if len(found) < _FEW_TENSORS else torch.stack(list(found)).tolist()
-    return [math.hypot(*norms), *read, *norms]
-
-
-def _norm_of_few(tensors: Sequence[Tensor]) -> float:
-    """Return the norm over all of some small tensors; NaN where they are on several devices."""
-    try:
-        flat = flattened(list(tensors))
-    except RuntimeError:
-        return math.nan
-    return float(flat.dot(flat).item() ** 0.5)
+    """Return the numbers of `measure` on the host. Waits for the device."""
+    numbers = measure(gradients, losses)
+    values: list[float] | None = None if numbers is None else numbers.tolist()
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
+import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from hashlib import sha256
 from typing import Any, Self
 
 import torch
@@ -15,21 +18,71 @@ from torch import Tensor, distributed
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import (
-    COLLECTIVE_NAMESPACES,
-    DispatchMode,
-    buffers_of,
-    has_readable_values,
-    operator_schema,
-)
-from lightning_memtools.memory.fingerprints import fingerprint
-from lightning_memtools.memory.nested_tensors import map_tensors, plain_name, tensors_in
-from lightning_memtools.nonfinite.bad_step import MicroBatch, StepConditions, StepOutcome, undivided_loss
-from lightning_memtools.nonfinite.diagnosis import public_name
-from lightning_memtools.nonfinite.finite_checks import floats_of
+from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, is_in_memory, write_count_or_none
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name
+from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
+from lightning_memtools.nonfinite.guarded_step import MicroBatch, in_batch, undivided_loss
+from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.step_runner import replay_loop
-from lightning_memtools.state.buffer_keeper import is_expanded
+from lightning_memtools.state.random_state import generator_state
 from lightning_memtools.state.state_snapshot import StateSnapshot
+
+SIMPLE = (bool, int, float, str, type(None))
+# The attributes that a step may ask its Trainer for, and that plain values can answer.
+TRAINER_FACTS = (
+    "current_epoch", "global_step", "global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes",
+    "max_epochs", "max_steps", "min_epochs", "min_steps", "num_training_batches", "estimated_stepping_batches",
+    "accumulate_grad_batches", "gradient_clip_val", "is_global_zero", "is_last_batch", "fast_dev_run",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConditions:
+    """The conditions under which a step ran. Plain values."""
+
+    divided_by: int = 1  # the number that the loss is divided by for an accumulation
+    scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
+    device_type: str = "cpu"  # the type of the module's device
+    # the type that autocast computes in during training_step, such as ``"bfloat16"``; None without it
+    autocast: str | None = None
+    autocast_cache: bool = True  # whether autocast keeps the weights it converted
+    default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Set autocast and the default type as they are in training_step."""
+        default = torch.get_default_dtype()
+        casting: Any = nullcontext()
+        if self.autocast is not None:
+            dtype = getattr(torch, self.autocast)
+            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.autocast_cache)
+        torch.set_default_dtype(getattr(torch, self.default_dtype))
+        try:
+            with casting:
+                yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def plain_facts(trainer: object) -> dict[str, Any]:
+    """Return what a Trainer reports about itself, as far as it is plain values: name to value."""
+    facts = {}
+    for name in TRAINER_FACTS:
+        with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
+            facts[name] = getattr(trainer, name)
+    return {name: value for name, value in facts.items() if type(value) in SIMPLE}
+
+
+def precision_now(device_type: str) -> dict[str, Any]:
+    """Return the conditions that the code around this call has set: autocast and the default type."""
+    casts = torch.is_autocast_enabled(device_type)
+    return {
+        "device_type": device_type,
+        "autocast": str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
 
 
 class CannotRerunError(Exception):
@@ -45,12 +98,37 @@ class _NoCollectives(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(slots=True)
+class StepOutcome:
+    """The losses and gradients of a step."""
+
+    # the loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors
+    losses: list[Tensor]
+    graph: Tensor | None  # the last loss, with its graph
+    gradients: dict[str, Tensor]  # name of the parameter to its gradient, unscaled
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all losses and gradients are finite."""
+        return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
+
+    @property
+    def says_nothing(self) -> bool:
+        """True if no loss and no gradient holds a finite number other than 0, so that any such step is equal."""
+        floats = [each for each in map(floats_of, (*self.losses, *self.gradients.values())) if each is not None]
+        return not any(bool((torch.isfinite(each) & (each != 0)).any()) for each in floats)
+
+
 @dataclass(eq=False)
 class StepRerun:
     """Runs a step as often as asked, each time from the same state; on exit everything is as it was on entry.
 
     It runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. What the step prints or warns
     of is not shown.
+
+    Attributes:
+        written: After a run, the names of what the step has written beside buffers, which cannot be restored to what
+            the step began with: parameters, attributes.
     """
 
     module: Module  # the LightningModule, with the weights and buffers that the step began with
@@ -62,72 +140,56 @@ class StepRerun:
     parameters: Sequence[Tensor] = ()  # those whose gradients belong to the step; all when left out
     trainer: Any = None
     host: Callable[[], AbstractContextManager[Any]] = nullcontext  # in this context copies are host memory
-    prepare: Callable[[], object] = lambda: None  # called before each run
 
     def __post_init__(self) -> None:
-        self.micro = [each for each in self.micro if each.batch is not None]
-        self._bring_back()
-        self._named = list(self.module.named_parameters())  # the step may replace some
-        self.names = {id(p): plain_name(name) for name, p in self._named}
-        self._wanted = {id(p) for p in self.parameters}
-        self._snapshot: StateSnapshot | None = None
-        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
-        self._losses: list[Tensor] = []
-        self._graph: Tensor | None = None
-        self._n_steps = 0
-        self._now: MicroBatch | None = None
-
-    def _bring_back(self) -> None:
-        """Move the batches that were moved to the host back to the device."""
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         if device.type != "cpu":
-            torch.accelerator.synchronize()  # the copies were queued
+            torch.accelerator.synchronize()  # batches may still be on their way to the host
         for micro in self.micro:
             if micro.changed is not None:
                 micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
+        self.written: tuple[str, ...] = ()
+        self._named = list(self.module.named_parameters())  # the step may replace some
+        self._wanted = {id(p) for p in self.parameters}
+        self._snapshot: StateSnapshot | None = None
+        self._losses: list[Tensor] = []
+        self._graph: Tensor | None = None
+        self._n_updates = 0
+        self._now: MicroBatch | None = None
 
     def __enter__(self) -> Self:
         skip = () if self.trainer is None else (type(self.trainer),)
         roots = [self.module, *self.optimizers, [each.batch for each in self.micro]]
         self._snapshot = StateSnapshot(roots, skip=skip, host=self.host)
-        if any(micro.steps_before for micro in self.micro):
-            self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self.module.named_buffers()}
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._snapshot is not None
-        self._snapshot.restore()
+        self.reset()
         self._snapshot = self._graph = self._now = None
-        self._losses, self._buffers = [], {}
+        self._losses = []
 
     def reset(self) -> None:
-        """Restore everything to what it was on entry, then call `prepare`."""
-        assert self._snapshot is not None, "Rerun is a context manager"
+        """Restore everything to what it was on entry."""
+        assert self._snapshot is not None, "StepRerun is a context manager"
         self._snapshot.restore()
-        self.prepare()
 
     def run(
-        self,
-        *,
-        within: AbstractContextManager[Any] | None = None,
-        batches: Mapping[int, Any] | None = None,
-        restore: bool = True,
+        self, *, within: AbstractContextManager[Any] | None = None, batches: Mapping[int, Any] | None = None
     ) -> StepOutcome:
         """Run the step from its start.
 
         Args:
             within: A context for forward and backward, such as a dispatch mode.
             batches: Batches to use instead of the step's own, by position.
-            restore: Whether to restore everything first; False where the caller has set other weights.
 
         Raises:
             CannotRerunError: It failed for another reason than NaN or Inf.
         """
-        if restore:
-            self.reset()
-        self._losses, self._graph, self._n_steps = [], None, 0
+        self.reset()
+        self._losses, self._graph = [], None
         for parameter in self.module.parameters():
             parameter.grad = None
+        before = _written_states(self.module)
         try:
             alone = _NoCollectives() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
             with _quiet(), torch.enable_grad():
@@ -140,6 +202,8 @@ class StepRerun:
             raise
         except Exception as error:
             raise CannotRerunError(f"the step could not be run again: {type(error).__name__}: {error}") from error
+        after = _written_states(self.module)
+        self.written = tuple(name for name, state in after.items() if name in before and before[name] != state)
         gradients = {
             plain_name(name): p.grad
             for name, p in self._named
@@ -164,9 +228,9 @@ class StepRerun:
 
     def _run_batch(self, loop: Any, micro: MicroBatch, batch: Any) -> bool:
         """Run one batch; return whether the step ends within it."""
-        if micro.start is not None:
-            micro.start.restore(self.module)
-        self._now, self._n_steps = micro, 0
+        if micro.random is not None:
+            micro.random.restore()
+        self._now, self._n_updates = micro, 0
         return bool(loop.run(batch, micro.index, is_last=micro is self.micro[-1]))
 
     def _note_loss(self, loss: Tensor) -> None:
@@ -179,23 +243,32 @@ class StepRerun:
         """Return whether the step ends before an update; earlier ones of its batch were made before it began."""
         micro = self._now
         assert micro is not None
-        self._n_steps += 1
-        if self._n_steps > micro.steps_before:
-            return micro is self.micro[-1]
-        if self._n_steps == micro.steps_before and micro.resumed is not None:
-            # The part before this ran with other weights than it had; from here on everything is as it was.
+        self._n_updates += 1
+        if self._n_updates == micro.updates_before:
             self._losses.clear()
-            micro.resumed.restore(self.module)
-            self._put_buffers_back()
-        return False
+        return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
-    def _put_buffers_back(self) -> None:
-        with torch.no_grad():
-            for name, (buffer, kept) in self._buffers.items():
-                if not is_expanded(buffer):
-                    buffer.copy_(kept)
-                owner, _, key = name.rpartition(".")
-                buffers_of(self.module.get_submodule(owner))[key] = buffer  # the step may have put a new tensor there
+
+def _written_states(module: Module) -> dict[str, Any]:
+    """Return what tells whether a parameter, or a tensor, number or generator in an attribute, was written: by name."""
+    states: dict[str, Any] = {}
+    tensors: list[tuple[str, Tensor]] = list(module.named_parameters())
+    of_every_module = vars(Module())
+    for prefix, part in module.named_modules():
+        if type(part).__module__.startswith(("torch.", "torchmetrics.")):
+            continue
+        for key, value in vars(part).items():
+            if key in of_every_module or key.startswith("_"):
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            tensors += named_tensors(value, name)
+            state = value if type(value) in SIMPLE else generator_state(value)
+            if state is not None or value is None:
+                states[plain_name(name)] = repr(state)
+    for name, tensor in tensors:
+        address = tensor.data_ptr() if is_in_memory(tensor) else 0
+        states[plain_name(name)] = (id(tensor), write_count_or_none(tensor), address)
+    return states
 
 
 @contextmanager
@@ -213,91 +286,53 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
     return loop.optimizers, loop.schedulers
 
 
-# Their outputs are memory that nobody has written; of an LSTM on the CPU, one is oneDNN's workspace.
-_UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "mkldnn_rnn_layer")
+def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list[str]:
+    """Return what is known to be missing for an exact rerun of the step, one sentence each."""
+    doubts = [
+        f"{in_batch(name, each.index)} was changed in place by the step: a rerun begins with the changed values."
+        for each in micro
+        for name in each.written_in_place()
+    ]
+    if unrestored:
+        doubts.append(f"{', '.join(unrestored)} could not be restored to its values before the step.")
+    if any(each.updates_before for each in micro):
+        doubts.append("Earlier updates of the same batch were made before the step: a rerun begins after them.")
+    return doubts
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierValues:
-    """The operations of a step up to the one that gives its first NaN."""
-
-    operations: tuple[str, ...]  # the names that PyTorch dispatches them by
-    # a number for the bits of each one's outputs, NaN as 0; 0 where two runs gave different ones
-    digests: tuple[int, ...]
-
-    def difference(self, now: EarlierValues) -> str:
-        """Say in a sentence where a rerun first differs; empty if it does not."""
-        for number, (one, other) in enumerate(zip(self.operations, now.operations, strict=False)):
-            if one != other:
-                return f"Operation {number} of the step is {public_name(other)}, it was {public_name(one)}."
-            before, after = self.digests[number], now.digests[number]
-            if before and after and before != after:
-                return f"Operation {number} of the step, {public_name(one)}, gives other values than it gave then."
-        if len(self.operations) != len(now.operations):
-            n, n_now = len(self.operations), len(now.operations)
-            return f"The first NaN comes in operation {n_now}, in the training process it came in operation {n}."
-        return ""
-
-    @property
-    def n_compared(self) -> int:
-        """The number of operations whose outputs can be compared."""
-        return sum(map(bool, self.digests))
-
-
-def values_up_to_nan(rerun: StepRerun) -> EarlierValues:
-    """Run the step twice, and return what it computes up to the first NaN.
-
-    Raises:
-        CannotRerunError: The step cannot be run again.
-    """
-    (names, one), (again, other) = _run(rerun), _run(rerun)
-    if names != again:
-        return EarlierValues((), ())
-    return EarlierValues(names, tuple(a if a == b else 0 for a, b in zip(one, other, strict=True)))
-
-
-def says_nothing(outcome: StepOutcome) -> bool:
-    """Return whether no loss and no gradient holds a finite number other than 0, so that any such step is equal."""
-    floats = [each for each in map(floats_of, (*outcome.losses, *outcome.gradients.values())) if each is not None]
-    return not any(bool((torch.isfinite(each) & (each != 0)).any()) for each in floats)
-
-
-def _run(rerun: StepRerun) -> tuple[tuple[str, ...], Sequence[int]]:
-    recorder = _ValueRecorder()
-    with torch.compiler.set_stance("force_eager"):
-        rerun.run(within=recorder)
-    return tuple(recorder.names), [int(each) for each in recorder.digests]
-
-
-class _ValueRecorder(DispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.digests: list[Tensor] = []
-        self._is_over = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.name().partition(".")[0].replace("::", ".")
-        if self._is_over or name.rpartition(".")[2].startswith(_UNWRITTEN) or not _writes(func):
-            return out
-        # A second backward gives zero tensors without memory; to read one ends the process.
-        tensors = [each for each in tensors_in(out) if has_readable_values(each)]
-        if tensors:
-            self.names.append(name)
-            self.digests.append(torch.stack([fingerprint(self._without_nan(each)).cpu() for each in tensors]).sum())
-        return out
-
-    def _without_nan(self, tensor: Tensor) -> Tensor:
-        """Return the numbers with zeros in the place of NaN, and note a NaN: it is the last output that is read."""
+def _digest_of(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bits, its dtype and shape."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return _digest_of(tensor.indices()) + _digest_of(tensor.values())
+    if not is_in_memory(tensor):
         floats = floats_of(tensor)
-        if floats is None or not bool((is_nan := floats.isnan()).any()):
-            return tensor
-        self._is_over = True
-        return floats.masked_fill(is_nan, 0.0)
+        # A kind of tensor whose values cannot be read differs from others by its kind alone.
+        return sha256(f"{type(tensor)} {tensor.dtype}".encode()).hexdigest() if floats is None else _digest_of(floats)
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bits).hexdigest()
 
 
-def _writes(func: Any) -> bool:
-    """Return whether an operation computes something: it is not only a view."""
-    returns = operator_schema(func).returns
-    return any(each.alias_info is None or each.alias_info.is_write for each in returns)
+def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each gradient."""
+    return {name: _digest_of(gradient) for name, gradient in gradients.items()}
+
+
+def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
+    """Return how a rerun differs from the step, one sentence each; empty if all bits are the same. Any NaN is equal."""
+    now = [float(loss) for loss in again.losses]
+    differences = []
+    if len(now) != len(losses):
+        differences.append(f"It gave {len(now)} losses, the step {len(losses)}.")
+    for position, (before, after) in enumerate(zip(losses, now, strict=False)):
+        is_same = math.isnan(before) and math.isnan(after)
+        if not is_same and struct.pack("d", before) != struct.pack("d", after):
+            differences.append(f"Loss {position} is {after!r}, in the step it was {before!r}.")
+    different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
+    different += [name for name in digests if name not in again.gradients]
+    if different:
+        differences.append(f"Of {len(digests)} gradients {len(different)} differ: {first_of(different)}.")
+    return differences

@@ -26,7 +26,7 @@ class TrainedState:
         self.device = device
         self.parameters = list(model.parameters())  # those that are frozen now may be trained later
         self.metrics = [module for module in model.modules() if isinstance(module, Metric)]
-        self.buffers = BufferKeeper(model, all_state=False)
+        self.buffers = BufferKeeper(model)
 
 
 class StepStart:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import importlib
 import random
-import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,62 +21,50 @@ class RandomState:
 
     python: Any  # of the module `random`
     torch_cpu: Tensor  # of torch's default generator on the CPU
-    # of the default generator of each CUDA device, None for one that was not read; None as long as CUDA is not
-    # initialised
+    # of the default generator of each CUDA device, None for one that was not read; None until CUDA is initialised
     cuda: Sequence[Tensor | None] | None
     mps: Tensor | None  # of the default generator of Apple's GPU, where there is one
     numpy: Any  # of NumPy's global generator; None as long as NumPy is not imported
 
     @classmethod
-    def now(
-        cls,
-        numpy_reader: NumpyStateReader | None = None,
-        python_reader: PythonStateReader | None = None,
-        *,
-        device: torch.device | None = None,
-    ) -> RandomState:
-        """Read the state of every stream. Does not wait for the device.
-
-        Args:
-            numpy_reader: Reads NumPy's state, for a caller that asks again and again.
-            python_reader: Likewise.
-            device: The only device whose stream is read.
-        """
+    def now(cls, *, device: torch.device | None = None) -> RandomState:
+        """Read the state of every stream, or of `device`'s alone among those of devices. Does not wait for a device."""
         cuda: Any = torch.cuda
-        read_numpy = numpy_reader or NumpyStateReader()
         return cls(
-            python=random.getstate() if python_reader is None else python_reader(),
+            python=random.getstate(),
             torch_cpu=torch.get_rng_state(),
             # Asking for the state would initialise CUDA.
             cuda=_cuda_states(device) if cuda.is_initialized() else None,
             mps=torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
-            numpy=read_numpy(),
+            numpy=_numpy_state(),
         )
 
     def restore(self) -> None:
         """Set every stream to this state; streams that it does not hold stay as they are."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
-        if self.cuda is not None:
-            for index, state in enumerate(self.cuda):
-                if state is not None:
-                    torch.cuda.set_rng_state(state, index)
-        if self.mps is not None:
+        for index, state in enumerate(self.cuda or ()):
+            if state is not None and index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, index)
+        if self.mps is not None and torch.backends.mps.is_available():
             torch.mps.set_rng_state(self.mps)
         if self.numpy is not None:
             numpy: Any = importlib.import_module("numpy")
             numpy.random.set_state(self.numpy)
 
+    def as_plain(self) -> dict[str, Any]:
+        """Return the states as numbers, texts, tensors, lists and tuples, which a file of weights may hold."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> RandomState:
+        """Return what `as_plain` was called on."""
+        return cls(**plain)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):
             return NotImplemented
-        return (
-            self.python == other.python
-            and _same_tensors([self.torch_cpu], [other.torch_cpu])
-            and _same_tensors(self.cuda, other.cuda)
-            and _same_tensors([self.mps], [other.mps])
-            and _numpy_as_plain(self.numpy) == _numpy_as_plain(other.numpy)
-        )
+        return _same(self.as_plain(), other.as_plain())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -89,6 +76,29 @@ def _cuda_states(device: torch.device | None) -> list[Tensor | None]:
         return []
     index = torch.cuda.current_device() if device.index is None else device.index
     return [*[None] * index, torch.cuda.get_rng_state(index)]
+
+
+_HAS_HALF_A_PAIR = 3  # the place in NumPy's state that says so
+_LATEST: list[tuple[bytes, Any]] = []
+"""The memory of NumPy's global generator when its state was last read, and that state."""
+
+
+def _numpy_state() -> Any:
+    """Return the state of NumPy's global generator; None as long as NumPy is not imported.
+
+    NumPy takes 50 microseconds to return it. While nobody draws, the generator's memory is the same, and so is the
+    state. A kept half of a pair of normal numbers is not in that memory: then the state is always asked for.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    generator: Any = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
+    if type(generator).__name__ != "MT19937":
+        return numpy.random.get_state()
+    memory = ctypes.string_at(generator.ctypes.state_address, 4 * 625)  # 624 numbers, and the position in them
+    if not (_LATEST and _LATEST[0][0] == memory and not _LATEST[0][1][_HAS_HALF_A_PAIR]):
+        _LATEST[:] = [(memory, numpy.random.get_state())]
+    return _LATEST[0][1]
 
 
 GENERATORS = frozenset({"Generator", "Random", "RandomState"})
@@ -120,90 +130,6 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-_N_BYTES = 4 * 625  # of a Mersenne Twister: 624 numbers, and the position in them
-
-
-class _FewWords:
-    """Reads a few words of a Mersenne Twister's memory: they tell whether anybody has drawn from it or seeded it.
-
-    A draw moves the position, which is one of them; 624 draws or a seed change all numbers. The chance that the others
-    stay is one in 2 to the 160.
-    """
-
-    def __init__(self, address: int) -> None:
-        self._words = [ctypes.c_uint64.from_address(address + at) for at in (0, 16, 1000, _N_BYTES - 8)]
-
-    def read(self) -> list[int]:
-        return [word.value for word in self._words]
-
-
-class PythonStateReader:
-    """Reads the state of the module `random`; quickly as long as nobody draws from it.
-
-    Python makes 624 numbers of its state, which is most of the cost of a step's start for a small model. A few words of
-    its memory are compared instead, where that is laid out as in CPython: position and numbers, behind the head.
-    """
-
-    def __init__(self) -> None:
-        self._generator: Any = getattr(random.getstate, "__self__", None)
-        self._state = random.getstate()
-        self._words: _FewWords | None = None
-        if type(self._generator) is random.Random and sys.implementation.name == "cpython":
-            address, numbers = id(self._generator) + object.__basicsize__, self._state[1]
-            if ctypes.string_at(address, _N_BYTES) == struct.pack("=i624I", numbers[-1], *numbers[:-1]):
-                self._words = _FewWords(address)
-                self._known = self._words.read()
-
-    def __call__(self) -> Any:
-        """Return the state."""
-        # What `gauss` keeps is in no memory that is compared.
-        if self._words is None or self._generator.gauss_next is not None:
-            return random.getstate()
-        words = self._words.read()
-        if words != self._known or self._state[2] is not None:
-            self._state, self._known = random.getstate(), words
-        return self._state
-
-
-class NumpyStateReader:
-    """Reads the state of NumPy's global generator; quickly as long as nobody draws from it.
-
-    NumPy takes some 50 microseconds to return its state. A few words of the generator's memory are compared in one.
-    They do not show the half of a pair of normal numbers that NumPy may keep, so that once the generator has moved, or
-    where it has such a half, its state is always asked for.
-    """
-
-    def __init__(self) -> None:
-        self._state: Any = None
-        self._known: list[int] = []
-        self._moves = False
-        self._generator: Any = None
-        self._words: _FewWords | None = None
-
-    def __call__(self) -> Any:
-        """Return the state; None as long as NumPy is not imported."""
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is None:
-            return None
-        if self._moves:
-            return numpy.random.get_state()
-        words = self._read(numpy)
-        if self._state is None or words != self._known:
-            self._moves = not words or self._state is not None
-            self._state, self._known = numpy.random.get_state(), words
-            self._moves = self._moves or bool(self._state[3])
-        return self._state
-
-    def _read(self, numpy: Any) -> list[int]:
-        """Return state words of NumPy's global generator; an empty list if it is not a Mersenne Twister."""
-        get_bit_generator = getattr(numpy.random, "get_bit_generator", None)  # NumPy 1.24
-        generator: Any = None if get_bit_generator is None else get_bit_generator()
-        if generator is not self._generator:
-            self._generator, is_twister = generator, type(generator).__name__ == "MT19937"
-            self._words = _FewWords(generator.ctypes.state_address) if is_twister else None
-        return [] if self._words is None else self._words.read()
-
-
 @contextmanager
 def random_streams_restored() -> Iterator[None]:
     """On exit every random stream continues from where it was on entry, whatever was drawn or seeded in between."""
@@ -214,16 +140,18 @@ def random_streams_restored() -> Iterator[None]:
         before.restore()
 
 
-def _same_tensors(one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return len(one) == len(other) and all(
-        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, other, strict=True)
-    )
+def _plain(state: Any) -> Any:
+    """Return a state with lists in the place of NumPy's arrays."""
+    if isinstance(state, (tuple, list)):
+        return type(state)(map(_plain, state))
+    return state.tolist() if type(state).__module__ == "numpy" else state
 
 
-def _numpy_as_plain(state: Any) -> Any:
-    """Return NumPy's state without arrays, which have no single truth value when compared."""
-    if not isinstance(state, tuple):
-        return state
-    return [value.tolist() if hasattr(value, "tolist") else value for value in state]
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)

@@ -1,142 +1,16 @@
-"""Records what a batch and an update begin with, and restores it: random streams, attributes, settings, copies."""
+"""Records what an update begins with, to restore it: settings and new state; and which tensors were written since."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import compress, islice
-from operator import attrgetter, not_
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import WRITE_COUNT, has_readable_values, write_count_or_none
-from lightning_memtools.memory.nested_tensors import is_plain_object, named_tensors
-from lightning_memtools.state.random_state import (
-    GENERATORS,
-    NumpyStateReader,
-    PythonStateReader,
-    RandomState,
-    generator_state,
-    set_generator_state,
-)
-
-SIMPLE = frozenset({bool, int, float, str, type(None)})
-# torch sets the first ones on every module and restores `training` apart; Lightning sets the others.
-_NOT_OF_USERS = {*vars(Module()), "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
-
-Attributes = dict[str, dict[str, Any]]
-
-
-@dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
-class BatchStart:
-    """The state that a batch began with, without what is in buffers."""
-
-    random: RandomState  # the states of the random streams
-    # of each module that the user wrote, by its name: the attributes of simple types, and the states of random
-    # generators
-    attributes: Attributes
-    # how often each tensor of the batch had been written in place, in the order of `named_tensors`
-    versions: tuple[int, ...]
-    # the names of the parameters that did not require gradients; a GAN toggles them within its step
-    frozen: frozenset[str] = frozenset()
-
-    def restore(self, module: Module) -> None:
-        """Restore the state; skip modules and attributes that no longer exist."""
-        restore_attributes(module, self.attributes)
-        restore_frozen(module, self.frozen)
-        self.random.restore()
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_NONE: frozenset[str] = frozenset()
-
-
-class BatchStartRecorder:
-    """Records the state at the start of each batch.
-
-    Does not wait for the device. Takes about 20 microseconds, plus one for each module that the user wrote.
-    """
-
-    def __init__(self, module: Module) -> None:
-        named = dict(module.named_parameters())
-        self._names, self._parameters = list(named), list(named.values())
-        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
-        # torch's own modules keep no attribute that a step changes.
-        self._readers = {
-            name: _AttributeReader(vars(part))
-            for name, part in module.named_modules()
-            if not type(part).__module__.startswith("torch.")
-        }
-
-    def record(self, batch: Any) -> BatchStart:
-        """Return the present state."""
-        attributes = {name: reader.read() for name, reader in self._readers.items()}
-        required = list(map(_REQUIRES_GRAD, self._parameters))
-        frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
-        random = RandomState.now(self._read_numpy, self._read_python)
-        return BatchStart(random, attributes, versions_of(batch), frozen)
-
-
-class _AttributeReader:
-    """Reads a module's attributes of simple types, and its generators; quickly as long as no attribute changes."""
-
-    def __init__(self, held: dict[str, Any]) -> None:
-        self._held = held
-        self._generators: list[str] = []
-        self._names: list[str] = []
-        self._values: list[int] = []
-        self._known: dict[str, Any] = {}
-
-    def read(self) -> dict[str, Any]:
-        # By identity, so that no value must be asked for its equal. Those that are returned are held in `_known`, so
-        # that no other value can take the place of one in memory.
-        held = self._held
-        names, values = list(held), list(map(id, held.values()))
-        if names != self._names or values != self._values:
-            self._names, self._values = names, values
-            # The leading attributes are those that torch gives to every module.
-            of_torch = list(vars(Module()))
-            self._known = simple_items(held, skip=len(of_torch) if names[: len(of_torch)] == of_torch else 0)
-            self._generators = [
-                key
-                for key, value in held.items()
-                if type(value).__name__ in GENERATORS and generator_state(value) is not None
-            ]
-        if not self._generators:
-            return self._known
-        return self._known | {key: generator_state(held[key]) for key in self._generators}
-
-
-def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
-    """Return the attributes of simple types (numbers, texts, None). `skip`: the number of leading ones to leave out."""
-    return {
-        key: value
-        for key, value in islice(held.items(), skip, None)
-        if type(value) in SIMPLE and key not in _NOT_OF_USERS
-    }
-
-
-def restore_attributes(module: Module, attributes: Attributes) -> None:
-    """Restore attributes and random generators; skip those that no longer exist."""
-    parts = dict(module.named_modules())
-    for name, values in attributes.items():
-        held = parts[name].__dict__ if name in parts else {}
-        for key, value in values.items():
-            if type(value) in SIMPLE:
-                held[key] = value
-            elif generator_state(held.get(key)) is not None:
-                set_generator_state(held[key], value)
-
-
-def restore_frozen(module: Module, frozen: frozenset[str]) -> None:
-    """Restore which parameters require gradients."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
+from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
+from lightning_memtools.memory.nested_tensors import named_tensors
 
 
 def versions_of(batch: Any) -> tuple[int, ...]:
@@ -165,65 +39,6 @@ def _write_counts(tensors: Any) -> tuple[int, ...]:
         return tuple(map(write_count_or_none, tensors))
 
 
-_DEEPEST = 6  # levels of containers in a batch
-_PLAIN = {str, int, float, bool, bytes, type(None)}
-_BUILT_IN = _PLAIN | {list, tuple, dict}
-
-
-class RestorableBatch:
-    """Restores what a failed attempt has changed in a batch: items of dictionaries and lists, attributes of objects.
-
-    Tensors are not copied. One that was written in place is named.
-
-    Args:
-        batch: The batch. It is walked before every step, so this must be quick.
-    """
-
-    __slots__ = ("_batch", "_copies", "_counts", "_tensors")
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-        self._copies: list[tuple[Any, Any]] = []
-        self._tensors: list[Tensor] = []
-        self._note(batch, ())
-        self._counts = _write_counts(self._tensors)
-
-    def restore(self) -> str:
-        """Restore the containers, and return the reason why the batch cannot be used again, else ""."""
-        for held, copied in self._copies:
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(copied)
-        now = _write_counts(self._tensors)
-        if now == self._counts:
-            return ""
-        written = {id(tensor) for tensor, a, b in zip(self._tensors, self._counts, now, strict=True) if a != b}
-        names = [name for name, tensor in named_tensors(self._batch, "batch") if id(tensor) in written]
-        return (
-            f"the step wrote {names[0] if names else 'a tensor of the batch'} in place, so that it would be written "
-            "twice; let the step make a new tensor"
-        )
-
-    def _note(self, thing: Any, within: tuple[int, ...]) -> None:
-        if isinstance(thing, Tensor):
-            self._tensors.append(thing)
-            return
-        items: list[Any] = []
-        if isinstance(thing, (list, tuple)):
-            items += thing
-        elif isinstance(thing, dict):
-            items += thing.values()
-        if isinstance(thing, (list, dict)):
-            self._copies.append((thing, list(thing) if isinstance(thing, list) else dict(thing)))
-        # An iterator of batches is part of none, and leads to datasets and loops.
-        is_object = type(thing) not in _BUILT_IN and hasattr(thing, "__dict__") and not hasattr(thing, "__next__")
-        if is_object and is_plain_object(thing):
-            self._copies.append((vars(thing), vars(thing).copy()))
-            items += vars(thing).values()
-        for item in items:
-            if type(item) not in _PLAIN and id(item) not in within and len(within) < _DEEPEST:
-                self._note(item, (*within, id(item)))
-
-
 class UpdateStart:
     """The state of an optimizer before an update.
 
@@ -233,16 +48,13 @@ class UpdateStart:
     Args:
         optimizer: The optimizer.
         before: An earlier start of the same optimizer, if no key was added since: listing them takes time.
-        copy: Copies a tensor that the update will write; None to copy none, so that `undo` must not be called.
 
     Attributes:
         keys: The keys of each parameter's state.
         n_entries: The number of states and keys, which is compared instead of all keys.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, before: UpdateStart | None = None, *, copy: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, before: UpdateStart | None = None) -> None:
         self._optimizer = optimizer
         self.n_entries: int
         self.keys: dict[Tensor, frozenset[str]]
@@ -255,14 +67,6 @@ class UpdateStart:
         self._settings = [
             {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
             for group in optimizer.param_groups
-        ]
-        if copy is None:
-            return
-        with torch.no_grad():
-            self._copies = [(each, copy(each.detach())) for each in tensors_written_by(optimizer)]
-        self._numbers = [
-            (state, {key: value for key, value in state.items() if isinstance(value, (int, float))})
-            for state in optimizer.state.values()
         ]
 
     def has_other_keys(self) -> bool:
@@ -291,23 +95,6 @@ class UpdateStart:
                     group[key].copy_(value)  # schedulers write into a learning rate that is a tensor
                 else:
                     group[key] = value
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Undo the update bit for bit, by the copies."""
-        self.remove_new_state()
-        for tensor, copied in self._copies:
-            tensor.data.copy_(copied)
-        for state, numbers in self._numbers:
-            state.update(numbers)
-
-
-def tensors_written_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that an update may write: parameters with a gradient, and the optimizer's state."""
-    found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for state in optimizer.state.values():
-        found += [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, Mapping) else []
-    return [tensor for tensor in found if has_readable_values(tensor)]
 
 
 def _count(optimizer: Optimizer) -> int:

@@ -1,4 +1,4 @@
-"""A small regression whose loss spikes in several ways. Importable by a replay."""
+"""A small regression whose loss spikes in several ways."""
 
 from __future__ import annotations
 
@@ -99,12 +99,11 @@ class SpikingGan(Spiking):
 
 @dataclass(frozen=True)
 class SpikeCase:
-    """A run with a spike: its module, its batches, arguments of its Trainer, its steps, and what made it."""
+    """A run with a spike: its module, its batches, arguments of its Trainer, and its steps."""
 
     model: Callable[[], L.LightningModule]
     batches: Callable[[], list[Batch]]
     steps: tuple[int, ...] = (AT,)
-    made_by: str = "batch"
     trainer: Callable[[], dict[str, Any]] = dict
 
 

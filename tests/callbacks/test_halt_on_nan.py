@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.callbacks import halt_run
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite import step_guard
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.event_files import scalars
 from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import Observer, differences, state_bits
@@ -92,6 +94,13 @@ def assert_all_finite(root):
 
 
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+@pytest.fixture(autouse=True)
+def _fused_steps_are_flagged_as_on_a_gpu(request, monkeypatch):
+    """On the CPU a fused step is read before its update, too."""
+    if "fused" in getattr(getattr(request.node, "callspec", None), "params", {}):
+        monkeypatch.setattr(step_guard, "reads_at_once", lambda _gradients: False)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -241,7 +250,7 @@ def test_the_message_names_everything(tmp_path):
     assert "before the step: none" in text
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
     assert "those samples" in last
-    assert last.endswith(f"memtools replay {error.capsule_path}")
+    assert last.endswith(f"memtools replay {error.step_path} --model {__name__}:Net")
     assert "first used by torch.addmm in net.0 (" in text
     assert "sample 0 in the place of sample 3" in text
     assert len(error.losses) == len(error.norms) == 3
@@ -375,53 +384,34 @@ def test_a_skip_at_a_scale_below_one_is_not_normal(fused, tmp_path):
 
 
 class Evaluated(Net):
-    """Validation and test give what they are told to."""
+    """Validation and test log what they are told to."""
 
-    outputs: Any = None
-    metric: Any = None
+    losses: Any = 0.0
 
     def validation_step(self, batch, batch_idx):
-        if self.metric is not None:
-            self.log("val_metric", torch.tensor(self.metric if batch_idx == 2 else 1.0))
-        return self.outputs if batch_idx == 2 else torch.zeros(())
+        self.log("val_loss", torch.tensor(self.losses if batch_idx == 2 else 1.0))
+        self.log("recall", torch.nan)
+        return {"logits": torch.tensor([0.0, -torch.inf])}
 
     test_step = validation_step
 
 
-@pytest.mark.parametrize(
-    ("outputs", "metric", "named"),
-    [
-        (torch.tensor(torch.nan), None, "outputs from batch 2 on"),
-        ({"loss": torch.tensor(torch.inf)}, None, 'outputs["loss"] from batch 2 on'),
-        ({"all": [torch.tensor([1.0, torch.nan])]}, None, 'outputs["all"][0] from batch 2 on'),
-        (None, torch.nan, "metric val_metric = nan"),
-    ],
-)
-def test_bad_outputs_and_metrics_of_an_evaluation_run_halt(outputs, metric, named, tmp_path):
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_logged_loss_of_an_evaluation_run_halts(bad, tmp_path):
     model = Evaluated()
-    model.outputs, model.metric = outputs, metric
+    model.losses = bad
     saver = ModelCheckpoint(tmp_path / "best", every_n_epochs=1)
-    run = trainer(tmp_path, HaltOnNaN(check_outputs=True), saver, num_sanity_val_steps=0, enable_checkpointing=True)
+    run = trainer(tmp_path, HaltOnNaN(), saver, num_sanity_val_steps=0, enable_checkpointing=True)
     error = halted(run, model, loader(), loader(n=4))
-    assert named in str(error)
+    assert f"val_loss = {bad} (rank 0)" in str(error)
+    assert "recall" not in str(error), "other metrics may be NaN by right"
     assert error.stage == "val"
     assert run.global_step == 16
     assert not [*(tmp_path / "best").glob("*.ckpt")], "what is bad is not the best"
     with pytest.raises(NonFiniteError) as caught:
         run.test(model, loader(n=4), verbose=False)
     assert caught.value.stage == "test"
-    assert named in error.path.read_text()
-    quiet = trainer(tmp_path, HaltOnNaN(check_outputs=False), num_sanity_val_steps=0)
-    quiet.fit(model.train(), loader(), loader(n=4))
-    assert quiet.global_step == 16
-
-
-def test_infinite_entries_of_larger_outputs_are_accepted(tmp_path):
-    model = Evaluated()
-    model.outputs = {"logits": torch.tensor([0.0, -torch.inf])}
-    run = trainer(tmp_path, HaltOnNaN())
-    run.fit(model, loader(), loader(n=4))
-    assert run.global_step == 16
+    assert "val_loss" in error.path.read_text()
 
 
 @fused_or_not
@@ -455,8 +445,8 @@ def test_an_update_that_overflows_by_itself_reaches_no_checkpoint(tmp_path):
     run = trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True)
     error = halted(run, Huge(), loader())
     assert error.step == 3
-    assert error.cause == NonFiniteCause.EXPLODING
-    assert "after the update of step 3" in str(error)
+    assert error.cause == NonFiniteCause.BAD_PARAMETER
+    assert "the last update was that of SGD at a learning rate of 1e+20" in str(error)
     assert assert_all_finite(tmp_path / "every") == 3
 
 
@@ -507,7 +497,7 @@ def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model(), loader())
     assert error.cause == NonFiniteCause.STATE
     assert error.parameters[0].name == name
-    assert f"finite at step {finite_at}." in str(error)
+    assert f"finite at step {finite_at};" in str(error)
     assert "learning rate" not in str(error)
     assert_all_finite(tmp_path / "every")
 
@@ -550,8 +540,7 @@ def test_directory_takes_the_place_of_the_log_directory(tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "here"))), Net(), loader(BAD))
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
         "nonfinite-step9-last-good.ckpt",
-        "nonfinite-step9-rank0-capsule.json",
-        "nonfinite-step9-rank0-capsule.pt",
+        "nonfinite-step9-rank0.pt",
         "nonfinite-step9-report.md",
     ]
     assert error.path == tmp_path / "here" / "nonfinite-step9-report.md"
@@ -690,7 +679,8 @@ def test_nothing_is_left_behind(model, data, error, fused, tmp_path):
     callback.teardown(run, made, "fit")
 
 
-def test_another_error_right_after_a_vetoed_step_leaves_a_clean_checkpoint(tmp_path):
+def test_another_error_right_after_a_step_that_was_held_back_leaves_a_clean_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_guard, "reads_at_once", lambda _gradients: False)  # as on a GPU
     observer = Observer()
     L.seed_everything(0, verbose=False)
     trainer(tmp_path, observer).fit(Net("sgd", fused=True), loader(BAD))
@@ -794,6 +784,57 @@ def test_a_compiled_module(fused, tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD))
     assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
     assert error.parameters[0].name == "net.0.weight"
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+class ReplacesBuffer(Net):
+    """Replaces a buffer in each step; another one holds NaN before the bad step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def training_step(self, batch, batch_idx):
+        self.centre = self.centre * 0.9 + batch.mean(0) * 0.1
+        return self.loss((batch - self.centre) * self.scale)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == BAD - 1:
+            self.scale = torch.full((4,), torch.nan)
+
+
+def test_a_nan_buffer_is_named_beside_one_that_the_step_replaces(tmp_path):
+    model = ReplacesBuffer()
+    error = halted(trainer(tmp_path, HaltOnNaN()), model, loader())
+    assert error.cause == NonFiniteCause.BAD_PARAMETER
+    assert "scale (4 NaN of 4, 100%) was already NaN or Inf before this step" in str(error)
+    assert "the step is bad too" not in str(error)
+    assert model.scale.isnan().all(), "nothing was written into it"
+    assert model.centre.isfinite().all()
+
+
+BROKEN = [
+    "examine", "run_again", "step_as_plain", "write_checkpoint", "StepRerun", "bad_state", "step_conditions",
+    "torch.save",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_whatever_fails_in_a_diagnosis_the_error_of_the_bad_step_is_raised(broken, tmp_path, monkeypatch):
+    def fails(*_args, **_options):
+        raise RecursionError("of ours")
+
+    class BreaksLate(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == BAD:
+                monkeypatch.setattr(torch if "." in broken else halt_run, broken.rpartition(".")[2], fails)
+
+    model = Net()
+    error = halted(trainer(tmp_path, BreaksLate(), HaltOnNaN()), model, loader(BAD))
+    assert (error.step, error.batch_idx if broken != "examine" else BAD) == (BAD, BAD)
+    if broken not in {"bad_state", "examine"}:
+        assert "RecursionError: of ours" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 

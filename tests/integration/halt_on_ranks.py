@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import trainer
 
 BAD = 5
@@ -73,7 +73,9 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         bad = self.fails == "validation" and batch_idx == 1 and self.global_rank == 1
-        return torch.tensor(torch.nan if bad else 0.0)
+        loss = torch.tensor(torch.nan if bad else 0.0)
+        self.log("val_loss", loss)
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=self.fused)
@@ -141,7 +143,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     except NonFiniteError as error:
         seen |= {"step": error.step, "batch_idx": error.batch_idx, "rank": error.rank, "cause": error.cause,
                  "stage": error.stage, "message": str(error), "checkpoint": str(error.checkpoint_path),
-                 "capsule": str(error.capsule_path),
+                 "file": str(error.step_path),
                  "operation": error.explanation and error.explanation.operation}  # fmt: skip
     return seen | {
         "seconds": time.monotonic() - begin,

@@ -40,7 +40,6 @@ def run(action: Any, folder: Path, rank: int) -> dict[str, Any]:
     return {
         "error": error,
         "spikes": [(one.step, one.done, one.loss, one.norm, one.taken_back) for one in spikes.spikes],
-        "capsules": [None if one.capsule is None else one.capsule.name for one in spikes.spikes],
         "global_step": run.global_step,
         "digest": hashlib.sha256(state).hexdigest(),
     }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.integration import halt_on_ranks
 from tests.integration.halt_on_ranks import BAD, SCENARIOS
 from tests.two_processes import seen_by_ranks
@@ -72,14 +72,14 @@ ALONE = [name for name in HALTING if name not in {"validation", "talks"} and not
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_the_capsule_of_the_culprit_rank_replays_alone(name, seen):
+def test_the_file_of_the_culprit_rank_replays_alone(name, seen):
     """In this process, which knows of no other rank."""
     zero, one = seen[name]
-    assert zero["capsule"] == one["capsule"]
-    assert "-rank1-" in zero["capsule"]
+    assert zero["file"] == one["file"]
+    assert zero["file"].endswith("-rank1.pt")
     assert zero["operation"] == one["operation"]
     assert zero["operation"] is not None
-    found = replay(zero["capsule"], trust=True)
+    found = replay(zero["file"], model=halt_on_ranks.Net)
     assert found.exact, found.mismatches
     assert found.doubts == ()
     assert len(found.losses) == (4 if name == "accumulation" else 1)

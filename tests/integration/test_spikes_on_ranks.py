@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools import replay
 from tests.callbacks.spike_models import AT, N_BATCHES
 from tests.integration import spikes_on_ranks
 from tests.integration.spikes_on_ranks import ACTIONS
@@ -37,11 +36,3 @@ def test_both_ranks_find_the_same_spike_and_end_with_the_same_weights(action, se
     assert bool(zero["error"]) == (action == "halt")
     steps = {"rollback": N_BATCHES - 1 - taken_back, "halt": AT}
     assert zero["global_step"] == steps.get(action, N_BATCHES)
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_the_rank_with_the_bad_batch_saves_its_step(action, folder, seen):
-    assert seen[0][action]["capsules"] == [f"loss-spike-step{AT}-rank1-capsule.pt"]
-    again = replay(folder / action / seen[0][action]["capsules"][0], trust=True)
-    assert again.spike.made_by == "batch"
-    assert again.losses[0] == pytest.approx(seen[0][action]["spikes"][0][2], rel=1e-6)

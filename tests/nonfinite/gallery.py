@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 
 BATCH, FEATURES, N_BATCHES, BAD_BATCH = 8, 6, 8, 5
 
@@ -321,12 +321,12 @@ FAILING: dict[str, Case] = {
     "half_overflow": Case(
         HalfOverflow, bad_data(_set(1000.0, ZERO_ROW)), NonFiniteCause.LOW_PRECISION,
         operation="aten.pow", code="return self.first(batch.half()).square().mean()",
-        tried="in float32 the step is finite",
+        tried="",
     ),
     "exp_overflow": Case(
         ExpOverflow, bad_data(_set(400.0, ZERO_ROW)), NonFiniteCause.OVERFLOW,
         operation="aten.exp", code="return torch.exp(x.amax(1) * torch.sigmoid(self.body(x)).amax(1)).mean()",
-        tried="in float64 the step is finite",
+        tried="",
     ),
     "zero_deviation": Case(
         ZeroDeviation, bad_data(_set(2.0, ZERO_ROW)), NonFiniteCause.DOMAIN,
@@ -335,12 +335,12 @@ FAILING: dict[str, Case] = {
     "nan_in_inputs": Case(
         Small, bad_data(_set(torch.nan, ALL)), NonFiniteCause.DIRTY_DATA,
         operation="aten.addmm", module="first", code=BODY,
-        tried="with 0 in the place of NaN and Inf the step is finite",
+        tried="",
     ),
     "inf_in_inputs": Case(
         Small, bad_data(_set(torch.inf, ALL)), NonFiniteCause.DIRTY_DATA,
         operation="aten.addmm", module="first", code=BODY,
-        tried="with 0 in the place of NaN and Inf the step is finite",
+        tried="",
     ),
     "nan_in_one_sample": Case(
         Small, bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan)), NonFiniteCause.DIRTY_DATA,
@@ -349,12 +349,12 @@ FAILING: dict[str, Case] = {
     "exploding_recurrence": Case(
         ExplodingRecurrence, good_data(60), NonFiniteCause.EXPLODING, None,
         operation="aten.addmm", module="cell", code="hidden = self.cell(hidden) + batch",
-        tried="in float64 the step is bad too; with all weights divided by 10",
+        tried="",
     ),
     "summed_loss": Case(
         SummedLoss, good_data(60), NonFiniteCause.EXPLODING, None, operation="aten.mse_loss",
         code='return F.mse_loss(self.first(batch), batch.sum(1, keepdim=True), reduction="sum")',
-        tried="in float64 the step is finite; an update at the rate 1 multiplies the loss of this batch by 1",
+        tried="",
     ),
     "custom_backward": Case(
         CustomBackward, bad_data(_set(0.0, ZERO_ROW)), NonFiniteCause.DOMAIN,
@@ -373,17 +373,17 @@ FAILING: dict[str, Case] = {
     "all_targets_ignored": Case(
         IgnoredTargets, _with_targets(), NonFiniteCause.DOMAIN, operation="aten.nll_loss_forward",
         code='return F.cross_entropy(self.body(batch["x"]), batch["y"], ignore_index=-1)',
-        tried="that torch.nn.functional.nll_loss makes, forward and backward, the step is finite",
+        tried="",
     ),
     "bad_parameter": Case(
         BadCheckpoint, good_data(), NonFiniteCause.BAD_PARAMETER, 0, operation="aten.addmm", module="last",
         code="return self.last(hidden)",
-        tried="with 0 in the place of NaN and Inf in last.weight the step is finite",
+        tried="",
     ),
     "one_sample": Case(
         OneSample, [*good_data()[:BAD_BATCH], good_data()[0][:1]], NonFiniteCause.DOMAIN, operation="aten.div",
         code="return ((hidden - hidden.mean(0)).square().sum(0) / (len(x) - 1)).mean()",
-        tried="with 0 in the place of the NaN and Inf that torch.div makes, forward and backward, the step is finite",
+        tried="",
     ),
     "arc_cosine": Case(
         ArcCosine, bad_data(_set(50.0, ZERO_ROW)), NonFiniteCause.DOMAIN, operation="aten.acos",

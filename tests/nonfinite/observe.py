@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import trainer
 
 

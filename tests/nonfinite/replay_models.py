@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import half
 from tests.nonfinite.observe import error_at_halt
 
@@ -20,7 +20,7 @@ BAD = 7
 
 
 class Everything(L.LightningModule):
-    """Dropout, BatchNorm, random numbers of three kinds, two buffers and a counter that the loss depends on.
+    """Dropout, BatchNorm, random numbers of three kinds, and three buffers that the loss depends on.
 
     At batch 7 a head takes the log of 0; the gradients of the other weights stay finite, so that a wrong bit shows.
     """
@@ -36,14 +36,16 @@ class Everything(L.LightningModule):
         self.center: Tensor
         self.register_buffer("center", torch.zeros(4))
         self.positions: Tensor
-        self.register_buffer("positions", torch.linspace(-0.1, 0.1, 4).expand(2, 4))  # its rows share memory
-        self.temperature = 1.0
+        rows = torch.linspace(-0.1, 0.1, 4).expand(2, 4)  # they share memory, and no checkpoint can be loaded into them
+        self.register_buffer("positions", rows, persistent=False)
+        self.temperature: Tensor
+        self.register_buffer("temperature", torch.ones(()))
 
     def on_train_epoch_start(self) -> None:
         self.still.eval()
 
     def finite(self, x: Tensor) -> Tensor:
-        self.temperature *= 0.99
+        self.temperature = self.temperature * 0.99
         x = x + 0.1 * torch.randn_like(x) + 0.1 * random.random()  # noqa: S311, noise
         x = x * torch.from_numpy(np.random.uniform(0.9, 1.1, tuple(x.shape)).astype("float32")).to(x)  # noqa: NPY002, what users write
         hidden = self.net(x)

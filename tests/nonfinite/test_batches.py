@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_memtools.memory.nested_tensors import named_tensors
-from lightning_memtools.nonfinite.bad_step import MAX_SAMPLES, MicroBatch, bad_inputs, release_batches
+from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, MicroBatch, bad_inputs
 
 
 class Pair(NamedTuple):
@@ -60,13 +60,6 @@ def test_masks_scalars_and_sparse_tensors():
     assert (number.samples, number.is_mask) == ((), False)
     assert (sparse.n_nan, sparse.samples) == (1, ())
     assert bad_inputs(MicroBatch(0, None)) == []
-
-
-def test_the_newest_two_batches_and_those_that_fit_are_kept():
-    held = [MicroBatch(i, torch.zeros(10)) for i in range(6)]  # 40 bytes each, newest first
-    held[5].keep = True
-    release_batches(held, 85)
-    assert [micro.batch is not None for micro in held] == [True, True, True, True, False, True]
 
 
 def test_as_many_samples_as_are_listed_are_all_of_them():

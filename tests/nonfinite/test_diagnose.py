@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import BadInput, Evidence, PastStep, growth
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause, diagnose
+from lightning_memtools.nonfinite.bad_step import BadStep, culprit_of, infer
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
+from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, growth
 
 CALM = [1.0, 1.1, 0.9, 1.0, math.nan]
 GROWN = [1.0, 1.1, 4.0, 30.0, math.inf]
@@ -18,17 +19,13 @@ MASK = BadInput("batch", 4, 0, 4, 8, (2,), is_mask=True)
 WEIGHT = BadTensor("weight", 1, 0, 4)
 
 
-def evidence(rank: int = 0, *, loss: float = math.nan, **other: Any) -> Evidence:
-    values: dict[str, Any] = {
-        "rank": rank, "step": 4, "batches": (4,), "losses": ((4, loss),), "norm": math.nan, "gradients": (),
-        "parameters": (), "inputs": (), "unseen": (), "learning_rates": (0.1,), "weight_norm": 1.0,
-        "plain_sgd": False, "float16": False,
-    }  # fmt: skip
-    return Evidence(**(values | other))
+def evidence(rank: int = 0, *, loss: float = math.nan, **other: Any) -> BadStep:
+    values: dict[str, Any] = {"step": 4, "batches": (4,), "losses": ((4, loss),), "learning_rates": (0.1,)}
+    return BadStep(rank=rank, **({"weight_norm": 1.0} | values | other))
 
 
-def past(norms: list[float]) -> list[PastStep]:
-    return [PastStep(step, 1.0, norm) for step, norm in enumerate(norms)]
+def past(norms: list[float]) -> tuple[PastStep, ...]:
+    return tuple(PastStep(step, 1.0, norm) for step, norm in enumerate(norms))
 
 
 @pytest.mark.parametrize(
@@ -51,25 +48,29 @@ def past(norms: list[float]) -> list[PastStep]:
     ],
 )
 def test_every_class_of_cause_is_recognised(seen, norms, cause):
-    assert diagnose([seen], {0: past(norms)}).cause == cause
+    seen.history = past(norms)
+    infer(seen)
+    assert seen.cause == cause
 
 
 def test_a_loss_that_grows_is_an_explosion_too():
-    history = [PastStep(step, loss, 1.0) for step, loss in enumerate([1.0, 1.0, 20.0, 300.0, math.inf])]
-    diagnosis = diagnose([evidence()], {0: history})
-    assert diagnosis.cause == NonFiniteCause.EXPLODING
-    assert "the loss had grown 300-fold over the 4 steps before" in diagnosis.because
-    assert "learning rate (now 0.1)" in diagnosis.advice
+    losses = [1.0, 1.0, 20.0, 300.0, math.inf]
+    bad = evidence(history=tuple(PastStep(step, loss, 1.0) for step, loss in enumerate(losses)))
+    infer(bad)
+    assert bad.cause == NonFiniteCause.EXPLODING
+    assert "the loss had grown 300-fold over the 4 steps before" in bad.because
+    assert "learning rate (now 0.1)" in bad.advice
 
 
 def test_the_rank_with_the_bad_loss_and_batch_is_the_culprit():
-    calm = {rank: past(CALM) for rank in range(3)}
     good, bad, dirty = evidence(0, loss=1.0), evidence(1), evidence(2, inputs=(DIRTY,))
-    assert diagnose([good, bad], calm).rank == 1
-    assert diagnose([good, bad, dirty], calm).rank == 2
-    assert diagnose([good, evidence(1, loss=1.0, inputs=(DIRTY,))], calm).rank == 1
-    assert diagnose([good, evidence(1, loss=1.0, inputs=(MASK,))], calm).rank is None
-    assert diagnose([good], calm).rank == 0
+    assert culprit_of([good, bad]) is bad
+    assert culprit_of([good, bad, dirty]) is dirty
+    quiet = evidence(1, loss=1.0, inputs=(DIRTY,))
+    assert culprit_of([good, quiet]) is quiet
+    assert culprit_of([good, evidence(1, loss=1.0, inputs=(MASK,))]) is None
+    assert culprit_of([good, alone := evidence(1, loss=1.0, is_bad_alone=True)]) is alone
+    assert culprit_of([good]) is good
 
 
 @pytest.mark.parametrize(

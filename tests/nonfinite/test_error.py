@@ -6,8 +6,8 @@ import math
 import pickle
 from pathlib import Path
 
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
 
 
 def test_pickle_keeps_message_and_fields():

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.bad_step import BadStep
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause, diagnose, examine
-from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
-from lightning_memtools.nonfinite.update_veto import UpdateVeto
+from lightning_memtools.nonfinite.bad_step import examine
+from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.step_guard import HaltOptions, HeldBackStep, StepGuard
+from lightning_memtools.nonfinite.update_flag import UpdateFlag
 from tests.nonfinite.observe import differences
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU all steps are read before their update. Here a fused one takes the way of a GPU's, by a flag."""
+    monkeypatch.setattr(step_guard, "reads_at_once", lambda _gradients: False)
 
 
 class Loop:
@@ -21,10 +26,10 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-        self.guard = StepGuard(self.model, HaltOptions(explain=reruns, capsule=reruns, max_skips=max_skips))
+        self.guard = StepGuard(self.model, HaltOptions(explain=reruns, save_step=reruns, max_skips=max_skips))
         self.n = 0
 
-    def step(self, *micro: Tensor) -> BadStep | None:
+    def step(self, *micro: Tensor) -> HeldBackStep | None:
         for position, batch in enumerate(micro):
             self.guard.begin(batch, self.n, self.n, first=position == 0)
             loss = self.model(batch).square().mean() / len(micro)
@@ -33,8 +38,9 @@ class Loop:
                 self.optimizer.zero_grad()
             loss.backward()
         self.n += 1
-        trip = self.guard.check(self.optimizer) or self.guard.before_update(self.optimizer)
+        trip = self.guard.check(self.optimizer)
         if trip is None:
+            self.guard.before_update(self.optimizer)
             self.optimizer.step()
         return trip
 
@@ -63,7 +69,8 @@ def test_without_a_fused_kernel_the_bad_step_is_returned_before_its_update():
     assert differences(before, loop.bits()) == []
 
 
-def test_with_a_fused_kernel_it_is_returned_one_step_late_and_nothing_has_changed():
+def test_with_a_fused_kernel_it_is_returned_one_step_late_and_nothing_has_changed(monkeypatch):
+    as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
     for _ in range(3):
         assert loop.step(good()) is None
@@ -75,11 +82,6 @@ def test_with_a_fused_kernel_it_is_returned_one_step_late_and_nothing_has_change
     assert differences(before, loop.bits()) == []
 
 
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Good steps are read at once on the CPU. Here they take the way of a GPU's, which are decided on the device."""
-    monkeypatch.setattr(step_guard, "can_look_first", lambda _gradients: False)
-
-
 def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     """As on a GPU that is far behind the host: nothing arrives for some steps."""
     as_on_a_gpu(monkeypatch)
@@ -87,8 +89,8 @@ def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     loop.step(good())
     loop.step(good())
     before = loop.bits()
-    assert loop.guard._veto is not None
-    monkeypatch.setattr(loop.guard._veto, "read", lambda *, wait: [])
+    assert loop.guard._flag is not None
+    monkeypatch.setattr(loop.guard._flag, "read", lambda *, wait: [])
     for batch in (dirty(), good(), good(), dirty(), good()):
         assert loop.step(batch) is None
     monkeypatch.undo()
@@ -99,21 +101,16 @@ def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     assert [past.step for past in loop.guard.history] == [0, 1, 2]
 
 
-def test_on_the_cpu_an_optimizer_sees_a_flag_only_from_the_first_bad_step_on():
-    """A fused kernel that is given a flag takes longer, though it is 0."""
+def test_where_steps_may_be_skipped_a_fused_step_is_read_before_its_update(monkeypatch):
+    """What is held back on the device is so for good."""
+    as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True, max_skips=1)
-    loop.step(good())
-    assert not hasattr(loop.optimizer, "found_inf")
-    before = loop.bits()
-    assert loop.step(dirty()) is None
-    assert (
-        differences(before, {**loop.bits(), **{k: v for k, v in before.items() if "running" in k or "num_" in k}}) == []
-    )
-    for _ in range(2):
-        assert loop.step(good()) is None
+    for batch in (good(), dirty(), good(), good()):
+        assert loop.step(batch) is None
+    assert loop.guard._flag is None
     assert [step for step, _ in loop.guard.skipped] == [1]
-    assert loop.optimizer.found_inf == 0
     assert [past.step for past in loop.guard.history] == [0, 1, 2, 3]
+    assert all(torch.isfinite(value).all() for value in loop.bits().values())
 
 
 def test_drain_without_undecided_steps_does_nothing():
@@ -134,7 +131,8 @@ def test_the_bad_elements_of_gradients_are_counted():
     ]  # fmt: skip
 
 
-def test_gradients_of_a_step_that_is_read_late_are_named_by_their_norms():
+def test_gradients_of_a_step_that_is_read_late_are_named_by_their_norms(monkeypatch):
+    as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
     loop.step(good())
     loop.step(dirty())
@@ -150,32 +148,22 @@ def test_the_batch_and_loss_of_the_bad_micro_batch_are_in_the_evidence(fused):
     trip = loop.step(good(), dirty(), good()) or loop.guard.drain()
     assert trip is not None
     loop.guard.undo(trip)
-    evidence = examine(loop.model, trip)
+    evidence = examine(loop.model, trip, [loop.optimizer], history=tuple(loop.guard.history))
     assert [torch.isfinite(torch.tensor(loss)).item() for _, loss in evidence.losses] == [True, False, True]
     (bad,) = evidence.inputs
     assert (bad.name, bad.n_nan, bad.samples) == ("batch", 5, (0, 1, 2, 3, 4))
-    diagnosis = diagnose([evidence], {0: tuple(loop.guard.history)})
-    assert diagnosis.cause == NonFiniteCause.DIRTY_DATA
+    assert evidence.cause == NonFiniteCause.DIRTY_DATA
 
 
-def test_old_micro_batches_are_released_where_no_step_runs_again_but_not_the_bad_one():
-    loop = Loop(fused=False)
-    trip = loop.step(good(), dirty(), good(), good(), good())
-    assert [micro.batch is not None for micro in trip.step.micro] == [False, True, False, True, True]
-    evidence = examine(loop.model, trip)
-    assert evidence.unseen == (0, 0)
-    assert len(evidence.inputs) == 1
-
-
-def test_of_earlier_steps_one_batch_is_held_until_they_are_read(monkeypatch):
+def test_older_batches_are_moved_to_the_host_until_they_are_read(monkeypatch):
     as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
     loop.step(good())
-    monkeypatch.setattr(loop.guard._veto, "read", lambda *, wait: [])
+    monkeypatch.setattr(loop.guard._flag, "read", lambda *, wait: [])
     for _ in range(4):
         loop.step(good())
-    held = [micro.batch is not None for step in loop.guard._veto.notes() for micro in step.micro]
-    assert held == [False, False, False, True, True]
+    moved = [micro.changed is not None for step in loop.guard._flag.undecided() for micro in step.micro]
+    assert moved == [True, True, True, False, False], "the present one and one more stay"
 
 
 def test_close_removes_the_flag(monkeypatch):
@@ -188,8 +176,9 @@ def test_close_removes_the_flag(monkeypatch):
     assert not hasattr(loop.optimizer, "found_inf")
 
 
-def test_an_immediate_step_waits_for_the_fused_optimizer_before_it():
+def test_an_immediate_step_waits_for_the_fused_optimizer_before_it(monkeypatch):
     """Two optimizers, one of them fused: the other must not move once the first was held back."""
+    as_on_a_gpu(monkeypatch)
     torch.manual_seed(0)
     one, two = nn.Linear(3, 1), nn.Linear(3, 1)
     guard = StepGuard(nn.ModuleList([one, two]))
@@ -210,11 +199,12 @@ def test_an_immediate_step_waits_for_the_fused_optimizer_before_it():
 
 def test_state_that_another_optimizer_created_while_held_back_is_removed_too(monkeypatch):
     """The host learns of the first optimizer's bad step only after the second one's first step."""
+    as_on_a_gpu(monkeypatch)
     torch.manual_seed(0)
     one, two = nn.Linear(3, 1), nn.Linear(3, 1)
     guard = StepGuard(nn.ModuleList([one, two]))
     first, second = (torch.optim.AdamW(net.parameters(), fused=True) for net in (one, two))
-    monkeypatch.setattr(UpdateVeto, "read", lambda veto, *, wait: [])
+    monkeypatch.setattr(UpdateFlag, "read", lambda flag, *, wait: [])
     guard.begin(None, 0, 0)
     for net, optimizer, batch in ((one, first, dirty()), (two, second, good())):
         loss = net(batch).mean()

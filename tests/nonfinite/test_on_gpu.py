@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import default_callbacks, replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.bad_step import MicroBatch, move_to_host
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import measure
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
-from lightning_memtools.state.starts import BatchStartRecorder
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
 from tests.nonfinite.observe import Observer, differences, state_bits
@@ -74,10 +73,9 @@ def step(
 
 @pytest.mark.cuda_memory
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("max_skips", [0, 3])
-def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
+def test_with_a_fused_kernel_no_step_waits_for_the_device(name):
     model, optimizer = made(name)
-    guard = StepGuard(model, HaltOptions(max_skips=max_skips, explain=False, capsule=False))
+    guard = StepGuard(model, HaltOptions(explain=False, save_step=False))
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):  # the first steps create state, and the second one waits for the first
         assert step(guard, model, optimizer, batches[number], number) is None
@@ -93,7 +91,7 @@ def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
 @pytest.mark.parametrize("name", FUSED)
 def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
     model, optimizer = made(name)
-    guard = StepGuard(model, HaltOptions(explain=False, capsule=False))
+    guard = StepGuard(model, HaltOptions(explain=False, save_step=False))
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         step(guard, model, optimizer, batches[number], number)
@@ -132,7 +130,7 @@ def test_without_a_fused_kernel_one_read_is_all():
     """The read is the only thing that waits: with it taken out, nothing does."""
     model, _ = made("adamw")
     optimizer = torch.optim.AdamW(model.parameters())
-    guard = StepGuard(model, HaltOptions(explain=False, capsule=False))
+    guard = StepGuard(model, HaltOptions(explain=False, save_step=False))
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         assert step(guard, model, optimizer, batches[number], number) is None
@@ -272,11 +270,11 @@ def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("name", ["accumulation", "manual"])
-def test_a_capsule_replays_bit_for_bit(name, precision, tmp_path):
+@pytest.mark.parametrize("name", ["accumulation", "manual_accumulation"])
+def test_a_step_replays_bit_for_bit(name, precision, tmp_path):
     more = {"accelerator": "gpu", "devices": 1, "precision": precision, "benchmark": False}
-    error, recorder, _ = halted(name, tmp_path, more=more)
-    found = replay(error.capsule_path)
+    error, recorder, model = halted(name, tmp_path, more=more)
+    found = replay(error.step_path, model=type(model))
     assert found.exact, found.mismatches
     for parameter, gradient in recorder.gradients.items():
         assert torch.equal(gradient.isnan(), found.gradients[parameter].isnan())
@@ -287,28 +285,25 @@ def test_a_capsule_replays_bit_for_bit(name, precision, tmp_path):
 @pytest.mark.parametrize("part", ["cuda", "scale"])
 def test_the_random_numbers_of_the_device_and_the_scale_are_needed(part, tmp_path):
     more = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed"}
-    saved = torch.load(halted("accumulation", tmp_path, more=more)[0].capsule_path, weights_only=True)
+    error, _, model = halted("accumulation", tmp_path, more=more)
+    saved = torch.load(error.step_path, weights_only=True)
     if part == "scale":
         saved["conditions"]["scale"] = None
     else:
         for micro in saved["micro"]:
-            del micro["start"]["random"]["cuda"]
-    torch.save(saved, tmp_path / "less.pt")
+            micro["random"]["cuda"] = None
+    torch.save(saved, error.step_path)
     torch.cuda.manual_seed(1)
-    assert not replay(tmp_path / "less.pt").exact
+    assert not replay(error.step_path, model=type(model)).exact
 
 
 @pytest.mark.cuda_memory
 def test_what_a_replay_needs_is_noted_without_waiting():
-    model, _ = made("sgd")
     batch = {"x": torch.randn(8, 6, device="cuda"), "mask": torch.ones(1, 6, device="cuda").expand(8, 6)}
-    keeper = BatchStartRecorder(model)
-    keeper.record(batch)
     torch.empty(1000, pin_memory=True)  # the first pinned memory waits
     with nothing_may_wait():
-        start = keeper.record(batch)
-        micro = MicroBatch(0, batch, start=start)
-        move_to_host(micro)
+        micro = MicroBatch.beginning(0, batch, records=True)
+        micro.move_to_host()
     torch.cuda.synchronize()
     assert micro.changed == ()
     assert torch.equal(micro.batch["x"], batch["x"].cpu())

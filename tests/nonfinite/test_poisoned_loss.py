@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.update_veto import poison
+from lightning_memtools.nonfinite.update_flag import poison
 
 
 def gradients(loss_of, *, poisoned: bool) -> list[torch.Tensor]:

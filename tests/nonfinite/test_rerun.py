@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, VirtualDevice
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import differences, state_bits
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches
@@ -58,7 +58,8 @@ class CountingManual(Counting, ManualEverything):
 
 def halt(model: L.LightningModule, root: Path, **options: Any) -> tuple[NonFiniteError, L.Trainer]:
     arguments = options.pop("arguments", {})
-    run = trainer(root, HaltOnNaN(save_last_good=False, directory=str(root / "memtools"), **arguments), **options)
+    keeps = options.pop("save_last_good", False)
+    run = trainer(root, HaltOnNaN(save_last_good=keeps, directory=str(root / "memtools"), **arguments), **options)
     dataset: Any = batches()
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, DataLoader(dataset, batch_size=None))
@@ -77,11 +78,11 @@ def test_everything_is_restored_after_the_step_was_run_again(options, tmp_path, 
         L.seed_everything(0, verbose=False)
         model = more.pop("model", Counting)()
         logger = CSVLogger(tmp_path / name, flush_logs_every_n_steps=1)
-        error, run = halt(model, tmp_path, logger=logger, arguments={"explain": asked, "capsule": asked}, **more)
+        error, run = halt(model, tmp_path, logger=logger, arguments={"explain": asked, "save_step": asked}, **more)
         assert (error.explanation is not None) == asked
         gradients = {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         plain = {
-            "count": model.count, "seen": list(model.seen), "temperature": model.temperature,
+            "count": model.count, "seen": list(model.seen), "temperature": float(model.temperature),
             "training": [part.training for part in model.modules()],
             "requires_grad": [p.requires_grad for p in model.parameters()],
             "metric": float(model.metric.mean_value), "own numbers": model.own_numbers.bit_generator.state,
@@ -112,7 +113,7 @@ def test_nothing_more_is_computed_or_allocated_until_a_halt(name, tmp_path):
         L.seed_everything(0, verbose=False)
         with VirtualDevice() as device:
             run = trainer(
-                tmp_path, HaltOnNaN(explain=asked, capsule=asked), logger=False, limit_train_batches=BAD, **options()
+                tmp_path, HaltOnNaN(explain=asked, save_step=asked), logger=False, limit_train_batches=BAD, **options()
             )
             dataset: Any = [x + 0.01 for x in batches()]
             run.fit(make(), DataLoader(dataset, batch_size=None))
@@ -140,7 +141,7 @@ def test_not_one_operation_more_runs_until_a_halt(name, tmp_path):
     for asked in (True, False):
         L.seed_everything(0, verbose=False)
         dataset: Any = batches()[:BAD]
-        run = trainer(tmp_path, HaltOnNaN(explain=asked, capsule=asked), logger=False, **options())
+        run = trainer(tmp_path, HaltOnNaN(explain=asked, save_step=asked), logger=False, **options())
         with Count() as count:
             run.fit(make(), DataLoader(dataset, batch_size=None))
         counted.append(count.n)
@@ -206,10 +207,10 @@ def test_batches_of_an_accumulation_that_no_memory_is_left_for_are_moved_to_the_
     """On the simulated device they do not count, and the step is still the same in every bit."""
     L.seed_everything(0, verbose=False)
     with VirtualDevice():
-        error, _ = halt(Everything(), tmp_path, logger=False, accumulate_grad_batches=4)
+        error, _ = halt(Everything(), tmp_path, logger=False, accumulate_grad_batches=4, save_last_good=True)
     from lightning_memtools import replay  # noqa: PLC0415, for this test alone
 
-    found = replay(error.capsule_path)
+    found = replay(error.step_path, model=Everything)
     assert found.exact
     assert len(found.losses) == 4
     assert found.doubts == ()
@@ -233,7 +234,7 @@ def test_a_step_that_recomputes_activations_is_explained(tmp_path):
     error, _ = halt(Recomputed(), tmp_path, logger=False)
     assert (error.explanation.operation, error.explanation.backward) == ("aten.log", False)
     assert Path(error.explanation.file).name == "replay_models.py"
-    assert "Run again: losses and gradients are the same bit for bit." in str(error)
+    assert "Run again: losses are the same bit for bit." in str(error)
 
 
 def test_what_the_trainer_knows_is_there_when_the_step_is_run_again(tmp_path, monkeypatch):

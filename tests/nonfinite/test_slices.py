@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite.bad_value_roots import UNKNOWN, PriorTensor, ValueOrigin, find_bad_value_root
-from lightning_memtools.nonfinite.interventions import cleaned, wide, with_other_samples
+from lightning_memtools.nonfinite.explain import with_other_samples
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, values_of
 
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
@@ -102,32 +102,3 @@ def test_other_samples_take_the_place_of_bad_ones():
     assert batch["y"].tolist() == [7, 8, 9], "the batch itself stays"
     assert with_other_samples(batch, [0, 1, 2]) is None
     assert with_other_samples({"x": torch.ones(3), "y": torch.ones(2)}, [0]) is None
-
-
-def test_a_cleaned_batch_keeps_its_masks():
-    batch = {"x": torch.tensor([[1.0, torch.nan], [2.0, 3.0]]), "mask": MASK}
-    changed, _ = cleaned(batch)
-    assert changed["x"].tolist() == [[2, 3], [2, 3]]
-    everything, how = cleaned({"x": torch.full((2, 2), torch.inf), "mask": MASK})
-    assert everything["x"].tolist() == [[0, 0], [0, 0]]
-    assert torch.equal(everything["mask"], MASK)
-    assert "0" in how
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_computes_everything_in_a_wider_type_and_leaves_the_weights_alone(dtype):
-    net = nn.Linear(2, 2, dtype=torch.float16)
-    before = [(p, p.data_ptr(), p.clone()) for p in net.parameters()]
-    with wide(net, dtype):
-        out = net((torch.ones(1, 2) * 300).half()).square().square()
-        assert out.dtype == dtype
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            cast = torch.mm(torch.ones(1, 2), torch.ones(2, 1))
-        assert cast.dtype == dtype
-        out.sum().backward()
-        assert net.weight.grad.isfinite().all()
-    for parameter, pointer, value in before:
-        assert (parameter.dtype, parameter.data_ptr()) == (torch.float16, pointer)
-        assert torch.equal(parameter, value)
-        assert parameter.grad is None
-    assert torch.get_default_dtype() == torch.float32

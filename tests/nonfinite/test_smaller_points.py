@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.nonfinite.observe import error_at_halt
 
 WIDTH = BATCH = 8

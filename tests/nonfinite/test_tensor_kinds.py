@@ -14,14 +14,12 @@ from torch.func import grad, vmap
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.memory.fingerprints import fingerprint
-from lightning_memtools.nonfinite.bad_step import MicroBatch, bad_inputs, digest_of, move_to_host
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
-from lightning_memtools.nonfinite.evaluation_guard import OutputWatch
-from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
-from lightning_memtools.nonfinite.interventions import cleaned
+from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.explain import with_other_samples
+from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
 from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, StorageKeys, kinds_of, values_of
-from lightning_memtools.state.capsule.capsule_file import from_plain, to_plain
+from lightning_memtools.nonfinite.step_rerun import digests_of
 from lightning_memtools.state.starts import versions_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from tests.lightning_models import Regression, loader, trainer
@@ -40,9 +38,6 @@ def test_nan_is_found_in_every_kind_of_tensor_that_can_be_read(name):
     assert bool(find_bad([("it", tensor)])) == holds_nan
     facts = values_of(tensor)
     assert (facts is not None and facts.n_bad > 0) == holds_nan
-    watch = OutputWatch()
-    watch.check({"it": tensor})
-    assert bool(watch.bad_outputs()) == holds_nan
     micro = MicroBatch(0, {"it": tensor})
     assert [bad.name for bad in bad_inputs(micro)] == ['batch["it"]'] * holds_nan
 
@@ -53,12 +48,8 @@ def test_every_kind_of_tensor_can_be_kept_and_written(name):
     assert len(versions_of([tensor])) == 1
     StorageKeys().key(tensor)
     StateSnapshot([[tensor]]).restore()
-    move_to_host(MicroBatch(0, [tensor]))
-    assert digest_of(tensor) == digest_of(tensor)
-    left_out: list[str] = []
-    again = from_plain(to_plain(tensor, left_out, "it"), lambda _: None)
-    if not left_out and floats_of(tensor) is not None:
-        assert digest_of(again) == digest_of(tensor)
+    MicroBatch(0, [tensor], versions=(0,)).move_to_host()
+    assert digests_of({"it": tensor}) == digests_of({"it": tensor})
 
 
 # Computing with memory that was freed crashes torch itself.
@@ -74,12 +65,9 @@ def test_operations_on_every_kind_of_tensor_can_be_traced(name):
                 continue
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_tensor_can_be_in_a_batch_that_is_changed(name: str) -> None:
-    """Digests are taken of it: to read the bits of a quantized tensor ended the process."""
-    assert int(fingerprint(KINDS[name][0]())) == int(fingerprint(KINDS[name][0]()))
-    if name != "float4_e2m1fn_x2":  # torch cannot even copy it
-        assert cleaned({"it": KINDS[name][0](), "x": torch.tensor([1.0, torch.nan])})[1]
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "float4_e2m1fn_x2"])  # torch cannot even copy it
+def test_every_kind_of_tensor_can_be_in_a_batch_whose_samples_are_replaced(name: str) -> None:
+    with_other_samples({"it": KINDS[name][0](), "x": torch.tensor([1.0, torch.nan])}, [1])
 
 
 class Quantizes(Regression):
@@ -134,7 +122,7 @@ class ZeroGradient(Regression):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_skips": 3}, {"undo_updates": True}])
+@pytest.mark.parametrize("options", [{}, {"max_skips": 3}])
 def test_gradients_without_memory_are_left_alone(options: dict[str, Any], tmp_path: Path) -> None:
     ends = []
     for callbacks in ([], [HaltOnNaN(**options)]):
@@ -151,7 +139,7 @@ def test_a_step_whose_gradients_have_no_memory_is_explained_and_replayed(tmp_pat
     error = error_at_halt(ZeroGradient(1), loader(24), tmp_path)
     assert error.step == 1
     assert error.explanation.operation == "aten.log"
-    again = replay(error.capsule_path or "", model=ZeroGradient(1))
+    again = replay(error.step_path, model=ZeroGradient(1))
     assert again.exact, again.mismatches
 
 
@@ -195,7 +183,7 @@ def test_a_double_backward_through_abs_is_traced_and_replayed(loss, tmp_path):
     assert error.step == 2
     assert error.explanation.operation == "aten.log"
     assert error.explanation.samples == (3,)
-    assert error.capsule_path is not None
-    again = replay(error.capsule_path)
+    assert error.step_path is not None
+    again = replay(error.step_path, model=Penalty)
     assert not again.is_finite
     assert again.mismatches == ()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.nonfinite.observe import error_at_halt
 
 BAD = 2
@@ -67,7 +67,8 @@ def test_a_failing_update_of_a_toggling_gan_is_explained_and_replayed(way, fails
     assert error.explanation.operation == "aten.log"
     assert error.cause == NonFiniteCause.DOMAIN
     assert {name: each.requires_grad for name, each in model.named_parameters()} == flags, "not mid-toggle"
-    assert error.capsule_path is not None
-    again = replay(error.capsule_path)
+    assert error.step_path is not None
+    again = replay(error.step_path, model=ToggledGAN)
     assert not again.is_finite
+    assert again.explanation.operation == "aten.log"
     assert again.exact, again.mismatches

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.diagnosis import NonFiniteCause as Cause
+from lightning_memtools.nonfinite.causes import NonFiniteCause as Cause
 
 N, D, N_BATCHES, BAD = 6, 4, 4, 2
 
@@ -37,6 +37,7 @@ class UserCase:
         parts: Makes further modules: name to module.
         pack: Makes the batch, as the user's loader gives it, of a tensor of shape [6, 4].
         n_optimizers: The number of optimizers; two are for `net` and `other`, in manual optimization.
+        restored: Whether what the step writes is restored: not a parameter that it makes NaN.
         named: Whether operation and line are told: not where a mask of -inf hides a row that is masked throughout.
     """
 
@@ -49,6 +50,7 @@ class UserCase:
     parts: Callable[[], dict[str, Any]] = dict
     pack: Callable[[Tensor], Any] = lambda x: x
     n_optimizers: int = 1
+    restored: bool = True
     named: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -483,7 +485,7 @@ def _cases() -> list[UserCase]:
     return [
         case(vae), case(vq_vae, parts=lambda: {"book": Book()}, **div),
         case(vq_module, parts=lambda: {"codebook": Book()}),
-        case(replaced_codes, parts=lambda: {"other": Codes()}, **div),
+        case(replaced_codes, parts=lambda: {"other": Codes()}, restored=False, named=False, **div),
         case(lstm_of_infinite, spoil=lambda x: x / 0, cause=Cause.DIRTY_DATA, **LSTM), case(lstm_of_mask, **LSTM),
         case(force, **root), case(ensemble, backward=True),
         case(ctc, operation="aten._ctc_loss"), case(mixture_of_experts, operation="aten.softmax"),

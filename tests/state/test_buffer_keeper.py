@@ -74,19 +74,6 @@ def test_while_the_flag_is_set_the_copies_are_those_from_before():
     assert differences(before, copies(net)) == []
 
 
-def test_a_flag_that_is_not_set_restores_nothing():
-    net = Net()
-    keeper = BufferKeeper(net)
-    keeper.keep()
-    before = copies(net)
-    net.step()
-    after = copies(net)
-    keeper.restore(where=torch.zeros(()))
-    assert differences(after, copies(net)) == []
-    keeper.restore(where=torch.ones(()))
-    assert differences(before, copies(net)) == []
-
-
 class Large(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memtools.state.capsule.environment import importing_from, origin_now
-from lightning_memtools.state.capsule.saved_module import random_from, saved_random
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
 
@@ -45,9 +43,21 @@ def test_a_state_comes_back_from_a_file_that_holds_no_code():
     random.gauss(0, 1)  # keeps a number for the next call
     np.random.randn()  # noqa: NPY002, as above
     state, file = RandomState.now(), io.BytesIO()
-    torch.save(saved_random(state), file)
+    torch.save(state.as_plain(), file)
     file.seek(0)
     draw()
-    with importing_from(origin_now()) as find:
-        assert random_from(torch.load(file, weights_only=True), find) == state
-        assert random_from({}, find) == RandomState.now(), "streams that a file lacks stay as they are"
+    again = RandomState.from_plain(torch.load(file, weights_only=True))
+    assert again == state
+    again.restore()
+    assert RandomState.now() == state
+
+
+def test_a_kept_half_of_a_pair_is_part_of_the_state():
+    """It is not in the generator's memory, by which a state is known to be the same."""
+    np.random.seed(0)  # noqa: NPY002, the global stream is meant
+    np.random.randn()  # noqa: NPY002
+    with_half = RandomState.now()
+    other = np.random.randn()  # noqa: NPY002
+    assert RandomState.now() != with_half
+    with_half.restore()
+    assert np.random.randn() == other  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""The veto: what the fused kernels do with the flag, and how it stays set."""
+"""The flag: what the fused kernels do with the flag, and how it stays set."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.update_veto import (
-    UpdateVeto,
+from lightning_memtools.nonfinite.update_flag import (
+    UpdateFlag,
     hide_gradients,
     honours_found_inf,
 )
@@ -26,8 +26,8 @@ FUSED = {
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
-def made(max_skips: int) -> UpdateVeto[Any]:
-    return UpdateVeto(torch.device("cpu"), max_skips)
+def made() -> UpdateFlag:
+    return UpdateFlag(torch.device("cpu"))
 
 
 def with_gradients(parameters: list[nn.Parameter], bad: float | None = None) -> None:
@@ -45,9 +45,9 @@ def bits(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> di
     return state
 
 
-def take(veto: UpdateVeto[Any], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: int) -> None:
+def take(flag: UpdateFlag, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: Any) -> None:
     numbers = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None])
-    veto.check(optimizer, numbers, len(parameters), note)
+    flag.check(optimizer, numbers, len(parameters), note)
     optimizer.step()
 
 
@@ -57,40 +57,18 @@ def test_nothing_changes_in_the_bad_step_nor_in_any_after_it(make, bad):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
     optimizer = make(parameters)
-    veto = made(max_skips=0)
+    flag = made()
     for note in range(3):
         with_gradients(parameters)
-        take(veto, optimizer, parameters, note)
+        take(flag, optimizer, parameters, note)
     before = bits(parameters, optimizer)
     with_gradients(parameters, bad)
-    take(veto, optimizer, parameters, 3)
+    take(flag, optimizer, parameters, 3)
     for note in (4, 5):
         with_gradients(parameters)
-        take(veto, optimizer, parameters, note)  # healthy again, and yet
+        take(flag, optimizer, parameters, note)  # healthy again, and yet
     assert differences(before, bits(parameters, optimizer)) == []
-    readings = veto.read(wait=True)
-    assert [(r.note, r.bad, r.halts) for r in readings] == [
-        (0, False, False), (1, False, False), (2, False, False), (3, True, True), (4, False, True), (5, False, True),
-    ]  # fmt: skip
-
-
-@every_fused
-def test_up_to_max_skips_only_the_bad_steps_are_held_back(make):
-    torch.manual_seed(0)
-    guarded, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
-    optimizer, reference = make(guarded), make(plain)
-    veto = made(max_skips=2)
-    for note in range(6):
-        with_gradients(guarded, torch.nan if note in {1, 4} else None)
-        for ours, theirs in zip(guarded, plain, strict=True):
-            theirs.grad = None if note in {1, 4} else ours.grad.clone()
-        take(veto, optimizer, guarded, note)
-        reference.step()
-    assert differences(bits(plain, reference), bits(guarded, optimizer)) == []
-    assert [r.halts for r in veto.read(wait=True)] == [False] * 6
-    with_gradients(guarded, torch.nan)
-    take(veto, optimizer, guarded, 6)
-    assert [r.halts for r in veto.read(wait=True)] == [True]
+    assert [(step, held) for step, held, _ in flag.read(wait=True)] == [(n, n >= 3) for n in range(6)]
 
 
 @every_fused
@@ -98,58 +76,51 @@ def test_a_healthy_run_is_the_same_in_every_bit(make):
     torch.manual_seed(0)
     guarded, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
     optimizer, reference = make(guarded), make(plain)
-    veto = made(max_skips=0)
+    flag = made()
     for note in range(5):
         with_gradients(guarded)
         for ours, theirs in zip(guarded, plain, strict=True):
             theirs.grad = ours.grad.clone()
-        take(veto, optimizer, guarded, note)
+        take(flag, optimizer, guarded, note)
         reference.step()
     assert differences(bits(plain, reference), bits(guarded, optimizer)) == []
 
 
 @every_fused
-def test_state_that_a_vetoed_first_step_created_is_removed(make):
+def test_state_that_a_first_step_created_while_it_was_held_back_is_removed(make):
     """Fused SGD leaves its momentum uninitialised then; the step after would use it."""
     torch.manual_seed(0)
-    parameters, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
-    optimizer, reference = make(parameters), make(plain)
+    parameters = [nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))]
+    optimizer = make(parameters)
     start = UpdateStart(optimizer)
     before = bits(parameters, optimizer)
-    veto = made(max_skips=1)
     with_gradients(parameters, torch.nan)
-    take(veto, optimizer, parameters, 0)
+    take(made(), optimizer, parameters, 0)
     start.remove_new_state()
     assert not start.has_other_keys()
     assert differences(before, bits(parameters, optimizer)) == []
-    with_gradients(parameters)
-    for ours, theirs in zip(parameters, plain, strict=True):
-        theirs.grad = ours.grad.clone()
-    take(veto, optimizer, parameters, 1)
-    reference.step()
-    assert differences(bits(plain, reference), bits(parameters, optimizer)) == []
 
 
 def test_only_the_deciding_numbers_decide():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    veto = made(max_skips=0)
+    flag = made()
     parameter.grad = torch.ones(2)
-    veto.check(optimizer, torch.tensor([1.0, torch.nan]), 1, "loss of this rank alone")
+    flag.check(optimizer, torch.tensor([1.0, torch.nan]), 1, "loss of this rank alone")
     optimizer.step()
     assert parameter.tolist() == [0, 0]
-    (reading,) = veto.read(wait=True)
-    assert (reading.bad, reading.numbers[0]) == (False, 1.0)
+    ((_, is_held_back, numbers),) = flag.read(wait=True)
+    assert (is_held_back, numbers[0]) == (False, 1.0)
 
 
 def test_the_flag_is_removed_and_a_foreign_one_is_left():
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=True) for _ in range(2))
-    veto = made(max_skips=0)
+    flag = made()
     for optimizer in (ours, theirs):
-        veto.check(optimizer, torch.ones(1), 1, None)
+        flag.check(optimizer, torch.ones(1), 1, None)
     theirs.found_inf = foreign = torch.zeros(())
-    veto.close()
-    veto.close()
+    flag.close()
+    flag.close()
     assert not hasattr(ours, "found_inf")
     assert theirs.found_inf is foreign
 
@@ -210,39 +181,3 @@ def test_settings_come_back_also_where_they_are_tensors():
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-
-
-WITH_MOMENTUM: dict[str, Any] = {
-    "sgd": lambda ps, **how: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **how),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-
-
-@pytest.mark.parametrize("make", WITH_MOMENTUM.values(), ids=WITH_MOMENTUM)
-def test_zeros_in_the_place_of_gradients_would_move_the_weights_of_a_foreach_update(make):
-    """So a foreach update cannot be held back by what its gradients hold, and the host waits; see the manual."""
-    torch.manual_seed(0)
-    weights = nn.Parameter(torch.randn(1000))
-    optimizer = make([weights], foreach=True)
-    for _ in range(3):
-        with_gradients([weights])
-        optimizer.step()
-    before = weights.detach().clone()
-    weights.grad = torch.zeros_like(weights)
-    optimizer.step()
-    assert (weights != before).float().mean() > 0.99
-
-
-def test_the_fused_kernel_of_adam_gives_other_bits_than_foreach():
-    """So it cannot take its place unasked."""
-    torch.manual_seed(0)
-    one = nn.Parameter(torch.randn(100_000))
-    other = nn.Parameter(one.detach().clone())
-    optimizers = torch.optim.Adam([one], foreach=True), torch.optim.Adam([other], fused=True)
-    for _ in range(10):
-        one.grad = torch.randn_like(one)
-        other.grad = one.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert 0 < (one != other).sum() < 0.1 * len(one)

@@ -1,0 +1,194 @@
+"""A step and its batches until it is decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import is_in_memory
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.nonfinite.finite_checks import floats_of, is_mask, rows_with
+from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.starts import UpdateStart, changed_in_place, versions_of
+
+MAX_SAMPLES = 8  # of the bad ones, how many are listed
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """A batch of the present step."""
+
+    index: int  # the batch index within the epoch
+    batch: Any  # the batch as training_step got it, on the host after it was moved; None where hooks do not see it
+    # the losses that were sent backward for it, as 0-dim tensors, as training_step returned them
+    losses: list[Tensor] = field(default_factory=list)
+    random: RandomState | None = None  # the random streams before it; None where no step is run again
+    versions: tuple[int, ...] | None = None  # how often each of its tensors had been written in place by then
+    updates_before: int = 0  # in manual optimization: the updates that this batch made before this step began
+    # once it was moved to the host: the names of its tensors that had been written in place by then
+    changed: tuple[str, ...] | None = None
+
+    @classmethod
+    def beginning(cls, index: int, batch: Any, *, records: bool) -> MicroBatch:
+        """Return a batch whose forward pass is about to begin. `records`: it may have to be run again."""
+        if not records:
+            return cls(index, batch)
+        return cls(index, batch, random=RandomState.now(), versions=versions_of(batch))
+
+    def written_in_place(self) -> tuple[str, ...]:
+        """Return the names of the batch's tensors that were written since it was taken, as far as that is known."""
+        if self.changed is not None or self.versions is None:
+            return self.changed or ()
+        return tuple(changed_in_place(self.batch, self.versions))
+
+    def move_to_host(self) -> None:
+        """Replace the tensors by copies on the host. On a GPU the copy is queued, and the host does not wait."""
+        if self.changed is None:
+            self.changed = self.written_in_place()
+            self.batch = map_tensors(self.batch, _on_host)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    device = VirtualDevice.current()
+    if (tensor.device.type == "cpu" and device is None) or not is_in_memory(tensor):
+        return tensor  # it is already on the host
+    with torch.no_grad(), nullcontext() if device is None else device.host():
+        if 0 in tensor.stride():
+            return tensor.detach().to("cpu", non_blocking=True)  # an expanded tensor cannot be written
+        # With its strides: they choose the kernel that computes, and so the last bits.
+        is_pinned = tensor.device.type == "cuda"
+        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_pinned)
+        copied.copy_(tensor, non_blocking=True)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+@dataclass(slots=True, eq=False)
+class GuardedStep:
+    """One optimizer step, from its first micro-batch to the update."""
+
+    number: int  # the training step, counted as the x axis of the logs counts
+    # puts the caller's counters back to the start of this step; None while that is not known yet
+    restore_loop: Callable[[], None] | None
+    micro: list[MicroBatch] = field(default_factory=list)  # its micro-batches, oldest first
+    optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
+    parameters: Sequence[Tensor] = ()  # the parameters with a gradient
+    start: UpdateStart | None = None  # what its update began with; only where the step is decided late
+    shared_loss: Tensor | None = None  # the largest of all ranks' mean losses; None where nobody asks for it
+    has_moved: bool = False  # whether earlier evaluations of the loss within this step have moved the weights
+
+    def measured(self) -> list[Tensor]:
+        """Return the losses to read: this rank's and the shared one."""
+        return self.losses() if self.shared_loss is None else [*self.losses(), self.shared_loss]
+
+    def losses(self) -> list[Tensor]:
+        """Return the losses of all micro-batches."""
+        return [loss for micro in self.micro for loss in micro.losses]
+
+
+@dataclass(frozen=True, slots=True)
+class BadInput:
+    """A tensor of a batch that holds NaN or Inf."""
+
+    name: str  # its place in the batch, such as ``batch["x"]``
+    batch_idx: int
+    n_nan: int
+    n_inf: int
+    n_elements: int
+    samples: tuple[int, ...]  # the first positions along dimension 0 that are affected, one more than are listed
+    is_mask: bool  # whether it holds 0 and -inf only, as attention masks do
+
+    def __str__(self) -> str:
+        kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
+        where = f", in {list_samples(self.samples)}" if self.samples else ""
+        return f"{in_batch(self.name, self.batch_idx)} holds {kinds} in {self.n_elements} elements{where}"
+
+
+def in_batch(name: str, batch_idx: int) -> str:
+    """Return the name of a tensor of a batch: "batch 5" where it is the batch itself."""
+    return f"batch {batch_idx}" if name == "batch" else f"{name} of batch {batch_idx}"
+
+
+def list_samples(samples: Sequence[int]) -> str:
+    """Return text such as "sample 3" or "samples 3, 4"."""
+    more = ", ..." if len(samples) > MAX_SAMPLES else ""
+    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
+
+
+def bad_inputs(micro: MicroBatch) -> list[BadInput]:
+    """Return the tensors of the batch that hold NaN or Inf. Waits for the device; for use after a bad step."""
+    inputs = []
+    for name, tensor in named_tensors(micro.batch, "batch"):
+        floats = floats_of(tensor)
+        bad = None if floats is None else ~torch.isfinite(floats)
+        if floats is None or bad is None or not bad.any():
+            continue
+        has_samples = floats.dim() > 0 and tensor.layout == torch.strided
+        n_nan = int(floats.isnan().sum())
+        samples = tuple(rows_with(bad, MAX_SAMPLES + 1)) if has_samples else ()
+        n_inf = int(bad.sum()) - n_nan
+        inputs.append(BadInput(name, micro.index, n_nan, n_inf, floats.numel(), samples, is_mask(floats)))
+    return inputs
+
+
+@dataclass(frozen=True, slots=True)
+class PastStep:
+    """A step in the history."""
+
+    step: int
+    loss: float  # the mean of the step's losses on this rank; NaN if it had none
+    norm: float  # the L2 norm of all gradients, before clipping
+
+
+def growth(values: Sequence[float]) -> float | None:
+    """Return the last finite value divided by the median of the first half; None for fewer than two finite values."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    if len(finite) < 2:  # noqa: PLR2004, growth takes two values
+        return None
+    start = median(finite[: len(finite) // 2])
+    return finite[-1] / start if start > 0 else None
+
+
+_MOST_NODES = 10_000
+
+
+def depends_on_weights(loss: Tensor) -> bool:
+    """Return whether a parameter is among the leaves of a loss's graph. Quick where one is: it goes down first."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set[Any]()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "variable", None), Parameter):
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return bool(waiting)
+
+
+def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
+    """Return a loss as training_step returned it, 0-dim.
+
+    Args:
+        loss: The loss as it goes backward: divided for an accumulation, and multiplied by a gradient scaler.
+        divided_by: The number it was divided by.
+        scale: The number it was multiplied by; None without a scaler.
+    """
+    value = loss.detach()
+    if divided_by == 1 and scale is None and value.dtype == torch.float32 and value.dim() == 0:
+        return value
+    # A float64 loss may be finite beyond float32's range.
+    value = (value if value.dtype == torch.float64 else value.float()) * divided_by
+    if scale is not None:
+        value = value / scale
+    return value if value.dim() == 0 else value.mean()

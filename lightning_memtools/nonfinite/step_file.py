@@ -1,0 +1,425 @@
+"""A bad step in a file beside the last good checkpoint, and how it is run again in a fresh process."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import platform
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import buffers_of, is_in_memory
+from lightning_memtools.argument_types import check_types
+from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.nonfinite.bad_step import BadStep
+from lightning_memtools.nonfinite.explain import explain
+from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.guarded_step import MicroBatch
+from lightning_memtools.nonfinite.step_rerun import (
+    SIMPLE,
+    TRAINER_FACTS,
+    CannotRerunError,
+    StepConditions,
+    StepRerun,
+    configured,
+    mismatches,
+)
+from lightning_memtools.reporting.tables import shown_as
+from lightning_memtools.simulation.step_runner import is_lightning_module
+from lightning_memtools.state.buffer_keeper import is_expanded
+from lightning_memtools.state.random_state import RandomState, random_streams_restored
+
+VERSION = 2
+
+
+class StepFileError(RuntimeError):
+    """Raised when the file of a step cannot be read or replayed. It says why, and what to do."""
+
+
+def step_as_plain(
+    bad: BadStep,
+    module: nn.Module,
+    micro: Sequence[MicroBatch],
+    conditions: StepConditions,
+    *,
+    parameters: Sequence[str],
+    digests: Mapping[str, str],
+    checkpoint: str,
+) -> dict[str, Any]:
+    """Return a step as values that `torch.load(weights_only=True)` accepts.
+
+    Args:
+        bad: What is known of it; `step_note` gets the names of what is left out.
+        module: The module, as the step began.
+        micro: The batches.
+        conditions: The conditions that it ran under.
+        parameters: The names of the parameters whose gradients belong to the step.
+        digests: Those of its gradients.
+        checkpoint: The name of the checkpoint with its weights, in the same folder; "" if there is none.
+    """
+    left_out = [f"batch {each.index}" for each in micro if not _is_plain(each.batch)]
+    if left_out:
+        bad.step_note = (
+            f"without {', '.join(left_out)}, which holds other things than tensors, numbers, texts, lists, tuples and "
+            "dicts: replay(path, model=..., batch=my_function) asks for it"
+        )
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return {
+        "version": VERSION,
+        "step": bad.step,
+        "rank": bad.rank,
+        "text": f"{bad.headline}\nCause: {bad.cause}: {bad.because}\n{bad.what}",
+        "module": bad.model,
+        "checkpoint": checkpoint,
+        "conditions": {**asdict(conditions), "trainer": dict(conditions.trainer)},
+        "machine": machine_now(device),
+        "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
+        "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers() if _is_plain(each)},
+        "micro": [
+            {
+                "index": each.index,
+                "batch": map_tensors(each.batch, compact) if _is_plain(each.batch) else None,
+                "has_batch": _is_plain(each.batch),
+                "random": None if each.random is None else each.random.as_plain(),
+                "updates_before": each.updates_before,
+            }
+            for each in micro
+        ],
+        "parameters": list(parameters),
+        "losses": [loss for _, loss in bad.losses],
+        "digests": dict(digests),
+        "doubts": list(bad.doubts),
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether `torch.load(weights_only=True)` gives a value back as it is."""
+    if isinstance(value, Tensor):
+        is_sparse = value.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
+        return type(value) in {Tensor, nn.Parameter} and (is_sparse or is_in_memory(value))
+    if type(value) in {dict, OrderedDict}:
+        return all(type(key) in SIMPLE and _is_plain(item) for key, item in value.items())
+    if type(value) in {list, tuple, set}:
+        return all(map(_is_plain, value))
+    return type(value) in SIMPLE
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return the tensor without the rest of its storage: files hold whole storages."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.clone()
+
+
+def machine_now(device: torch.device) -> dict[str, Any]:
+    """Return what this process runs on, by name. Where two machines differ in it, last bits may differ."""
+    machine = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning_memtools": version("lightning_memtools"),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "device": str(device),
+    }
+    if device.type == "cuda" and torch.cuda.is_available():
+        machine |= {"GPU": torch.cuda.get_device_name(device), "CUDA": torch.version.cuda}
+    return machine
+
+
+def read_step(path: Path) -> dict[str, Any]:
+    """Return the values in the file of a step, with tensors on the CPU. Nothing that the file names is run.
+
+    Raises:
+        StepFileError: There is no such file, it is not whole, or it is of another version.
+    """
+    saved = _loaded(path, "the file of a step")
+    if not isinstance(saved, dict) or saved.get("version") != VERSION:
+        raise StepFileError(
+            f"{path} is no file of a step that this lightning_memtools reads (version {VERSION}), though torch can "
+            "load it.\nNext: pass the file nonfinite-step<n>-rank<r>.pt that HaltOnNaN wrote."
+        )
+    return saved
+
+
+def _loaded(path: Path, what: str) -> Any:
+    if not path.is_file():
+        raise StepFileError(f"There is no file {path}.\nNext: copy {what} there from where it was written.")
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.save compresses nothing
+            n_bytes = sum(each.file_size for each in archive.infolist())
+            # A comment could hold a second directory, which torch might read instead of this.
+            if n_bytes > path.stat().st_size or archive.comment:
+                raise ValueError(f"it would unpack to {format_size(n_bytes)}, more than its own size")  # noqa: TRY301
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        why = " ".join(str(error).splitlines()[:3])
+        raise StepFileError(
+            f"{path} cannot be read as {what}: {type(error).__name__}: {why}\nNext: copy it once more from where it "
+            "was written; allow a class of yours that it holds by torch.serialization.add_safe_globals."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The result of running a step again from its file.
+
+    Attributes:
+        path: The file.
+        step: The training step.
+        losses: The loss of each micro-batch (in manual optimization: of each backward pass).
+        gradients: Name of the parameter to its gradient, as the optimizer would get it.
+        is_finite: Whether all losses and gradients are finite now.
+        mismatches: The differences to the step, one sentence each.
+        differences: The differences of this machine to the one that the step ran on, such as ``"torch 2.11.0, was
+            2.13.0"``.
+        doubts: The reasons why it may not be exact, one sentence each.
+        says_nothing: Whether no loss and no gradient holds a finite number to compare.
+        explanation: The step, with the operation that made the first bad value; None where that was not found.
+        text: What HaltOnNaN said of the step.
+        model: The module, as it was when the step began.
+        batches: The batches of the step.
+    """
+
+    path: Path
+    step: int
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor] = field(repr=False)
+    is_finite: bool
+    mismatches: tuple[str, ...]
+    differences: tuple[str, ...]
+    doubts: tuple[str, ...]
+    says_nothing: bool
+    explanation: BadStep | None
+    text: str
+    model: nn.Module = field(repr=False)
+    batches: tuple[Any, ...] = field(repr=False)
+
+    @property
+    def exact(self) -> bool:
+        """True if losses and gradients are the same in every bit; NaN and Inf are then in the same places."""
+        return not self.mismatches
+
+    def summary(self) -> str:
+        """Return the result as text for people."""
+        lines = [f"Step {self.step} of {self.path}, run again.", f"Losses: {' '.join(f'{x:.6g}' for x in self.losses)}"]
+        lines.append(
+            f"Gradients: {len(self.gradients)}, of which {len(find_bad(self.gradients.items()))} hold NaN or Inf"
+        )
+        if not self.exact:
+            lines += ["Not the same as in the step:", *(f"- {each}" for each in self.mismatches)]
+        elif self.says_nothing:
+            lines.append("The same as in the step, but losses and gradients hold no finite number to compare.")
+        else:
+            lines.append("Bit for bit the same as in the step: losses and gradients.")
+        if self.differences:
+            lines.append(f"This machine is another: {'; '.join(self.differences)}.")
+        lines += [f"Note: {doubt}" for doubt in self.doubts]
+        bad = self.explanation
+        if bad is not None:
+            lines += ["", f"Cause: {bad.cause}: {bad.because}", bad.what]
+            lines += [f"Tried: {bad.confirmed}."] if bad.confirmed else []
+            lines.append(f"Next: {bad.advice}")
+        elif self.is_finite:
+            lines += ["", "The step is finite now. When it was not:", self.text]
+        return "\n".join(lines)
+
+    _repr_html_ = shown_as(summary)
+
+
+def replay(path: str | Path, *, model: Any, batch: Callable[[int], Any] | None = None) -> Replay:
+    """Run the step that HaltOnNaN stopped at again from its file, and compare every bit of losses and gradients.
+
+    The weights come from the checkpoint that lies beside it. On the machine that wrote it, losses and gradients are the
+    same bit for bit; on another, the result says what differs. No Trainer, data set or process group is needed, and
+    nothing is logged or written. Both files are opened with ``weights_only=True``: no code that they name is run.
+
+    Args:
+        path: The file, ``nonfinite-step<n>-rank<r>.pt``.
+        model: The LightningModule, which gets the weights; or its class, which ``load_from_checkpoint`` makes with the
+            saved hyperparameters; or a function that makes it.
+        batch: Returns the batch with an index within the epoch, for batches that the file cannot hold.
+
+    Raises:
+        TypeError: `batch` is no function.
+        StepFileError: A file cannot be read, the module cannot be made or is another one; the message says what to do.
+    """
+    check_types(replay, {"path": path})
+    if batch is not None and not callable(batch):
+        raise TypeError(f"batch must be a function of a batch index, got {type(batch).__name__}")
+    with random_streams_restored():  # making a module uses random numbers
+        try:
+            return _replay(Path(path), model, batch)
+        except StepFileError:
+            raise
+        except CannotRerunError as error:
+            raise StepFileError(f"{path}: {error}") from error
+        except Exception as error:
+            raise StepFileError(
+                f"{path} cannot be replayed: {type(error).__name__}: {error}. It was changed after it was written, or "
+                "this process differs too much from the one that wrote it.\nNext: copy the file once more, and pass "
+                "the module as the training script makes it: replay(path, model=my_module)."
+            ) from error
+
+
+def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Replay:
+    saved = read_step(path)
+    doubts = list(map(str, saved["doubts"]))
+    # A file beside it and no other: a step's file must not choose what is opened.
+    name = Path(str(saved["checkpoint"])).name
+    checkpoint = path.with_name(name) if name else None
+    weights = None if checkpoint is None else _loaded(checkpoint, "the checkpoint of the last good state")
+    module = _module_of(model, checkpoint, weights, str(saved["module"]))
+    if weights is None:
+        doubts.append("No checkpoint was written with the step: the module's own weights were used.")
+    conditions, device = _conditions_here(saved)
+    module.to(device)
+    _set_buffers(module, saved["buffers"])
+    evaluating = set(saved["evaluating"])
+    for part_name, part in module.named_modules():
+        part.training = plain_name(part_name) not in evaluating
+    micro = [_micro(each, device, batch_of) for each in saved["micro"]]
+    optimizers, schedulers = configured(module, conditions)
+    _load_optimizers(optimizers, () if weights is None else weights.get("optimizer_states", ()))
+    wanted = set(saved["parameters"])
+    parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
+    rerun = StepRerun(module, micro, conditions, optimizers=optimizers, schedulers=schedulers, parameters=parameters)
+    with rerun:
+        outcome = rerun.run()
+        losses = tuple(float(loss) for loss in outcome.losses)
+        says_nothing, is_finite = outcome.says_nothing, outcome.is_finite
+        gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
+        differences = mismatches(saved["losses"], saved["digests"], outcome)
+        rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
+        bad = BadStep(step=int(saved["step"]), rank=int(saved["rank"]), learning_rates=rates, doubts=tuple(doubts))
+        if not is_finite:
+            try:
+                explain(rerun, outcome, bad)
+            except CannotRerunError as error:
+                doubts.append(f"The operation was not found: {error}.")
+    there, here = saved["machine"], machine_now(device)
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return Replay(
+        path=path,
+        step=int(saved["step"]),
+        losses=losses,
+        gradients=gradients,
+        is_finite=is_finite,
+        mismatches=tuple(differences),
+        differences=tuple(f"{name} {here.get(name, 'missing')}, was {there.get(name, 'missing')}" for name in names),
+        doubts=tuple(doubts),
+        says_nothing=says_nothing,
+        explanation=bad if bad.what else None,
+        text=str(saved["text"]),
+        model=module,
+        batches=tuple(each.batch for each in micro),
+    )
+
+
+def _module_of(model: Any, checkpoint: Path | None, weights: Any, name: str) -> nn.Module:
+    """Return the module with the weights of a checkpoint, if there is one."""
+    try:
+        if isinstance(model, nn.Module):
+            module = model
+        elif isinstance(model, type) and checkpoint is not None and hasattr(model, "load_from_checkpoint"):
+            load: Any = model.load_from_checkpoint
+            # It was opened safely above; versions of Lightning without the argument open it as they do.
+            options = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
+            module = load(checkpoint, map_location="cpu", **options)
+        else:
+            module = model()
+    except Exception as error:
+        raise StepFileError(
+            f"{name} cannot be made: {type(error).__name__}: {error}.\nNext: make the module as the training script "
+            "does and pass it, replay(path, model=my_module), or pass a function that makes it."
+        ) from error
+    if not is_lightning_module(module):
+        raise StepFileError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
+    if weights is not None:
+        _load_weights(module, weights["state_dict"], name)
+    return module
+
+
+def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> None:
+    configure: Any = getattr(module, "configure_model", None)
+    if configure is not None and saved.keys() - module.state_dict().keys():
+        configure()
+    here = {plain_name(key): key for key in module.state_dict()}
+    state = {here.get(plain_name(key), key): value for key, value in saved.items()}
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if key in state and state[key].dtype != tensor.dtype and not is_lazy(tensor):
+            tensor.data = tensor.data.to(state[key].dtype)  # Trainer(precision="64-true") has converted it
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise StepFileError(
+            f"This is not the module that the step ran with, which is {name}: {error}\n"
+            "Next: make the module as the training script does and pass it: replay(path, model=my_module)."
+        ) from error
+
+
+@torch.no_grad()
+def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Set the buffers that the step began with, those that no checkpoint holds among them."""
+    parts = {plain_name(name): part for name, part in module.named_modules()}
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    for name, value in saved.items():
+        owner, _, key = name.rpartition(".")
+        here = buffers_of(parts[owner]).get(key)
+        is_alike = here is not None and here.shape == value.shape and here.dtype == value.dtype
+        if here is not None and is_alike and not is_expanded(here):
+            here.copy_(value)
+        else:
+            buffers_of(parts[owner])[key] = value.to(device)
+
+
+def _conditions_here(saved: Mapping[str, Any]) -> tuple[StepConditions, torch.device]:
+    """Return what the step ran under, and the device to run it on: the CPU where the step's own is missing."""
+    conditions = StepConditions(**saved["conditions"])
+    for name in filter(None, (conditions.autocast, conditions.default_dtype)):
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise TypeError(f"torch.{name} is no data type")
+    facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS and type(value) in SIMPLE}
+    conditions, device = replace(conditions, trainer=facts), torch.device(saved["machine"]["device"])
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        device = torch.device("cpu")
+    return replace(conditions, device_type=device.type), device
+
+
+def _micro(saved: Mapping[str, Any], device: torch.device, batch_of: Callable[[int], Any] | None) -> MicroBatch:
+    if batch_of is None and not saved["has_batch"]:
+        raise StepFileError(
+            f"Batch {saved['index']} is not in the file, which holds tensors, numbers, texts, lists, tuples and dicts "
+            "alone.\nNext: pass a function that returns the batch of an index: replay(path, model=..., "
+            "batch=my_function)."
+        )
+    batch = saved["batch"] if batch_of is None else batch_of(saved["index"])
+    random = None if saved["random"] is None else RandomState.from_plain(saved["random"])
+    return MicroBatch(
+        int(saved["index"]),
+        map_tensors(batch, lambda tensor: tensor.to(device)),
+        random=random,
+        updates_before=int(saved["updates_before"]),
+    )
+
+
+def _load_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+    """Load the optimizers' state, which a step may read."""
+    for optimizer, state in zip(optimizers, states, strict=False):
+        with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
+            optimizer.load_state_dict(state)

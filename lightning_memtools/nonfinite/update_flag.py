@@ -1,0 +1,121 @@
+"""Holds back an optimizer's update: by a flag on the device, or by removing gradients; and lets ranks decide alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_memtools.memory.arriving_values import ArrivingValues
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
+
+
+class UpdateFlag:
+    """Decides on the device whether a step may change anything, and tells the host when the answer has arrived.
+
+    `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after the
+    first bad step it stays 1, so that it does not matter how late the host learns of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = torch.zeros((), device=device)
+        self._sent: ArrivingValues[GuardedStep] = ArrivingValues()
+        self._attached: list[Optimizer] = []
+
+    @torch.no_grad()
+    def check(self, optimizer: Optimizer, numbers: Tensor, n_deciding: int, step: GuardedStep) -> None:
+        """Hold back the coming update and all later ones if one of the first `n_deciding` numbers is NaN or Inf."""
+        bad = ~torch.isfinite(numbers[:n_deciding]).all()
+        # Exactly 0 or 1: the kernels subtract it from the step count.
+        self.flag.copy_(bad | (self.flag != 0))
+        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+        if all(optimizer is not other for other in self._attached):
+            self._attached.append(optimizer)
+        self._sent.send(torch.cat([self.flag.to(numbers.dtype).reshape(1), numbers]), step)
+
+    def undecided(self) -> list[GuardedStep]:
+        """Return the steps that are not read yet, oldest first."""
+        return self._sent.notes()
+
+    def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
+        """Return the steps whose results have arrived, oldest first; with `wait`, all of them.
+
+        Returns:
+            Each step, whether it was held back, and the numbers that were checked.
+        """
+        return [(step, bool(bad), numbers) for (bad, *numbers), step in self._sent.receive(wait=wait)]
+
+    def close(self) -> None:
+        """Remove the flag from the optimizers. Idempotent."""
+        for optimizer in self._attached:
+            if getattr(optimizer, "found_inf", None) is self.flag:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        self._attached.clear()
+        self._sent.clear()
+
+
+def honours_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether a step does nothing while `optimizer.found_inf`, a tensor on the device, is 1.
+
+    PyTorch's fused kernels then leave every bit unchanged, step counts included. Subclasses and other packages'
+    optimizers may not, and the float64 norms that decide on the device could overflow for float64 gradients.
+    """
+    if type(optimizer) not in {SGD, Adam, AdamW, Adagrad}:
+        return False
+    return all(
+        group.get("fused")
+        and all(p.device.type in {"cpu", "cuda"} and p.dtype != torch.float64 for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def hide_gradients(optimizer: Optimizer) -> None:
+    """Make the coming step do nothing: optimizers skip parameters without a gradient, and create no state for them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) -> Tensor:
+    """Replace the norm of each rank's shard by the norm over all ranks, and let all ranks decide alike.
+
+    This takes one all-reduce of two numbers, on the device and in the backend of training.
+
+    Args:
+        numbers: What `measure` returned on this rank, the norm first; None if this rank has no gradient and no loss.
+        n_deciding: The number of leading numbers that decide.
+        device: The device of training.
+
+    Returns:
+        The numbers, and one more at the end: NaN if a deciding number of any rank is NaN or Inf, else 0.
+    """
+    if numbers is None:
+        numbers = torch.zeros(1, device=device, dtype=torch.float64)
+    doubt = numbers[:n_deciding].sum(0, keepdim=True) * 0  # Inf times 0 is NaN
+    shared = torch.cat([numbers[:1].square(), doubt])
+    distributed.all_reduce(shared)
+    return torch.cat([shared[:1].sqrt(), numbers[1:], shared[1:]])
+
+
+@torch.no_grad()
+def largest_mean_loss(losses: list[Tensor], model: Module) -> Tensor:
+    """Return the largest of all ranks' mean losses, 0-dim. Collective; does not wait for the device."""
+    device = next(model.parameters()).device
+    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+    mean = mean.to(device, torch.float32, copy=True)
+    distributed.all_reduce(mean, op=distributed.ReduceOp.MAX)
+    return mean
+
+
+def poison(loss: Tensor) -> None:
+    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; else leave every bit unchanged.
+
+    Under data parallelism every rank sees the mean of all gradients, but only its own loss. The NaN tells all ranks of
+    a bad loss without a collective or a wait.
+    """
+    if not loss.requires_grad:
+        return
+    value = loss.detach()
+    factor = torch.where(torch.isfinite(value), 1.0, torch.nan).to(value.dtype)
+    loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
