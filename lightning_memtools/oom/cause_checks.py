@@ -47,7 +47,7 @@ def _without(trials: StepTrials, n_bytes: int, what: str) -> tuple[Outcome, str]
         return Outcome.MAY_BE_ENOUGH, why
     fits = trials.plain_fits_with(n_bytes)
     words = {True: "fits", False: "does not fit yet", None: "may or may not fit"}[fits]
-    return Outcome.of(fits=fits), f"Without {what}, the step {words}"
+    return Outcome.of(fits=fits), f"Without {what}, the traced step {words}"
 
 
 def release(trials: StepTrials) -> list[Action]:

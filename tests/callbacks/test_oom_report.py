@@ -568,15 +568,6 @@ def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
     assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return self.loss", text)
 
 
-def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path):
-    plain = attempt(tmp_path / "plain", "60MiB", "fit", batch=24)
-    planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
-    sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
-    assert sizes[0] < sizes[1]
-    assert "Recompute" not in planned.report.partition("## What happened")[0]  # no other plan fits
-    assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
-
-
 class Blocks(L.LightningModule):
     def __init__(self, batch: int) -> None:
         super().__init__()
