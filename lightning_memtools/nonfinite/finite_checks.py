@@ -132,8 +132,25 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
     return torch.cat([torch.linalg.vector_norm(stacked[len(losses) :], keepdim=True), stacked])
 
 
+# Below this, a kernel for each tensor costs more than to copy all into one.
+_FEW_ELEMENTS = 2**16
+
+
+@torch.no_grad()
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure` on the host. Waits for the device."""
+    """Return the numbers of `measure` on the host; where all are finite, those of single gradients may be left out.
+
+    Waits for the device.
+    """
+    if gradients and gradients[0].is_cpu:  # there, to read a number costs less than to compute with a tensor
+        read = list(map(float, losses))
+        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and {each.dtype for each in gradients} == {torch.float32}:
+            flat = torch.cat([each.reshape(-1) for each in gradients])
+            norm = math.sqrt(flat.dot(flat))
+            if math.isfinite(norm) and all(map(math.isfinite, read)):
+                return [norm, *read]
+        norms = list(map(float, norms_of(gradients)))
+        return [math.hypot(*norms), *read, *norms]
     numbers = measure(gradients, losses)
     values: list[float] | None = None if numbers is None else numbers.tolist()
     return values

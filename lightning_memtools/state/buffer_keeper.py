@@ -56,20 +56,19 @@ class _BufferCopies:
 
     def take(self, unless: Tensor | None) -> bool:
         """Copy the buffers again; return False if they no longer have the kind and shape of the copies."""
-        now = [slot.held.get(slot.key) for slot in self.slots]
-        if not all(
-            tensor is not None
-            and tensor.shape == shape
-            and tensor.dtype == self._flat.dtype
-            and tensor.device == self._flat.device
-            for tensor, shape in zip(now, self._shapes, strict=True)
-        ):
-            return False
-        flat = [slot.see().detach().reshape(-1) for slot in self.slots]
+        flat, dtype, device = [], self._flat.dtype, self._flat.device
+        for slot, shape in zip(self.slots, self._shapes, strict=True):
+            tensor = slot.held.get(slot.key)
+            if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+                return False
+            if len(self.slots) == 1:  # of others nobody asks whether they were written
+                slot.see()
+            slot.tensor = tensor
+            flat.append(tensor.reshape(-1))
         if unless is None:
             torch.cat(flat, out=self._flat)
         else:
-            is_set = unless.to(self._flat.device, non_blocking=True) != 0
+            is_set = unless.to(device, non_blocking=True) != 0
             torch.where(is_set, self._flat, torch.cat(flat), out=self._flat)
         return True
 

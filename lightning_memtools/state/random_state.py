@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class RandomState:
             torch_cpu=torch.get_rng_state(),
             # Asking for the state would initialise CUDA.
             cuda=_cuda_states(device) if cuda.is_initialized() else None,
-            mps=torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+            mps=torch.mps.get_rng_state() if _has_mps() else None,
             numpy=_numpy_state(),
         )
 
@@ -46,7 +47,7 @@ class RandomState:
         for index, state in enumerate(self.cuda or ()):
             if state is not None and index < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state, index)
-        if self.mps is not None and torch.backends.mps.is_available():
+        if self.mps is not None and _has_mps():
             torch.mps.set_rng_state(self.mps)
         if self.numpy is not None:
             numpy: Any = importlib.import_module("numpy")
@@ -67,6 +68,11 @@ class RandomState:
         return _same(self.as_plain(), other.as_plain())
 
     __hash__ = None  # type: ignore[assignment]
+
+
+@cache
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()
 
 
 def _cuda_states(device: torch.device | None) -> list[Tensor | None]:

@@ -152,13 +152,6 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
 
 
 @fused_or_not
-def test_checkpoints_of_weights_alone_are_finite_too(fused, tmp_path):
-    saver = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
-    halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), Net("sgd", fused=fused), loader(BAD))
-    assert assert_all_finite(tmp_path / "weights") == BAD
-
-
-@fused_or_not
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("every_n_train_steps", [1, 100])
 def test_skipped_steps_leave_no_trace(every_n_train_steps, optimizer, fused, tmp_path):
@@ -536,16 +529,6 @@ def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
     assert "Next: look at those samples" in text
 
 
-def test_directory_takes_the_place_of_the_log_directory(tmp_path):
-    error = halted(trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "here"))), Net(), loader(BAD))
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
-        "nonfinite-step9-last-good.ckpt",
-        "nonfinite-step9-rank0.pt",
-        "nonfinite-step9-report.md",
-    ]
-    assert error.path == tmp_path / "here" / "nonfinite-step9-report.md"
-
-
 @pytest.mark.parametrize("arguments", [{"max_skips": -1}, {"amp_patience": 0}])
 def test_bad_arguments_fail_with_their_value(arguments):
     ((name, value),) = arguments.items()
@@ -581,34 +564,6 @@ def test_every_logger(kind, fused, tmp_path, capsys):
         assert b"memtools/nonfinite_report" in events
         assert b"dirty data" in events
         assert b"first used by torch.addmm in net.0" in events
-
-
-PRECISIONS: dict[str, Any] = {
-    "float32": dict,
-    "accumulation": lambda: {"accumulate_grad_batches": 4},
-    "clipping": lambda: {"gradient_clip_val": 0.1},
-    "scaler": lambda: {"plugins": half(2.0**14)},
-}
-
-
-@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@fused_or_not
-def test_a_healthy_run_ends_in_the_same_bits_with_and_without(fused, optimizer, options, tmp_path):
-    """Weights, buffers, optimizer state, gradients and random numbers."""
-    if fused and options is PRECISIONS["clipping"]:
-        options = dict
-    ends = []
-    for callbacks in ((), (HaltOnNaN(),), (HaltOnNaN(max_skips=2),)):
-        L.seed_everything(0, verbose=False)
-        model = Net(optimizer, fused=fused)
-        model.net.insert(3, nn.Dropout(0.2))
-        run = trainer(tmp_path, *callbacks, logger=False, **options())
-        run.fit(model, loader())
-        gradients = {f"gradient.{name}": p.grad.clone() for name, p in model.named_parameters()}
-        ends.append(state_bits(model, run.optimizers) | gradients | {"rng": torch.get_rng_state()})
-    assert differences(ends[0], ends[1]) == []
-    assert differences(ends[0], ends[2]) == []
 
 
 class Convolutions(L.LightningModule):
@@ -696,21 +651,6 @@ def test_another_error_right_after_a_step_that_was_held_back_leaves_a_clean_chec
     assert differences(observer.before, state_bits(model, run.optimizers)) == []
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_modules_without_parameters_or_losses_do_not_matter(tmp_path):
-    class Empty(L.LightningModule):
-        def training_step(self, batch, batch_idx):
-            return None
-
-        def configure_optimizers(self):
-            return None
-
-    run = trainer(tmp_path, HaltOnNaN())
-    with pytest.warns(UserWarning, match="with no optimizer"):
-        run.fit(Empty(), loader())
-    assert run.global_step == 16
-
-
 def test_manual_optimization_past_lightning_is_named(tmp_path):
     class PastLightning(Net):
         automatic_optimization = False
@@ -777,16 +717,6 @@ def test_an_optimizer_that_evaluates_several_times_in_a_step(tmp_path):
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
-@fused_or_not
-def test_a_compiled_module(fused, tmp_path):
-    model = Net(fused=fused)
-    model.net = torch.compile(model.net, backend="aot_eager")
-    error = halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD))
-    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
-    assert error.parameters[0].name == "net.0.weight"
-    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
-
-
 class ReplacesBuffer(Net):
     """Replaces a buffer in each step; another one holds NaN before the bad step."""
 
@@ -836,7 +766,3 @@ def test_whatever_fails_in_a_diagnosis_the_error_of_the_bad_step_is_raised(broke
     if broken not in {"bad_state", "examine"}:
         assert "RecursionError: of ours" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
-
-
-def test_instances_with_different_arguments_have_different_state_keys():
-    assert HaltOnNaN().state_key != HaltOnNaN(max_skips=1).state_key

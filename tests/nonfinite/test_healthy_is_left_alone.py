@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from shlex import quote
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.spike import TrainingSpikeException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, SpikeDetection
 
-from lightning_memtools import default_callbacks
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
-from tests.nonfinite.healthy_models import HEALTHY, Expanded, Lazy
+from tests.nonfinite.healthy_models import HEALTHY, Expanded
 from tests.nonfinite.observe import Observer, differences, error_at_halt, state_bits
 
 SKIPS = pytest.mark.parametrize("max_skips", [0, 3])
@@ -63,12 +59,6 @@ def test_metrics_that_are_not_finite_by_design_do_not_end_a_run(max_skips: int, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_default_callbacks_leave_such_a_run_alone(tmp_path: Any) -> None:
-    run = trainer(tmp_path, *default_callbacks(), logger=False)
-    run.fit(Metrics(), loader(), loader())
-    assert run.global_step == 4
-
-
 def test_a_loss_that_validation_logs_as_nan_halts(tmp_path: Any) -> None:
     class BadLog(Regression):
         def validation_step(self, batch, batch_idx):
@@ -78,50 +68,6 @@ def test_a_loss_that_validation_logs_as_nan_halts(tmp_path: Any) -> None:
     with pytest.raises(NonFiniteError, match=r"val_loss = nan \(rank 0\)") as caught:
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLog(), loader(), loader())
     assert caught.value.stage == "val"
-
-
-class Watched(Regression):
-    """Logs a metric that turns NaN in the third epoch, which other callbacks watch."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_pearson", torch.tensor(torch.nan if self.current_epoch == 2 else -float(self.current_epoch)))
-
-
-@pytest.mark.parametrize("at_the_epochs_end", [True, False])
-def test_other_callbacks_treat_a_metric_that_is_nan_as_without_ours(at_the_epochs_end, tmp_path):
-    ends = []
-    for name, ours in (("without", []), ("with", default_callbacks())):
-        stop = EarlyStopping("val_pearson", patience=9, check_finite=True, check_on_train_epoch_end=at_the_epochs_end)
-        best = ModelCheckpoint(tmp_path / name, "{epoch}", monitor="val_pearson", save_top_k=2)
-        L.seed_everything(0, verbose=False)
-        model = Watched()
-        run = trainer(tmp_path, stop, best, *ours, logger=False, max_epochs=5, enable_checkpointing=True)
-        run.fit(model, loader(), loader())
-        assert "val_pearson = nan is not finite" in stop.stopping_reason_message
-        assert (stop.stopped_epoch, run.global_step) == (2, 12)
-        files = sorted(one.name for one in (tmp_path / name).iterdir())
-        ends.append((files, best.best_model_path.rpartition("/")[2], float(best.best_model_score)))
-    assert ends[0] == ends[1]
-    assert ends[0][1:] == ("epoch=1.ckpt", -1.0)
-
-
-class Spiking(Regression):
-    """Its loss jumps at the fourth step."""
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * (1e4 if batch_idx == 3 else 1.0)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_pearson", torch.tensor(torch.nan))
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_spike_detection_ends_the_run_at_the_same_batch(ours, tmp_path):
-    spike = SpikeDetection(warmup=1, exclude_batches_path=tmp_path / "skip.json")
-    run = trainer(tmp_path, spike, *(default_callbacks() if ours else []), logger=False)
-    with pytest.raises(TrainingSpikeException, match="batch 3"):
-        run.fit(Spiking(), loader(64), loader())
-    assert json.loads((tmp_path / "skip.json").read_text()) == [2, 3]
 
 
 @SKIPS
@@ -152,14 +98,6 @@ def test_a_step_is_skipped_under_clipping(algorithm: str, fused: bool, tmp_path:
     run = trainer(tmp_path, HaltOnNaN(max_skips=1), **options)
     run.fit(model, loader(64))
     assert run.global_step == 8
-    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
-
-
-@pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized).*")
-def test_lazy_modules_are_finite_after_a_halt(tmp_path: Any) -> None:
-    model = spoiled(Lazy)()
-    error = error_at_halt(model, loader(64), tmp_path)
-    assert error.step == 5
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 

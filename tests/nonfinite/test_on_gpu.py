@@ -11,20 +11,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_memtools import default_callbacks, replay
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import measure
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
 from tests.lightning_models import trainer
-from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
-from tests.nonfinite.observe import Observer, differences, state_bits
+from tests.nonfinite.gallery import Small, good_data
 from tests.nonfinite.replay_models import halted
 
 FUSED = {
@@ -203,69 +197,6 @@ def test_how_often_the_host_waits_in_eighty_steps(fused, precision, bare, with_o
     """On the stubs of CUDA's libraries, where nothing is computed, the scale that is read is 0 as well."""
     assert waits_of(tmp_path, [], fused=fused, precision=precision) == bare
     assert waits_of(tmp_path, default_callbacks(), fused=fused, precision=precision) == with_ours
-
-
-class OnGpu(Small):
-    """The gallery's simplest module."""
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_whole_runs_end_in_the_bits_before_the_bad_step(fused, accumulate, tmp_path):
-    batches = bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan))
-    loader = DataLoader(batches, batch_size=None)
-    ends = []
-    for callback in (Observer(), HaltOnNaN()):
-        L.seed_everything(0, verbose=False)
-        model = OnGpu()
-        model.fused = fused
-        run = trainer(
-            tmp_path, callback, accelerator="gpu", devices=1, logger=False, accumulate_grad_batches=accumulate
-        )
-        if isinstance(callback, HaltOnNaN):
-            with pytest.raises(NonFiniteError) as caught:
-                run.fit(model, loader)
-        else:
-            run.fit(model, loader)
-        ends.append((callback, state_bits(model.cpu(), run.optimizers)))
-    observer = ends[0][0]
-    assert isinstance(observer, Observer)
-    assert caught.value.step == observer.first_bad == 5 // accumulate
-    assert caught.value.cause == NonFiniteCause.DIRTY_DATA
-    weights = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in observer.before.items()}
-    ours = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in ends[1][1].items()}
-    assert differences(weights, ours) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_healthy_runs_in_every_precision(precision, fused, tmp_path):
-    model = OnGpu()
-    model.fused = fused
-    run = trainer(
-        tmp_path, HaltOnNaN(), accelerator="gpu", devices=1, logger=False, precision=precision, max_epochs=None,
-        max_steps=200,
-    )  # fmt: skip
-    run.fit(model, HEALTHY["causal_attention"].loader())
-    assert run.global_step == 200
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", ["log_of_zero", "sqrt_backward_at_zero", "nan_in_one_sample", "zero_deviation"])
-def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
-    case = FAILING[name]
-    model = case.make()
-    model.fused = fused
-    scaler = torch.amp.GradScaler(init_scale=4.0)
-    plugin = MixedPrecision("16-mixed", "cuda", scaler)
-    run = trainer(tmp_path, HaltOnNaN(amp_patience=1), accelerator="gpu", devices=1, logger=False, plugins=plugin)
-    with pytest.raises(NonFiniteError) as caught:
-        run.fit(model, case.loader())
-    assert caught.value.step == 5
-    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
 @pytest.mark.gpu

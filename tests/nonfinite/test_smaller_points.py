@@ -87,21 +87,6 @@ def test_a_sample_is_called_one_where_the_layer_is_as_wide(tmp_path):
     assert error.explanation.samples == (5,)
 
 
-class MaskBesideNaN(Net):
-    """The NaN is made first; then another part of the same memory is filled with -inf."""
-
-    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
-        scores = torch.sqrt(x.square().sum(1, keepdim=True) + 1 - 1e6 * (batch_idx == 2))
-        table = torch.cat([scores, torch.zeros(BATCH, 3)], 1)
-        table[:, 3].masked_fill_(torch.ones(BATCH, dtype=torch.bool), -torch.inf)
-        return torch.softmax(table, 1).square().mean()
-
-
-def test_the_maker_of_a_nan_is_named_and_not_who_filled_other_memory(tmp_path):
-    error = halted(MaskBesideNaN(), tmp_path)
-    assert error.explanation.operation == "aten.sqrt"
-
-
 class CopiedAfterwards(Net):
     """The NaN is made before its memory is copied and partly overwritten, by a mask and by an assignment."""
 

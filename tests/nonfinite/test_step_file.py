@@ -115,9 +115,8 @@ def another(state: Any) -> Any:
         return torch.Generator().manual_seed(7).get_state()
     if state[0] != "MT19937":
         return random.Random(7).getstate()  # noqa: S311, another state
-    numbers: Any
-    _, numbers, *rest = np.random.RandomState(7).get_state(legacy=True)
-    return ("MT19937", numbers.tolist(), *rest)
+    _, numbers, *rest = state
+    return ("MT19937", numbers[::-1], *rest)
 
 
 def without(*path: str, value: Any = None) -> Callable[[dict[str, Any]], None]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
 
 from lightning_memtools import replay
-from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.explain import with_other_samples
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
@@ -22,8 +18,8 @@ from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, St
 from lightning_memtools.nonfinite.step_rerun import digests_of
 from lightning_memtools.state.starts import versions_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
-from tests.lightning_models import Regression, loader, trainer
-from tests.nonfinite.observe import differences, error_at_halt, state_bits
+from tests.lightning_models import Regression, loader
+from tests.nonfinite.observe import error_at_halt
 from tests.nonfinite.tensor_kinds import KINDS
 
 # Sparse and nested tensors warn that they are in beta.
@@ -70,36 +66,6 @@ def test_every_kind_of_tensor_can_be_in_a_batch_whose_samples_are_replaced(name:
     with_other_samples({"it": KINDS[name][0](), "x": torch.tensor([1.0, torch.nan])}, [1])
 
 
-class Quantizes(Regression):
-    """Reads a quantized table, and quantizes; one loss is NaN, which a rerun may see again or not."""
-
-    seen: ClassVar[list[int]] = []
-
-    def __init__(self, bad: int = -1, *, again: bool = True) -> None:
-        super().__init__()
-        self.bad, self.again = bad, again
-        self.table = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        steps = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize() * self.table.dequantize().mean()
-        is_bad = batch_idx == self.bad and (self.again or not self.seen_before())
-        return self.net(steps).square().mean() * (torch.nan if is_bad else 1.0)
-
-    def seen_before(self) -> bool:
-        self.seen.append(1)
-        return len(self.seen) > 1
-
-
-@pytest.mark.parametrize("again", [True, False])
-def test_a_step_that_quantizes_is_run_again(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Quantizes, "seen", [])
-    trainer(tmp_path, HaltOnNaN(), logger=False).fit(Quantizes(), loader(16))
-    error = error_at_halt(Quantizes(1, again=again), loader(32), tmp_path)
-    assert error.step == 1
-    assert (error.cause == NonFiniteCause.NOT_REPRODUCIBLE) == (not again)
-
-
 class ZeroGradient(Regression):
     """A parameter whose gradient has no memory: it comes from a double backward through abs alone."""
 
@@ -122,19 +88,6 @@ class ZeroGradient(Regression):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_skips": 3}])
-def test_gradients_without_memory_are_left_alone(options: dict[str, Any], tmp_path: Path) -> None:
-    ends = []
-    for callbacks in ([], [HaltOnNaN(**options)]):
-        L.seed_everything(0, verbose=False)
-        model = ZeroGradient()
-        run = trainer(tmp_path, *callbacks, logger=False)
-        run.fit(model, loader(24))
-        assert model.n_zero == 3
-        ends.append(state_bits(model, run.optimizers))
-    assert differences(*ends) == []
-
-
 def test_a_step_whose_gradients_have_no_memory_is_explained_and_replayed(tmp_path):
     error = error_at_halt(ZeroGradient(1), loader(24), tmp_path)
     assert error.step == 1
@@ -152,38 +105,3 @@ def test_operations_under_transforms_can_be_traced():
         grad(lambda row: torch.log(row).sum())(x[0])
         torch.func.jvp(torch.log, (x,), (torch.ones_like(x),))
     assert {event.operation for event in trace.events} >= {"aten.log"}
-
-
-class Penalty(L.LightningModule):
-    """A gradient penalty on an L1 loss: its double backward gives a tensor of zeros without memory."""
-
-    def __init__(self, loss: str = "l1") -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def training_step(self, batch: Any) -> Any:
-        x = batch.clone().requires_grad_()
-        out = self.net(x)
-        loss = nn.functional.l1_loss(out, x[:, :1]) if self.hparams["loss"] == "l1" else out.abs().mean()
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
-        return loss + penalty + torch.log(batch.abs().sum(1)).mean() * out.mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-@pytest.mark.parametrize("loss", ["l1", "abs"])
-def test_a_double_backward_through_abs_is_traced_and_replayed(loss, tmp_path):
-    batches: Any = list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0)))
-    batches[2][3] = 0.0
-    L.seed_everything(0, verbose=False)
-    error = error_at_halt(Penalty(loss), batches, tmp_path)
-    assert error.step == 2
-    assert error.explanation.operation == "aten.log"
-    assert error.explanation.samples == (3,)
-    assert error.step_path is not None
-    again = replay(error.step_path, model=Penalty)
-    assert not again.is_finite
-    assert again.mismatches == ()

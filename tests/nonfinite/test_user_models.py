@@ -22,11 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized|strea
 FUSED = [name for index, name in enumerate(CASES) if index % 4 == 0]
 
 
-def test_the_gallery_is_large_enough():
-    assert len(CASES) >= 50
-    assert sum(case.named for case in CASES.values()) >= 0.95 * len(CASES)
-
-
 def trained(name: str, root: Path, *callbacks: L.Callback, bad: bool, fused: bool = False) -> tuple[Any, L.Trainer]:
     L.seed_everything(0, verbose=False)
     model = UserModel(CASES[name], fused=fused)
