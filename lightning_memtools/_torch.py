@@ -9,7 +9,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from multiprocessing.connection import wait
 from operator import attrgetter
 from types import CodeType, ModuleType
 from typing import Any
@@ -34,7 +33,6 @@ from torch.utils.data import DataLoader, dataloader
 # torch.compile and torch.export are built on them, but they have no public import.
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
-# The error of operators without a fake kernel.
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
@@ -373,19 +371,12 @@ def node_in_backward() -> int:
 
 def saved_reduction(node: Any) -> int | None:
     """Return the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
-    reduction: int | None = getattr(node, "_saved_reduction", None)
-    return reduction
+    return getattr(node, "_saved_reduction", None)
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
     """Return the shape of a node's first result in the forward pass; None where it is not known. No public way."""
-    outputs = getattr(node, "_input_metadata", None)
-    return tuple(outputs[0].shape) if outputs else None
-
-
-def normalizes_batch(node: Any) -> bool:
-    """Return whether a node is that of a BatchNorm with the batch's own statistics. There is no public way to ask."""
-    return "BatchNorm" in node.name() and bool(getattr(node, "_saved_training", True))
+    return tuple(outputs[0].shape) if (outputs := getattr(node, "_input_metadata", None)) else None
 
 
 # --- tensors and operators
@@ -448,8 +439,7 @@ def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
 
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
     """Return the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
-    norms: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=dtype)
-    return norms
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def operator_schema(operator: Any) -> Any:
@@ -918,28 +908,6 @@ def own_tensors(module: nn.Module) -> tuple[Any, Any]:
 # What iterates a DataLoader, in this process or with workers: batches can be counted only where they are yielded.
 LoaderIterator = dataloader._BaseDataLoaderIter
 WorkerLoaderIterator = dataloader._MultiProcessingDataLoaderIter
-
-
-def worker_exit_codes(error: BaseException) -> list[int]:
-    """Return the exit codes of a DataLoader's ended workers, given its error; a negative one is a signal's number.
-
-    When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
-    A worker that is about to end is waited for, two seconds at most. Its files are closed a moment before its parent
-    is told, so it is joined too: torch's signal handler raises nothing for a worker that was joined, and cannot
-    interrupt what comes after this.
-    """
-    traceback = error.__traceback__
-    while traceback is not None:
-        iterator = traceback.tb_frame.f_locals.get("self")
-        if isinstance(iterator, WorkerLoaderIterator):
-            with suppress(RuntimeError):  # torch's signal handler tells of the worker's end by this error
-                ready = wait([worker.sentinel for worker in iterator._workers], timeout=2.0)
-                for worker in iterator._workers:
-                    if worker.sentinel in ready:
-                        worker.join()
-            return [worker.exitcode for worker in iterator._workers if worker.exitcode is not None]
-        traceback = traceback.tb_next
-    return []
 
 
 # --- the path that CUDA tensors take

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.dry_run import FITS, DryRunResult
 from lightning_memtools.cli.targets import UsageError, say, working
-from lightning_memtools.memory.sizes import GIB
 
 if TYPE_CHECKING:
     from lightning_memtools.budgets.memory_diff import MemoryDiff
@@ -28,8 +27,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "diff",
         help="what changed between two memory results, or two git revisions of a script",
-        description=f"{__doc__} A result is JSON of `memtools dry-run --json` or `memtools estimate --json`, the "
-        "folder of a dry run, a memory snapshot (.pickle), or the directory of a run with TensorBoard's event files.",
+        description=f"{__doc__} A result is JSON of `memtools dry-run --json` or `memtools estimate --json`. Runs are "
+        "compared in the Memory tab.",
     )
     parser.add_argument("results", nargs="*", metavar="RESULT", help="the two results; with --git the script")
     parser.add_argument(
@@ -101,31 +100,15 @@ def _show(diff: MemoryDiff, most: int | None) -> None:
     say(*diff.moments)
 
 
-_DRY_RUN = "dry_run.json"
-_SNAPSHOTS = "memtools/memory_snapshot_step*.pickle"
-
-
 def peak_in(path: Path) -> PeakMemory:
     """Return the peak of a result.
 
     Args:
-        path: The file or directory of the result.
+        path: The result's file.
 
     Raises:
-        UsageError: There is no such file, or it holds no result.
+        UsageError: The file cannot be read, or holds no result.
     """
-    if path.is_dir():
-        return _of_json(path / _DRY_RUN) if (path / _DRY_RUN).exists() else _of_run(path)
-    if not path.exists():
-        raise UsageError(f"There is no file or folder {str(path)!r}.")
-    if path.suffix == ".pickle":
-        return _of_snapshot(path)
-    if "tfevents" in path.name:
-        return _of_run(path.parent)
-    return _of_json(path)
-
-
-def _of_json(path: Path) -> PeakMemory:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -143,61 +126,6 @@ def _of_content(content: Mapping[str, Any]) -> PeakMemory:
     if "tests" in content:
         raise ValueError("it is a file of recorded peaks, which pytest compares")
     return DryRunResult.from_json(content).peak if "stages" in content else PeakMemory.from_json(content)
-
-
-def _of_snapshot(path: Path) -> PeakMemory:
-    from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, --help needs none
-    from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above
-
-    try:
-        timeline = timeline_from(path)
-    except NotASnapshotError as error:
-        raise UsageError(str(error)) from error
-    holders = timeline["holders_at_peak"]
-    return PeakMemory(
-        allocated=timeline["peak"]["bytes"],
-        reserved=max(timeline["reserved"], default=0),
-        engine="snapshot",
-        peak_at=", ".join(filter(None, (timeline["title"], timeline["peak"]["phase"]))),
-        categories=holders["parts"],
-        modules=holders["modules"],
-        lines=holders["lines"],
-    )
-
-
-def _of_run(directory: Path) -> PeakMemory:
-    """Return the highest peak of a run, with modules and lines where MemoryMonitor took a snapshot in it."""
-    from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
-    from lightning_memtools.tensorboard_plugin.run_views import composition_at_peak, summary_of  # noqa: PLC0415
-
-    events = EventDirectory(directory)
-    events.refresh()
-    runs = events.runs()
-    if len(runs) != 1:
-        found = f"of {len(runs)} runs: {', '.join(sorted(runs)[:5])}. Give one of them" if runs else "of no run"
-        raise UsageError(
-            f"{directory} holds event files {found}. A run's directory has points of MemoryMonitor, such as "
-            "lightning_logs/version_0."
-        )
-    ((name, run),) = runs.items()
-    stages = summary_of(run)["stages"]
-    peaks = {stage: one["peak_allocated"] for stage, one in stages.items() if "peak_allocated" in one}
-    if not peaks:
-        raise UsageError(f"The run in {directory} has no peaks of memory: MemoryMonitor logs them.")
-    stage = max(peaks, key=lambda one: peaks[one]["gib"])
-    snapshots = sorted(Path(directory, name).glob(_SNAPSHOTS))
-    shown = _of_snapshot(snapshots[-1]) if snapshots else None
-    return PeakMemory(
-        allocated=round(peaks[stage]["gib"] * GIB),
-        reserved=round(
-            max((one["peak_reserved"]["gib"] for one in stages.values() if "peak_reserved" in one), default=0) * GIB
-        ),
-        engine="run",
-        peak_at=f"{stage}, step {peaks[stage]['step']}",
-        categories={part: round(gib * GIB) for part, gib in composition_at_peak(run).items()},
-        modules={} if shown is None else shown.modules,
-        lines={} if shown is None else shown.lines,
-    )
 
 
 def peak_at_revision(revision: str | None, script: Sequence[str], options: Sequence[str]) -> PeakMemory:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_memtools._torch import AnyBatchNorm, normalizes_batch, output_shape
-from lightning_memtools.doctor.autograd_nodes import nodes_below
+from lightning_memtools._torch import AnyBatchNorm, output_shape
+from lightning_memtools.doctor.autograd_nodes import nodes_below, operator_of
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase, without_ones
@@ -42,10 +42,11 @@ def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
     names, lone = case.parameter_names(), []
     for node in nodes_below(loss.grad_fn, _MOST_NODES):
         shape = output_shape(node)
-        if normalizes_batch(node) and shape and math.prod(shape) == case.batch_size * shape[1]:
+        if "BatchNorm" in operator_of(node) and shape and math.prod(shape) == case.batch_size * shape[1]:
             leaves = [getattr(before, "variable", None) for before, _ in node.next_functions]
-            named = [names[id(leaf)].rpartition(".")[0] for leaf in leaves if id(leaf) in names]
-            lone.append(named[0] if named else "a BatchNorm layer")
+            layers = [names[id(leaf)].rpartition(".")[0] for leaf in leaves if id(leaf) in names]
+            if not layers or case.model.get_submodule(layers[0]).training:
+                lone.append(layers[0] if layers else "a BatchNorm layer")
     if not lone:
         return []
     size, n_samples = batch_size_of(case.train_loader), n_samples_of(case.train_loader)

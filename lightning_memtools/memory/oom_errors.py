@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import signal
 from collections.abc import Iterator
 
 import torch
-
-from lightning_memtools._torch import worker_exit_codes
 
 # Searched in the texts of RuntimeErrors and OSErrors: backends raise those types for everything.
 _WORDINGS = re.compile(
@@ -53,11 +49,6 @@ _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 # torch/utils/data/_utils/signal_handling.py and dataloader.py
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal|exited unexpectedly)")
 
-_STARVING_SIGNALS: dict[int, str] = {signal.SIGKILL: "Killed", signal.SIGBUS: "Bus error"} if os.name == "posix" else {}
-# The worker's socket is closed before its parent is told that it ended, and its name is deleted by another process.
-_CLOSED_CONNECTION = (ConnectionError, EOFError, FileNotFoundError)
-_STARVED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) is killed by signal: (?:Killed|Bus error)")
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, or was raised from or while handling one that does."""
@@ -72,25 +63,6 @@ def may_be_out_of_memory(error: BaseException) -> bool:
 def is_killed_worker(error: BaseException) -> bool:
     """Return whether an error says that a data-loader worker died, as if killed by the kernel for lack of memory."""
     return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
-
-
-def worker_out_of_memory(error: BaseException) -> str:
-    """Return the error text that says a loader worker was killed, as it is without memory; "" if none does.
-
-    The signal is SIGKILL or SIGBUS. If the worker died while it sent a batch, the loader only says that a connection
-    was closed.
-    """
-    for one in error_chain(error):
-        said = str(one)
-        is_closed_connection = isinstance(one, _CLOSED_CONNECTION)
-        if not is_closed_connection and not (isinstance(one, RuntimeError) and _KILLED_WORKER.search(said)):
-            continue
-        if _STARVED_WORKER.search(said):
-            return said
-        signals = [_STARVING_SIGNALS[-code] for code in worker_exit_codes(one) if -code in _STARVING_SIGNALS]
-        if signals:
-            return f"{type(one).__name__}: {said} ({signals[0]})" if is_closed_connection else f"{said} ({signals[0]})"
-    return ""
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

@@ -48,13 +48,6 @@ def free_in_container(cgroup: Path | None = None) -> int | None:
     return None if use is None else max(use[1] - use[0], 0)
 
 
-def kills_in_container() -> int | None:
-    """Return how many processes of this container the kernel has killed for lack of memory; None where unknown."""
-    files = [(place / "memory.events", place / "memory.oom_control") for place in _own_cgroups()]
-    counts = [_count_in(path, "oom_kill") for two in files for path in two if path.is_file()]
-    return max((count for count in counts if count is not None), default=None)
-
-
 def _own_cgroups() -> list[Path]:
     """Return the directories of this process's control groups and of those around them."""
     try:

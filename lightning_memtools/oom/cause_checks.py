@@ -47,7 +47,7 @@ def _without(trials: StepTrials, n_bytes: int, what: str) -> tuple[Outcome, str]
         return Outcome.MAY_BE_ENOUGH, why
     fits = trials.plain_fits_with(n_bytes)
     words = {True: "fits", False: "does not fit yet", None: "may or may not fit"}[fits]
-    return Outcome.of(fits=fits), f"Without {what}, the step {words}"
+    return Outcome.of(fits=fits), f"Without {what}, the traced step {words}"
 
 
 def release(trials: StepTrials) -> list[Action]:
@@ -55,21 +55,16 @@ def release(trials: StepTrials) -> list[Action]:
     allocated = trials.failed.facts.stats.allocated or 0
     least = _LEAST_SHARE * allocated
     held = [holding for holding in trials.failed.held.found if holding.n_bytes > least][:_MOST_HOLDERS]
-    causes = [holding for holding in held if is_cause(holding, allocated)]
-    together = sum(holding.n_bytes for holding in causes)
     actions = []
     for holding in held:
         outcome, detail = _without(trials, holding.n_bytes, "it")
-        is_one_of_several = holding in causes and len(causes) > 1 and outcome is Outcome.NOT_ENOUGH
-        if is_one_of_several and trials.plain_fits_with(together):
-            detail += f". Without all {len(causes)} of these, {format_size(together)}, it fits"
         action = replace(
             RELEASE,
             title=f"{_verb(holding)} {holding_in_words(holding)}",
             outcome=outcome,
             detail=". ".join(filter(None, [_how(holding), detail])),
             saved=holding.n_bytes,
-            cause=_cause(holding) if holding in causes else "",
+            cause=_cause(holding) if is_cause(holding, allocated) else "",
         )
         actions.append(action)
     return actions

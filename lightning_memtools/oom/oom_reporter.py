@@ -16,7 +16,7 @@ from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.advice_checks import Advice, advice_for
+from lightning_memtools.oom.advice_checks import advice_for
 from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
@@ -82,10 +82,11 @@ class OOMReporter:
         path = str(page.file) if isinstance(page.file, Path) else ""
         notice = OOMNotice(facts.moment.rank, page.headline, path)
         is_first = bool(done) or self.board is None or self.board.leave(notice)
-        snapshot = _tried(page, "The allocator's history", lambda: capture.recording and capture.recording.take(), None)
+        take = (lambda: None) if capture.recording is None else capture.recording.take
+        snapshot = _tried(page, "The allocator's history", take, None)
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
-        seconds = CHECKS_S if self.checks_s is None else self.checks_s
-        _advise(page, capture, snapshot, read_run, seconds - (time.thread_time() - begin_cpu))
+        seconds = (CHECKS_S if self.checks_s is None else self.checks_s) - (time.thread_time() - begin_cpu)
+        _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), seconds), None)
         page.seconds = time.monotonic() - begin
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, page.markdown())
@@ -135,23 +136,19 @@ def _advise(
     page: ReportPage,
     capture: FailureCapture,
     snapshot: dict[str, Any] | None,
-    read_run: Callable[[], FailedRun],
+    run: FailedRun,
     seconds: float,
 ) -> None:
     """Find who holds what, run the checks of what would have helped, and add their results to the page."""
-    run = _tried(page, "The state of the Trainer", read_run, None)
-    if run is None:
-        return
     # What the failed step had gathered goes with the step.
     run = replace(run, is_sharded=free_gathered_parameters(run.model))
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)
-    if failed.history is not None:
-        page.request = None if failed.history.failed is None else failed.history.failed.n_bytes
-        page.expandable = failed.history.with_expandable_segments()
+    if failed.history is not None and failed.history.failed is not None:
+        page.request = failed.history.failed.n_bytes
     virtual = capture.virtual
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
-        advice = _tried(page, "The step", lambda: advice_for(failed, seconds), Advice())
+        advice = advice_for(failed, seconds)
     page.actions, page.modules = advice.actions, advice.modules
     page.notes += advice.notes
 

@@ -13,10 +13,9 @@ from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.oom.actions import Action, Outcome
 from lightning_memtools.oom.failure_facts import FailureFacts
-from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.held_words import holding_in_words
-from lightning_memtools.reporting.phrases import first_of, in_series
+from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
@@ -39,7 +38,6 @@ class ReportPage:
         held: Who holds what the step does not need.
         actions: The suggested actions, the best first.
         modules: Bytes of activations by module in the traced step, largest first.
-        expandable: Whether expandable segments would have helped; None where no history was recorded.
         processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
         notes: Further remarks.
         top: The number of modules that are listed.
@@ -56,7 +54,6 @@ class ReportPage:
     held: Holdings = field(default_factory=Holdings)
     actions: Sequence[Action] = ()
     modules: Sequence[tuple[str, int]] = ()
-    expandable: ReplayVerdict | None = None
     processes: Sequence[GpuProcess] | str | None = None
     notes: list[str] = field(default_factory=list)
     top: int = 10
@@ -91,7 +88,7 @@ class ReportPage:
         return f" {words[0].upper()}{words[1:]} {verb} {format_size(size)}."
 
     def console(self) -> str:
-        """Return the short form: what failed, what to do first, what filled the device, and the path of the report."""
+        """Return what failed, what to do first, and the path of the report; the whole of it where it has no file."""
         lines = [self.headline, *self._what_was_done()]
         helping = [action for action in self.actions if action.helps][:_SHORT]
         lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
@@ -102,18 +99,9 @@ class ReportPage:
             reasons = list(dict.fromkeys(action.detail for action in unchecked))
             titles = "; ".join(f"{action.title[0].lower()}{action.title[1:]}" for action in unchecked)
             lines.append(f"These changes were not checked ({first_of(reasons, 1)}): {titles}.")
-        if self.facts.split is not None:
-            lines.append(f"The device held {self._filled_in_words()}.")
-        if self.modules and self.modules[0][1] > _WORTH_A_LINE * (self.facts.stats.allocated or 0):
-            name, size = self.modules[0]
-            lines.append(f"In the traced step, the largest activations belong to {name}, with {format_size(size)}.")
+        if not isinstance(self.file, Path):
+            lines.append(self.markdown())
         return "\n".join([*lines, self.file_line()])
-
-    def _filled_in_words(self) -> str:
-        """Return the categories that hold more than next to nothing, the largest first."""
-        sizes = self._categories()
-        least = _WORTH_A_LINE * sum(size for _, size in sizes)
-        return in_series([f"{format_size(n)} of {_CATEGORY_WORDS.get(name, name)}" for name, n in sizes if n > least])
 
     def _categories(self) -> list[tuple[str, int]]:
         split = {} if self.facts.split is None else self.facts.split.by_category
@@ -267,15 +255,7 @@ class ReportPage:
             "were free, but in pieces between blocks in use, so that they could neither serve the request nor be "
             "released to the device."
         )
-        setting, verdict = "`expandable_segments:True`", self.expandable
-        if verdict is None or verdict.served is None:
-            why = "no history of allocations was recorded" if verdict is None else verdict.why
-            said = f"Whether {setting} would have helped is not known: {why}."
-        elif verdict.served:
-            said = f"With {setting} this request would have been served, as a replay of the recorded allocations shows."
-        else:
-            said = f"{setting} would not have helped: {verdict.why}."
-        return ["## Fragmentation", f"{text} {said}"]
+        return ["## Fragmentation", text]
 
     def _others(self) -> list[str]:
         if self.processes is None:

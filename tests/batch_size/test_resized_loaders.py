@@ -48,16 +48,6 @@ def test_only_the_size_changes():
     assert new.sampler.generator is generator
 
 
-def test_the_same_order_as_a_loader_made_with_that_size():
-    for seed in range(3):
-        made = DataLoader(DATA, 6, shuffle=True, generator=torch.Generator().manual_seed(seed))
-        old = DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(seed))
-        new = resize_loader(old, 6)
-        for _ in range(2):  # two epochs
-            for one, other in zip(made, new, strict=True):
-                assert torch.equal(one[0], other[0])
-
-
 def test_a_sampler_of_ones_own_and_a_subclass_are_kept():
     class Mine(DataLoader):
         def __init__(self, path):

@@ -164,14 +164,6 @@ def test_peaks_are_recorded_compared_and_what_grew_is_named(project):
     assert {name: after[name] for name in list(rows)[1:]} == {name: rows[name] for name in list(rows)[1:]}
 
 
-def test_less_than_recorded_passes_and_is_noted(project):
-    run(project, "--memory-record").assert_outcomes(passed=4)
-    project.makepyfile(net=NET.replace("range(3)", "range(2)"))
-    done = run(project)
-    done.assert_outcomes(passed=4)
-    assert sum("takes less than recorded" in line for line in done.outlines) == 4
-
-
 @pytest.mark.parametrize(
     ("edit", "passes"),
     [

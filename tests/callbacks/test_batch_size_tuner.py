@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
@@ -63,19 +62,6 @@ def test_validation_has_its_own_size_and_is_run_in_trials(tmp_path):
     sizes = tuner.result.sizes
     assert sizes["val"] < 0.7 * sizes["train"]
     assert any(trial.stage == "val" and not trial.fits for trial in tuner.result.trials) or sizes["val"] > 1
-
-
-@pytest.mark.parametrize("max_val", [1, 10, 33])
-def test_no_size_exceeds_max_val(tmp_path, max_val):
-    class NoNorm(Small):
-        def __init__(self, batch_size=4, n=N):
-            super().__init__(batch_size, n)
-            self.norm = nn.Identity()
-
-    tuner = Tuner(max_val=max_val, stages=("train",))
-    fit(tmp_path, tuner, NoNorm())
-    assert tuner.result.sizes == {"train": max_val}
-    assert max(trial.size for trial in tuner.result.trials) == max_val
 
 
 def test_the_model_is_unchanged_when_no_size_fits(tmp_path):
@@ -164,15 +150,6 @@ def test_the_result_is_printed_logged_and_written(tmp_path, capsys):
     (text,) = events.Tensors("memtools/batch_size/text_summary")
     assert tuner.result.table() in text.tensor_proto.string_val[0].decode()
     assert f"batch_size: {size}" in next(tmp_path.rglob("hparams.yaml")).read_text()
-
-
-def test_an_unchanged_learning_rate_is_noted_once(tmp_path):
-    tuner = Tuner(stages=("train",))
-
-    fit(tmp_path, tuner, Constant())
-    notes = [note for note in tuner.result.notes if "learning rate is still 0.125" in note]
-    assert len(notes) == 1
-    assert f"from 4 to {tuner.result.sizes['train']} samples" in notes[0]
 
 
 @pytest.mark.parametrize(("capacity", "context"), [(192, 0), (692, 500)])

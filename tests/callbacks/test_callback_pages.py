@@ -58,7 +58,9 @@ def text_of(name: str) -> str:
 def table(name: str, title: str) -> list[list[str]]:
     """The rows of the first table of a section."""
     section = text_of(name).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    _, _, *rows = re.search(r"^\|.*(?:\n\|.*)+", section, re.MULTILINE)[0].splitlines()
+    found = re.search(r"^\|.*(?:\n\|.*)+", section, re.MULTILINE)
+    assert found is not None
+    _, _, *rows = found[0].splitlines()
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 

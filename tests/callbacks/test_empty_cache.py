@@ -153,18 +153,6 @@ def test_standalone_runs_release_the_cache_at_their_start_and_end(tmp_path):
     assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [30, 50, 0, 60, 0, 70]
 
 
-def test_only_the_stages_that_are_asked_for_and_the_end_of_fit(tmp_path):
-    with VirtualDevice("200MiB"):
-        model = Wide(train=[[10]], val=[[50]], test=[[60]])
-        run = quiet(tmp_path, EmptyCache(stages=["test"]))
-        run.fit(model, loader(8, 8), loader(8, 8))
-        run.validate(model, loader(8, 8), verbose=False)
-        run.test(model, loader(8, 8), verbose=False)
-    curves = run.logger.curves
-    # The end of fit: training found room in the free 50 MiB. validate leaves 50 MiB, which the test's start gives back.
-    assert [mib for _, mib in in_mib(curves, "memory/cache/freed_gib")] == [50, 50, 60]
-
-
 def test_what_stays_is_the_model_and_its_optimizer_by_arithmetic(tmp_path):
     class Model(Wide):
         def __init__(self):

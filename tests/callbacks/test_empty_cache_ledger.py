@@ -247,7 +247,7 @@ class LogsMetrics(Regression):
         self.everything.reset()
 
 
-HEALTHY = {
+HEALTHY: dict[str, Any] = {
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()], {}),
     "replay_buffer_on_the_host": (ReplaysFromTheHost, list, {}),
     "optimizer_state_made_late": (ThawsALayerPerEpoch, list, {}),

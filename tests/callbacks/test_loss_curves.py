@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
 
@@ -95,20 +94,6 @@ def test_manual_optimization_with_two_losses(tmp_path, train):
     assert {"grad/norm/optimizer_0", "grad/norm/optimizer_1"} <= set(curves)
 
 
-def test_a_loss_logged_per_epoch_only_gives_a_point_per_epoch(tmp_path):
-    class PerEpoch(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("slow_loss", loss, on_step=False, on_epoch=True)
-            return loss
-
-    model = PerEpoch()
-    fit = trainer(tmp_path, LossCurves(train="slow_loss", every_n_steps=100), max_epochs=2)
-    fit.fit(model, loader())
-    losses = model.train_losses
-    assert scalars(fit.log_dir)["loss/train"] == approx([(3, mean(losses[:4])), (7, mean(losses[4:]))])
-
-
 @pytest.mark.parametrize("val", [None, "val_loss"])
 def test_every_validation_loader_has_a_curve(tmp_path, val):
     class TwoLoaders(Regression):
@@ -135,18 +120,6 @@ def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
     fit = trainer(tmp_path, LossCurves(every_n_steps=2, grad_norm=True), gradient_clip_val=1e-3)
     fit.fit(Norms(), loader())
     assert scalars(fit.log_dir)["grad/norm"] == approx([(1, mean(norms[:2])), (3, mean(norms[2:]))])
-
-
-def test_gradients_that_cannot_be_seen_give_a_warning(tmp_path):
-    class TakesGradientsAway(L.Callback):
-        """As DeepSpeed, which keeps them outside p.grad."""
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            for parameter in pl_module.parameters():
-                parameter.grad = None
-
-    with pytest.warns(UserWarning, match=r"saw a gradient in p\.grad"):
-        trainer(tmp_path, TakesGradientsAway(), LossCurves(grad_norm=True)).fit(Regression(), loader())
 
 
 @pytest.mark.parametrize("argument", ["train", "val"])

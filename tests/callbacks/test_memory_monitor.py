@@ -17,7 +17,7 @@ from lightning_memtools.callbacks.memory_monitor import _say_that_there_is_no_gp
 from lightning_memtools.memory.peaks import PHASES
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader
 from lightning_memtools.memory.scalars import CATEGORIES, possible_tags
-from lightning_memtools.memory.sizes import GIB, MIB
+from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
 from tests.callbacks.memory_models import Wide, gib
 from tests.event_files import scalars
@@ -119,30 +119,6 @@ def test_the_host_time_of_a_step_is_divided(device, tmp_path):
         assert max(times[phase].values()) < 1000, "validation is no part of a step"
     for step in range(8):
         assert sum(times[phase][step] for phase in least) <= times["step"][step] + 1
-
-
-def test_without_nvidia_s_gpu_load_is_announced_as_missing(tmp_path):
-    run = trainer(tmp_path, MemoryMonitor(load=True))
-    with VirtualDevice(), pytest.warns(UserWarning, match="NVML tells nothing of cpu"):
-        run.fit(Regression(), loader())
-    assert not [tag for tag in scalars(run.log_dir) if tag.startswith("device/")]
-
-
-def test_a_resumed_run_shows_the_optimizer_state_from_its_first_step(tmp_path):
-    class Adam(Wide):
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
-
-    with VirtualDevice():
-        first = trainer(tmp_path, MemoryMonitor())
-        first.fit(Adam(), loader())
-        first.save_checkpoint(tmp_path / "half.ckpt")
-    with VirtualDevice():
-        second = trainer(tmp_path, MemoryMonitor(), max_epochs=2)
-        second.fit(Adam(), loader(), ckpt_path=tmp_path / "half.ckpt")
-    optimizer = scalars(second.log_dir)["memory/composition/optimizer_gib"]
-    assert optimizer[0][0] == 4
-    assert optimizer[0][1] == pytest.approx(gib(2), abs=2048 / GIB)  # two moments of 1 MiB, and a step count
 
 
 def test_the_summary_is_a_file_a_text_and_one_short_block_on_the_console(tmp_path, capsys):

@@ -20,12 +20,11 @@ from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
 from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
-from lightning_memtools.memory.allocator.memory_snapshot import trace_until
-from tests.batch_size_models import Samples, Scale
+from tests.batch_size_models import Samples
 from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, opaque, trainer
 from tests.list_logger import ListLogger
-from tests.oom_models import SAMPLE_BYTES, Layers, place_of, sizes_in
+from tests.oom_models import Layers, place_of, sizes_in
 
 MIB = 2**20
 
@@ -225,69 +224,13 @@ def test_bfloat16_fits_where_it_is_said_to(tmp_path):
     assert attempt(tmp_path, "52MiB", "fit", model=Matrices(), options={"precision": "bf16-mixed"}).fits
 
 
-class Frozen(Layers):
-    """Most of the device is weights that are not trained; the host never touches their pages."""
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
-        self.frozen = nn.Parameter(torch.empty(int(1.8 * 2**30), dtype=torch.uint8), requires_grad=False)
-
-
-def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_not(tmp_path):
-    sizes = {"batch": 12, "val_batch": 60}
-    options = {"limit_train_batches": 1}
-
-    def run(root: Path, **sizes: int) -> Outcome:
-        return attempt(root, "2GiB", "val", model=Frozen(**sizes), options=options)
-
-    outcome = run(tmp_path, **sizes)
-    assert re.search(r"\(val, batch 0\): .* 90\.0 MiB", outcome.report)
-    split = sizes_in(outcome.report, "What filled the device")
-    assert split.pop("allocated") == pytest.approx(outcome.seen[-1][0], rel=0.01)
-    assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
-    assert split["inputs"] == 60 * SAMPLE_BYTES
-    assert split["parameters"] == pytest.approx(1.8 * 2**30, rel=0.01)
-    assert next(iter(sizes_in(outcome.report, "Modules with the most activations"))) == "net.4.0"
-    size = int(re.search(r"Use validation batches of (\d+) instead of 60", outcome.report)[1])
-    assert run(tmp_path, **(sizes | {"val_batch": size})).fits
-    assert not run(tmp_path, **(sizes | {"val_batch": size + 1})).fits
-
-
-def test_the_stopped_process_is_enough_where_it_is_said(tmp_path):
-    sizes = CASES["test"].sizes | {"val_batch": 70}
+def test_a_process_whose_memory_is_not_enough_for_the_whole_step_is_said_not_to_be(tmp_path):
+    """The failed request would have been served, but not the rest of the step."""
+    sizes = CASES["test"].sizes
     outcome = attempt(tmp_path, "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
-    assert re.search(r"^\d\. Stop others \(simulated\) \(pid 0\).*60\.0 MiB", outcome.report, re.MULTILINE)
     assert "(pid 0, 60.0 MiB)" in outcome.report
-    assert attempt(tmp_path, "330MiB", "test", **sizes).fits
-
-    # The failed request would have been served, but not the rest of the step.
-    sizes["val_batch"] = 96
-    outcome = attempt(tmp_path / "more", "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
     assert re.search(r"60\.0 MiB, .*not enough", outcome.report)
     assert not attempt(tmp_path / "most", "330MiB", "test", **sizes).fits
-
-
-class Cut(Layers):
-    """Training leaves the cache in pieces: of each segment of 64 MiB a third stays in use until fit ends."""
-
-    def on_train_start(self):
-        passing = []
-        self.kept = []
-        for _ in range(4):
-            whole = torch.empty(64 * MIB, dtype=torch.uint8)
-            del whole
-            passing.append(torch.empty(43 * MIB, dtype=torch.uint8))
-            self.kept.append(torch.empty(21 * MIB, dtype=torch.uint8))
-
-
-def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tmp_path):
-    sizes = {"n": 2, "wide": 1, "batch": 2, "val_batch": 80}
-    outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
-    assert re.search("`expandable_segments:True` .*would have been served", outcome.report)
-    assert re.search(r"^\d\. Use expandable segments .*The whole step fits", outcome.report, re.MULTILINE)
-    assert sizes_in(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
-    settings = {"allocator": "expandable_segments:True"}
-    assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
 
 
 class Keeps(Layers):
@@ -348,19 +291,6 @@ def test_where_the_traced_step_fits_nothing_is_said_to_be_enough(tmp_path):
     assert not re.search(r"^\d+\. .*(fits|is enough\.|instead of 4 .* does not fit)", report, re.MULTILINE)
 
 
-def test_what_training_left_of_the_cache_is_found_out_once(tmp_path, monkeypatch):
-    replayed: list[int] = []
-
-    def until(*args: Any, **kwargs: Any) -> Any:
-        replayed.append(kwargs["until"])
-        return trace_until(*args, **kwargs)
-
-    monkeypatch.setattr("lightning_memtools.oom.recorded_history.trace_until", until)
-    case = CASES["validation"]
-    assert "does not fit" in attempt(tmp_path, case.capacity, case.call, **case.sizes).report
-    assert len(replayed) == 1
-
-
 def test_a_share_of_the_device_is_all_there_is_where_it_is_set(tmp_path):
     half = {"allocator": "per_process_memory_fraction:0.5"}
     sizes = CASES["test"].sizes
@@ -379,18 +309,6 @@ def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path
     history = viz.trace(snapshot)
     assert "OutOfMemoryError # 144.0MiB requested, 78.0MiB free" in history
     assert "Active Memory Timeline" in viz.trace_plot(snapshot)
-    # What torch.cuda.memory._snapshot says of itself: the fields of its TypedDicts.
-    for kind, found in {
-        "Snapshot": snapshot,
-        "Segment": snapshot["segments"][0],
-        "Block": snapshot["segments"][0]["blocks"][0],
-        "TraceEntry": next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"),
-    }.items():
-        documented = torch.cuda.memory._snapshot.__doc__.split(f"class {kind}(TypedDict):")[1]
-        documented = re.split(r"class \w+\(|Returns|Args:", documented)[0]
-        fields = set(re.findall(r"^\s+(\w+): (?!NotRequired)", documented, re.MULTILINE))
-        # Those that torch itself gives to some entries only.
-        assert fields - set(found) <= {"device_free", "internal_metadata"}, kind
 
 
 # --- the report goes wherever it can
@@ -439,7 +357,7 @@ def test_where_the_directory_cannot_be_written_to_it_goes_to_a_temporary_file_or
     monkeypatch.setattr("tempfile.mkdtemp", lambda **_: str(tmp_path / "taken" / "nowhere"))
     run_out(tmp_path, directory=str(tmp_path / "taken"))
     out = capsys.readouterr().out
-    assert re.search(r"32\.0 MiB of activations and 8\.00 MiB of inputs", out)
+    assert "## What filled the device" in out  # the whole page
     assert "could not be written: " in out
 
 
@@ -455,8 +373,6 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
         ("1. ", "`DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)`", "stays 16", "28.0 MiB", "64.0 MiB"),
         ("2. ", "`DataLoader(batch_size=6)`", "42.0 MiB", "64.0 MiB", "A batch of 7"),
         ("3. Use a larger GPU (RTX 4060 8GB)",),
-        ("32.0 MiB of activations", "8.00 MiB of inputs"),
-        ("net.4.0", "24.0 MiB"),
         (f"Report: {tmp_path / 'oom-train-step0.md'}",),
     ]
     for line, of_line in zip(lines[begin:], facts, strict=True):
@@ -610,47 +526,6 @@ def test_an_error_that_is_caught_is_not_reported(tmp_path, capsys):
     assert "Out of memory" not in capsys.readouterr().out
 
 
-def what_to_do(report: str) -> str:
-    return report.partition("## What to do\n")[2].partition("\n## ")[0]
-
-
-def test_clipping_to_0_which_lightning_takes_for_none_leaves_the_advice_as_it_is(failed, tmp_path):
-    case = CASES["forward"]
-    clipped = attempt(tmp_path, case.capacity, case.call, options={"gradient_clip_val": 0}, **case.sizes)
-    assert what_to_do(clipped.report) == what_to_do(failed("forward").report)
-
-
-class Adversaries(Layers):
-    """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
-
-    def __init__(self) -> None:
-        super().__init__(n=4, wide=None, batch=16)
-        self.automatic_optimization = False
-        self.other = nn.Sequential(*[Scale(8) for _ in range(2)])
-
-    def training_step(self, batch, batch_idx):
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(self.other(self.net(batch)).mean())
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (self.net, self.other)], []
-
-
-def test_a_step_that_failed_while_an_optimizer_was_toggled_is_traced_and_leaves_nothing_switched_off(tmp_path):
-    model = Adversaries()
-    outcome = attempt(tmp_path, "64MiB", "fit", model=model)
-    assert "This was not checked" not in outcome.report
-    fits = re.search(r"DataLoader\(batch_size=(\d+)\)`\)\. The step then fits", outcome.report)
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    smaller = Adversaries()
-    smaller.sizes["train"] = int(fits[1])
-    assert attempt(tmp_path / "smaller", "64MiB", "fit", model=smaller).fits
-
-
 def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
     class Looks(Layers):
         def training_step(self, batch, batch_idx):
@@ -661,7 +536,7 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
     assert re.search("^- Use smaller batches.* not checked: RuntimeError: ", outcome.report, re.MULTILINE)
     assert "Use training batches of" not in outcome.report
     # The recorded history needs no trace.
-    assert "`expandable_segments:True` would not have helped" in outcome.report
+    assert re.search(r"^- Use expandable segments .*In a replay .* only ", outcome.report, re.MULTILINE)
 
 
 def test_what_is_not_reached_in_time_is_said_not_to_be_checked(tmp_path, monkeypatch, capsys):
@@ -691,15 +566,6 @@ def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
     assert sizes_in(text, "Modules with the most activations")
     assert "DefaultCPUAllocator: can't allocate memory" in text
     assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return self.loss", text)
-
-
-def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path):
-    plain = attempt(tmp_path / "plain", "60MiB", "fit", batch=24)
-    planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
-    sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
-    assert sizes[0] < sizes[1]
-    assert "Recompute" not in planned.report.partition("## What happened")[0]  # no other plan fits
-    assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 
 class Blocks(L.LightningModule):

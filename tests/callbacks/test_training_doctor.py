@@ -32,7 +32,7 @@ class Flat(Regression):
 class Sums(Regression):
     """Adds up losses with their graphs."""
 
-    total = 0.0
+    total: Any = 0.0
 
     def loss(self, batch: Any) -> Any:
         loss = super().loss(batch)

@@ -69,18 +69,6 @@ def test_slices_and_state_dicts_are_those_of_the_plain_model():
         assert isinstance(model.state_dict(), OrderedDict)
 
 
-def test_removing_twice_and_removing_after_an_error():
-    model = same_seed(nested)
-    attributes = set(vars(model))
-    handle = applied_to(model, Range(0, 8))
-    handle.remove()
-    handle.remove()
-    assert set(vars(model)) == attributes
-    with pytest.raises(RuntimeError, match="from the step"), applied_to(model, Range(0, 8)):
-        raise RuntimeError("from the step")
-    assert set(vars(model)) == attributes
-
-
 def test_a_plan_for_a_model_of_another_depth_raises_and_leaves_nothing_applied():
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2)))
     plans = [
@@ -157,13 +145,3 @@ def test_a_layer_whose_recomputation_differs_is_named(ways, place):
         loss = model(torch.randn(3, 4)).sum()
         with pytest.raises(CheckpointError, match=r"layer 1\.1 .*exclude=\['1\.1'\]"):
             loss.backward()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_compiler_sees_the_plain_chain(depth):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(depth)])
-    x = torch.randn(3, 4)
-    expected = model(x)
-    with applied_to(model, Range(0, 2)):
-        compiled = torch.compile(model, backend="eager")
-        assert torch.allclose(compiled(x), expected)

@@ -88,33 +88,6 @@ def test_skip_is_refused_where_only_recompute_saves_memory_and_the_refusal_says_
     assert skip.chains[0].outside[1] == "BatchNorm2d never runs twice"
 
 
-def test_synchronized_batchnorm_and_power_iterations_stay_outside():
-    blocks = [
-        nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)),
-        nn.utils.spectral_norm(nn.Linear(8, 8)),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-        nn.Linear(8, 8),
-    ]
-
-    model = nn.Sequential(*blocks)
-    (chain,) = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))
-    assert chain.outside == {
-        1: "SyncBatchNorm talks to other ranks",
-        2: "power iteration (spectral_norm) would run twice",
-        3: "power iteration (spectral_norm) would run twice",
-    }
-
-
-def test_no_range_begins_with_a_layer_that_overwrites_its_input():
-    model = nn.Sequential(
-        *[one for _ in range(4) for one in (nn.Linear(64, 64), nn.Flatten(), nn.ReLU(inplace=True), nn.Sigmoid())]
-    )
-    for k in range(1, 17):
-        plan = plan_checkpoints(model, torch.empty(512, 64), segments=k)
-        starts = {one.start % 4 for one in plan.chains[0].ranges}
-        assert not starts & {1, 2}, "the flattened view's storage is overwritten too"
-
-
 def test_chunks_are_cut_where_the_peak_is_lowest():
     widths = [512, 64, 64, 64, 64, 256]
     layers = [nn.Linear(one, other) for one, other in itertools.pairwise(widths)]

@@ -11,41 +11,10 @@ from torch import nn
 
 from lightning_memtools._torch import clear_cublas_workspaces
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
-from lightning_memtools.checkpointing.memory_model import Range, estimate
-from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.planning import StepPlanner
-from lightning_memtools.checkpointing.step_profile import predict, profile_step
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import Block
-
-
-def encoder() -> nn.Sequential:
-    return nn.Sequential(*(nn.TransformerEncoderLayer(256, 8, 1024, 0.1, batch_first=True) for _ in range(4)))
-
-
-def perceptron() -> nn.Sequential:
-    return nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1))))
-
-
-@pytest.mark.parametrize(("model", "shape"), [(encoder(), (32, 128, 256)), (perceptron(), (4096, 512))])
-def test_the_memory_model_is_exact_where_sums_over_biases_take_buffers(model, shape):
-    """A bias's gradient is a sum with buffers of 8 MiB, before which a layer that ran again has freed its tensors."""
-    chains = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))[:1]
-    step = TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), device="cuda")
-    profile = profile_step(step, chains)
-    planner = OptimalRanges(profile.units, profile.plain.peak_bytes)
-    plans = {planner.best(peak) for peak, _ in planner.frontier()[::10]}
-    layers = [at for at, place in enumerate(profile.places) if place is not None]
-    for first in (0, 1, 2):  # which of these are the peak's depends on where a range begins
-        plans.add(tuple(Range(at, min(at + 3, layers[-1] + 1)) for at in layers[first::3]))
-    assert len(plans) > 4
-    for ranges in plans:
-        assert (
-            estimate(profile.units, ranges).peak_bytes == predict(step, chain_plans(profile, chains, ranges)).peak_bytes
-        )
 
 
 def dense() -> tuple[nn.Module, torch.Tensor, type[torch.optim.Optimizer]]:

@@ -77,15 +77,6 @@ def test_it_prints_figures_and_gpus(capfd):
     assert pickle.loads(Path("s.pickle").read_bytes())["device_traces"][0]  # noqa: S301, written above
 
 
-def test_where_no_batch_can_be_found_it_says_why(capfd):
-    line = ["estimate", "my_target:one_size", "--capacity", "2GiB", "--max-batch"]
-    assert main(line) == 1
-    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("memtools: ")]  # torch may say more
-    assert ours[0].startswith("memtools: The batch cannot")
-    assert main(["estimate", "my_target:model_and_batch", "--capacity", "3MiB", "--max-batch"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1].startswith("Largest batch for 3MiB: none")
-
-
 def command(root, *arguments):
     """The command in a process of its own, as a console starts it."""
     here = {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}

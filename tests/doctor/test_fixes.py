@@ -192,7 +192,7 @@ def decayed(optimizer: Callable[..., Any]) -> Examine:
         for parameter in model["other"].parameters():
             parameter.grad = torch.zeros_like(parameter)
         made = optimizer(model.parameters(), lr=0.01, weight_decay=0.1)
-        return found(model, rows(), lambda m, batch: squared(m["one"], batch), optimizer=made)
+        return found(model, rows(), lambda m, batch: squared(m.get_submodule("one"), batch), optimizer=made)
 
     return examine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import classify
-from tests.lightning_models import trainer
 from tests.zoo import torchvision_models
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "published-peaks.json"
@@ -69,32 +67,3 @@ def predicted_reserved(run: dict[str, Any], gpu: GpuShape = MEASURED_ON) -> int:
     peak = trace(Subject(model=model), batch, Recipe(steps=3), settings).device.stats().peak_reserved
     assert peak is not None
     return peak
-
-
-class Copies:
-    """A loader that gives the same batch, in new memory, three times."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Any:
-        return iter([self.batch] * 3)
-
-
-def real_reserved(run: dict[str, Any]) -> int:
-    """The same with PyTorch's own CUDA allocator and a Trainer."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # of an earlier run in this process
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.device("meta"):
-        model = InTheirOrder(model_of(run), run["optimizer"])
-    model.to_empty(device="cpu")  # without a page of the host
-    size = run["batch_size"]
-    batches = Copies((torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long)))
-    trainer(None, accelerator="cuda", devices=1, logger=False).fit(model, batches)
-    return torch.cuda.max_memory_reserved()

@@ -56,15 +56,6 @@ def test_the_answer_fits_and_one_more_does_not(mib, start, per_sample, n_tensors
     assert len(tried) <= 12
 
 
-def test_where_the_program_changes_with_the_batch_it_is_still_exact():
-    limit = 1000 * MIB
-    options = {"extra_from": 1500}
-    found, tried = search(limit, **options)
-    assert fits(found, limit, **options)
-    assert not fits(found + 1, limit, **options)
-    assert len(tried) <= 12
-
-
 def test_a_program_that_takes_the_same_at_every_size_has_no_answer():
     with pytest.raises(ValueError, match="the batch: at 8 and"):
         search(100 * MIB, per_sample=0, n_tensors=0)

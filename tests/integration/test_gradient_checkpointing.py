@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +109,6 @@ def test_the_predicted_peak_is_that_of_the_planned_training_at_any_precision(pre
     assert callback.plan.peak_bytes == pytest.approx(max(peaks[1:]), rel=0.02)
 
 
-def test_a_checkpoint_saved_within_training_is_that_of_the_plain_model(tmp_path):
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            assert any("forward" in vars(one) for one in pl_module.modules())
-            trainer.save_checkpoint(tmp_path / "model.ckpt")
-
-    with_it = fit(tmp_path, GradientCheckpointing(), Saves(), logger=False)
-    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
-    assert list(saved) == list(with_it.state_dict())
-
-
 def test_a_failing_step_leaves_nothing_behind(tmp_path):
     class Fails(Deep):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -131,15 +119,6 @@ def test_a_failing_step_leaves_nothing_behind(tmp_path):
     with pytest.raises(RuntimeError, match="from the user's code"):
         trainer(tmp_path, GradientCheckpointing(), logger=False).fit(model, loader(512, 64))
     assert all(not {"forward", "__getstate__"} & set(vars(one)) for one in model.modules())
-
-
-def test_a_compiled_model_is_left_unchanged_with_a_warning(tmp_path):
-    L.seed_everything(0, verbose=False)
-    model = torch.compile(Deep(), backend="eager")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        trainer(tmp_path, GradientCheckpointing(), logger=False).fit(model, loader(64, 32))
-    assert any("unchanged: it is compiled" in str(one.message) for one in said)
 
 
 def measured_share(root: Path) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import VirtualDevice
-from tests.lightning_models import Regression, loader, trainer
+from tests.lightning_models import trainer
 from tests.memory.virtual.reading import allocated
 
 
@@ -101,19 +100,3 @@ def test_a_fit_by_arithmetic(tmp_path: Path) -> None:
         del fit, model, look
         gc.collect()
         assert allocated(device) == 0
-
-
-def test_fit_is_bitwise_the_same_as_outside(tmp_path: Path) -> None:
-    def fit(device: VirtualDevice | None) -> tuple[Any, torch.Tensor]:
-        L.seed_everything(1, verbose=False)
-        with device or contextlib.nullcontext():
-            model = Regression()
-            trainer(tmp_path, logger=False, max_epochs=2).fit(model, loader(), loader(seed=1))
-        return model, torch.get_rng_state()
-
-    (plain, state), (simulated, same_state) = fit(None), fit(VirtualDevice("1GiB"))
-    assert plain.train_losses == simulated.train_losses
-    assert plain.val_losses == simulated.val_losses
-    for one, other in zip(plain.state_dict().values(), simulated.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(state, same_state)

@@ -70,11 +70,6 @@ def test_the_mean_and_the_maximum_since_the_last_point_are_given(tmp_path):
     assert threads == ["MainThread"]
 
 
-def test_what_the_gpu_does_not_tell_is_left_out(tmp_path):
-    first, *_ = read(tmp_path, power=3)  # not supported
-    assert {tag.removesuffix("_max") for tag in first} == {"device/utilization_pct", "device/temperature_c"}
-
-
 @pytest.mark.parametrize(("uuid", "init"), [("GPU-7", 9), ("GPU-8", 0)])
 def test_a_driver_that_does_not_answer_is_named(uuid, init, tmp_path):
     first, second, problem, threads = read(tmp_path, uuid, init=init)

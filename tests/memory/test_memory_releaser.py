@@ -69,17 +69,6 @@ def test_unreachable_tensors_are_collected_and_their_memory_is_released(device, 
     assert device.stats().reserved == (2 if freed else 32) * MIB
 
 
-def test_nothing_is_collected_while_all_that_is_allocated_belongs_to_the_model(device, collections):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    work = releaser(device)
-    for _ in range(3):
-        model(torch.randn(4, 2)).sum().backward()
-        optimizer.step()
-        work.collect(model, [optimizer])
-    assert not collections
-
-
 def test_what_survives_one_collection_does_not_cause_another(device, collections):
     model = nn.Linear(2, 2)
     kept = torch.empty(MIB)
@@ -164,11 +153,3 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
     assert reader.n_tries == 1
     assert work.cannot_empty.startswith("odd:0 ")
     assert "no emptyCache" in work.cannot_empty
-
-
-def test_an_error_of_an_earlier_kernel_is_raised_when_the_cache_is_emptied(device):
-    torch.empty(30 * MIB, dtype=torch.uint8)
-    reader = Stubborn(device, torch.AcceleratorError("an illegal memory access was encountered"))
-    work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))
-    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        work.release(nn.Linear(2, 2), [])

@@ -11,21 +11,6 @@ from lightning_memtools.memory.peaks import peak_counter
 from tests.memory.scripted import ScriptedDevice
 
 
-def test_a_paused_window_is_not_given_a_peak_from_outside_its_time():
-    device = ScriptedDevice()
-    window = peak_counter(device).open()
-    device.use(90, 10)  # before
-    window.resume()
-    device.use(40, 5)
-    window.pause()
-    device.use(80, 5)  # while paused
-    window.resume()
-    device.use(6)
-    window.pause()
-    assert window.allocated == 40
-    assert window.composition == {"parameters": 40}
-
-
 def test_a_window_that_leaves_the_counter_alone_never_resets_it():
     device = ScriptedDevice()
     counter = peak_counter(device)

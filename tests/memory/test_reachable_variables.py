@@ -37,23 +37,6 @@ def test_globals_and_variables_of_a_closure_are_found_also_where_an_inner_functi
     assert "len" in names_in(outer.__code__)
 
 
-def test_a_variable_without_a_value_is_left_out_and_nothing_is_compared_with_the_users_own_equality():
-    class NeverEqual:
-        def __eq__(self, other: object) -> bool:
-            raise AssertionError
-
-        __hash__ = None
-
-    held = NeverEqual()
-
-    def use() -> object:
-        return held, later  # noqa: F821, deleted below
-
-    later = 1
-    del later
-    assert [each.name for each in variables_named_by(use)] == ["held"]
-
-
 def test_a_hook_reaches_closures_globals_and_objects_each_once():
     class Counter:
         def __init__(self) -> None:

@@ -49,15 +49,6 @@ def test_the_minimum_is_a_share_or_a_size(minimum, stats, bound):
     assert threshold.minimum_bytes(stats) == pytest.approx(bound)
 
 
-def test_just_below_the_minimum_is_not_worth_it():
-    threshold = ReleaseThreshold("512MiB")
-    assert threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB + 512 * MIB))
-    assert not threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB + 512 * MIB - 1))
-    share = ReleaseThreshold(0.5)
-    assert share.is_reached(MemoryStats(allocated=GIB, reserved=2 * GIB))
-    assert not share.is_reached(MemoryStats(allocated=GIB + 1, reserved=2 * GIB))
-
-
 @pytest.mark.parametrize("minimum", [-0.1, 1.5, 2, True, float("nan"), "512", "lots", "-1MiB", ""])
 def test_other_values_are_refused_with_what_is_accepted(minimum):
     with pytest.raises(ValueError, match=r"neither a share .*from 0 to 1.*\"512MiB\"") as error:

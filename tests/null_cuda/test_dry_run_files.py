@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -78,14 +77,6 @@ def test_files_that_were_there_are_untouched_and_new_ones_are_where_the_script_s
     for name in ("final.pt", "fabric.ckpt", "mine.ckpt"):
         assert (folder / name).read_text() == "precious"
     assert torch.load(folder / "new.pt", map_location="cpu")["net.weight"].shape == (1000, 1000)
-
-
-def test_where_files_were_written_is_said_once_each(saved):
-    result, _ = saved
-    for name in ("final.pt", "fabric.ckpt"):
-        (note,) = [note for note in result.notes if note.startswith(f"{name} was there before and is untouched")]
-        assert Path(note.partition("written to ")[2].removesuffix(".")).is_relative_to(result.directory)
-    assert result.notes.count("The script wrote new.pt: what it holds of the device is zeros.") == 1
 
 
 def test_a_best_checkpoint_that_no_step_wrote_does_not_end_the_script(saved):

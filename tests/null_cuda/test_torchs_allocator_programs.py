@@ -164,25 +164,10 @@ PROGRAMS = {
          allocate("c", 4 * MIB, 1), allocate("d", 4 * MIB, 2), *free("b", "c"), allocate("e", 2 * MIB, 2),
          allocate("f", 1000, 2), allocate("g", 1000, 2)]
     ),
-    "test_mempool_limited_memory_with_allocator": Program(
-        [("pool", 1, False, False), ("pool", 2, False, True), allocate("a", 40 * MIB, 1), allocate("b", 40 * MIB, 2),
-         fail(40 * MIB), *free("a", "b"), allocate("c", 30 * MIB), fail(30 * MIB), *free("c"),
-         allocate("e", 20 * MIB, 2)],
-        fraction=84 / 256,
-    ),
     "test_deleted_mempool_not_used_on_oom": Program(
         [("pool", 1, False, True), allocate("a", 40 * MIB, 1), *free("a"), ("drop", 1), ("pool", 2, False, True),
          allocate("b", 40 * MIB, 2), *free("b"), allocate("c", 20 * MIB), allocate("d", 20 * MIB)],
         fraction=84 / 256,
-    ),
-    "test_mempool_limited_memory, unsplit": Program(
-        [("pool", 1, True, True), allocate("a", 60 * MIB, 1), *free("a"), allocate("b", 30 * MIB),
-         fail(30 * MIB), *free("b"), fail(62 * MIB)],
-        fraction=64 / 256,
-    ),
-    "test_mempool_empty_cache": Program(
-        [("pool", 1, False, False), allocate("a", 21 * MIB, 1), allocate("b", 21 * MIB), *free("a", "b"), ("empty",),
-         ("drop", 1), ("empty",)]
     ),
     "test_mempool_expandable": Program(
         [("pool", 1, False, False), allocate("a", 40 * MIB, 1), allocate("b", 12 * MIB, 1), *free("a"),

@@ -25,10 +25,14 @@ def failed_on(
 ) -> FailedStep:
     stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
     split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0))
-    more = {"moment": FailureMoment("train", 0, 0, "forward"), "device": "here", "stats": stats, "split": split}
-    failed_run = FailedRun(
-        **({"model": model, "forward": loss_of_step, "optimizers": (torch.optim.Adam(model.parameters()),)} | run)
-    )
+    more: dict[str, Any] = {
+        "moment": FailureMoment("train", 0, 0, "forward"),
+        "device": "here",
+        "stats": stats,
+        "split": split,
+    }
+    defaults: dict[str, Any] = {"forward": loss_of_step, "optimizers": (torch.optim.Adam(model.parameters()),)}
+    failed_run = FailedRun(model=model, **(defaults | run))
     all_facts = FailureFacts(**(more | {"batch": sizes_only(batch)} | (facts or {})))
     return FailedStep(facts=all_facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)
 

@@ -8,7 +8,6 @@ from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome, ranked
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
-from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.oom.report_page import ReportPage
 
 GIB = 2**30
@@ -34,12 +33,9 @@ def test_the_batch_is_described_by_type_shape_and_size():
 
 
 def test_unusable_memory_is_what_is_reserved_and_in_nobodys_use():
-    text = ReportPage(facts=FACTS, expandable=ReplayVerdict(served=False, why="so it is")).markdown()
+    text = ReportPage(facts=FACTS).markdown()
     assert "| reserved but unusable | 1.00 GiB |" in text
     assert "1.00 GiB (14.3% of what is reserved)" in text
-    assert "`expandable_segments:True` would not" in text
-    assert "so it is." in text
-    assert "not known: no history" in ReportPage(facts=FACTS).markdown()
 
 
 def test_without_nvml_the_section_says_so():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 
 from lightning_memtools import HaltOnNaN, LossSpikes, NonFiniteError
 from lightning_memtools.reporting.files import (
@@ -117,18 +117,6 @@ class Database(Logger):
 
     def log_hyperparams(self, params, *args, **kwargs):
         """Keep nothing."""
-
-
-def test_the_first_logger_that_has_a_directory_gives_it(tmp_path):
-    csv = CSVLogger(tmp_path / "csv")
-    run = trainer(tmp_path, logger=[Database(), csv])
-    assert report_directory(run) == Path(csv.log_dir) / "memtools"
-
-
-def test_runs_without_a_version_do_not_share_a_folder(tmp_path):
-    first, second = (trainer(tmp_path, logger=Database(None)) for _ in range(2))
-    assert report_directory(first) == report_directory(first)  # fit and test of one Trainer
-    assert report_directory(first) != report_directory(second)
 
 
 def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):

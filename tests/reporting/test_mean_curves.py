@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 
-from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.reporting.mean_curves import RunningMeans
 
 CPU = torch.device("cpu")
@@ -43,30 +42,3 @@ def test_a_value_that_is_overwritten_later_does_not_change_the_mean():
     means.add("a", value)
     value.fill_(100.0)
     assert means.take(["a"], CPU)[0].item() == 1.0
-
-
-def test_a_scalar_does_not_keep_the_tensor_alive_that_it_is_a_view_of():
-    means, big = RunningMeans(), torch.ones(1000)
-    means.add("a", big[3])
-    (kept,) = means._values["a"]
-    assert kept.untyped_storage().nbytes() == 4
-
-
-@pytest.mark.gpu
-def test_on_cuda_nothing_waits_and_nothing_is_lost():
-    got: list[list[list[float]]] = []
-    arriving, means = ArrivingValues[int](), RunningMeans()
-    device = torch.device("cuda")
-    values = [torch.tensor(float(i), device=device) for i in range(100)]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for i, value in enumerate(values):
-            means.add("a", value)
-            if i % 10 == 9:
-                arriving.send(means.take(["a"], device), i)
-            got += [point for point, _ in arriving.receive()]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    got += [point for point, _ in arriving.receive(wait=True)]
-    assert [mean for (mean,), _ in got] == [4.5 + 10 * i for i in range(10)]

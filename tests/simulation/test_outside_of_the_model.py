@@ -18,7 +18,6 @@ from tests.lightning_models import Regression, loader, trainer
 
 TORCH = torch.Generator()
 PYTHON = random.Random()  # noqa: S311
-SYSTEM = random.SystemRandom()  # which has no state to restore
 
 
 @functools.lru_cache
@@ -49,16 +48,6 @@ class Cached(Block):
         return positions(*x.shape)
 
 
-class CachedMethod(Block):
-    @staticmethod
-    @functools.cache
-    def table(n: int, width: int) -> Tensor:
-        return torch.linspace(0, 1, n * width).view(n, width)
-
-    def more(self, x):
-        return self.table(*x.shape) if SYSTEM.random() < 1 else x
-
-
 class TorchGlobal(Block):
     def more(self, x):
         return torch.randn(x.shape, generator=TORCH)
@@ -67,11 +56,6 @@ class TorchGlobal(Block):
 class PythonGlobal(Block):
     def more(self, x):
         return x * drawn()
-
-
-class PythonAttribute(Block):
-    def more(self, x):
-        return x * self.own.random()
 
 
 def numpy_in_closure() -> type[Block]:
@@ -86,10 +70,8 @@ def numpy_in_closure() -> type[Block]:
 
 KINDS: dict[str, Callable[[], Callable[[], Block]]] = {
     "a cached function": lambda: Cached,
-    "a cached static method": lambda: CachedMethod,
     "a global torch.Generator": lambda: TorchGlobal,
     "a global random.Random that a function draws from": lambda: PythonGlobal,
-    "a random.Random as an attribute": lambda: functools.partial(PythonAttribute, random.Random(3)),  # noqa: S311
     "a numpy Generator in a closure": numpy_in_closure,
 }
 
@@ -99,7 +81,6 @@ def seeded() -> None:
     TORCH.manual_seed(3)
     PYTHON.seed(3)
     positions.cache_clear()
-    CachedMethod.table.cache_clear()
 
 
 def losses_of_fit(kind: str, root: Any, *callbacks: Any) -> list[float]:

@@ -15,7 +15,7 @@ from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.cli.main import main
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot
-from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view, timeline_from, timeline_of
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view, timeline_from
 from tests.browser import chromium, open_page
 from tests.lightning_models import Regression, loader, trainer
 from tests.tensorboard_plugin.logdirs import ATTACK
@@ -76,24 +76,6 @@ def test_the_view_of_a_run_names_its_snapshots(run_directory, tmp_path):
     (tmp_path / "memtools").mkdir()
     (tmp_path / "memtools" / "memory_snapshot_step7_rank1.pickle").write_bytes(b"nonsense")
     assert "is no memory snapshot" in step_view(tmp_path)["problem"]
-
-
-def test_a_snapshot_without_marks_is_divided_by_lines_of_the_program():
-    def entry(action, address, size, line):
-        frames = [
-            {"filename": "/x/torch/nn.py", "line": 1, "name": "f"},
-            {"filename": "m.py", "line": line, "name": "g"},
-        ]
-        return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": 1, "frames": frames}
-
-    trace = [entry("alloc", 0, 1000, 3), entry("alloc", 1024, 3000, 4), entry("free_completed", 0, 1000, 3)]
-    block = {"address": 1024, "size": 3072, "requested_size": 3000, "state": "active_allocated", "frames": []}
-    segment = {"device": 0, "address": 1024, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}
-    view = timeline_of({"segments": [segment], "device_traces": [trace]}, with_blocks=True)
-    assert view["parts"] == {"m.py:4 g": [0, 0, 3072, 3072], "m.py:3 g": [0, 1024, 1024, 0]}
-    assert view["peak"] == {"at": 2, "bytes": 4096, "phase": ""}
-    assert [row[:3] for row in view["blocks"]] == [[1, 3, 1024], [2, None, 3072]]
-    assert view["stacks"] == [["/x/torch/nn.py:1 f", "m.py:3 g"], ["/x/torch/nn.py:1 f", "m.py:4 g"]]
 
 
 def test_names_of_modules_and_functions_never_become_markup(tmp_path):

@@ -242,7 +242,6 @@ def failed_request(
     capacity: int | None,
     used_by_others: int,
     device: int = 0,
-    empty_cache_at: int | None = None,
 ) -> FailedRequest | None:
     """Return the last out-of-memory error of a snapshot's history; None where the history holds none.
 
@@ -254,7 +253,6 @@ def failed_request(
         capacity: The memory of the device in bytes; None for no limit.
         used_by_others: The bytes of it that others than the allocator held.
         device: The device's index.
-        empty_cache_at: Add an emptying of the cache before the first action at this time (`time_us`) or later.
     """
     entries: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device]
     last = max((at for at, entry in enumerate(entries) if entry["action"] == "oom"), default=None)
@@ -264,14 +262,8 @@ def failed_request(
         snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device
     )
     is_complete = not len(writer.trace)
-    emptied = empty_cache_at is None
     for entry in entries[:last]:
-        if not emptied and entry["time_us"] >= (empty_cache_at or 0):
-            writer.trace.add(TraceEventKind.EMPTY_CACHE)
-            emptied = True
         writer.add(entry)
-    if not emptied:
-        writer.trace.add(TraceEventKind.EMPTY_CACHE)
     failed = entries[last]
     return FailedRequest(writer.trace, failed["size"], failed["stream"], writer.pool_of(failed), is_complete)
 

@@ -43,26 +43,6 @@ function blockRow(view, [born, died, bytes, address, part, label, stack, name], 
   );
 }
 
-// Segments that are half empty at the end of the history, and the block that keeps each of them.
-function pinsCard(view) {
-  if (!view.pins?.length) return null;
-  const rows = view.pins.map((pin) => {
-    const block = view.blocks.find(([, died, , address]) => died === null && address === pin.address);
-    return [h("p", {}, `${pin.words}.`), block ? blockRow(view, block) : null];
-  });
-  return h(
-    "section",
-    { class: "card", id: "pins" },
-    h("h3", {}, "Segments that are half empty and cannot be released"),
-    h(
-      "p",
-      { class: "remark" },
-      "At the end of the history. Each is kept by the blocks in use in it, of which the largest is listed.",
-    ),
-    rows,
-  );
-}
-
 export function startSnapshot(root, view) {
   const place = h("section", { class: "card", id: "blocks" });
   let shown = "";
@@ -124,7 +104,6 @@ export function startSnapshot(root, view) {
         ),
       ),
       element,
-      pinsCard(view),
       place,
     );
   };

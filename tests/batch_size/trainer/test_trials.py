@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-import re
 import signal
-import sys
-import time
 
 import lightning as L
 import pytest
@@ -19,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
 from lightning_memtools.batch_size.trainer.trial_probe import TrialProbe
-from lightning_memtools.memory.sizes import MIB
 from tests.lightning_models import assert_same_bits, trainer
 from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, everything_of, fit
 
@@ -38,27 +34,6 @@ def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
     assert all(set(names) == {"WeightAveraging", "Looks", "CacheReleaser", "TrialProbe"} for names in in_trials)
     assert "TrialProbe" not in present[-1]
     assert {"BatchSizeTuner", "EarlyStopping", "MemoryMonitor"} <= set(present[-1])
-
-
-def test_a_search_that_takes_longer_says_which_trial_it_is_at(tmp_path, capsys):
-    line = r"BatchSizeTuner is trying batches of 4 in train, trial 1 of at most \d+ \(\d+ s so far\)"
-    said = [""]
-
-    class Slow(Small):
-        def training_step(self, batch, batch_idx):
-            if any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
-                sys.stdout.write("of the trial")
-                # Preparing may itself take longer than the first line waits: the next line comes ten seconds after it.
-                deadline = time.monotonic() + 60
-                while not re.search(line, said[0]) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    said[0] += capsys.readouterr().out
-            return super().training_step(batch, batch_idx)
-
-    fit(tmp_path, Tuner(stages=("train",), init_val=4, max_trials=1), Slow())
-    said[0] += capsys.readouterr().out
-    assert re.search(line, said[0])
-    assert "of the trial" not in said[0]
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -157,32 +132,6 @@ def test_a_trial_runs_what_a_fit_runs(tmp_path):
         sanity, evaluation = [("val", val)], [("val", val), ("val", val)]
         expected += [*sanity, ("step", 0), ("step", n_states), *evaluation, ("step", n_states), ("step", n_states)]
     assert seen == expected
-
-
-def test_a_search_that_max_trials_ended_says_so(tmp_path):
-    stopped, ended = (Tuner(stages=("train",), max_trials=most) for most in (2, 8))
-    fit(tmp_path, stopped)
-    fit(tmp_path, ended)
-    (note,) = [note for note in stopped.result.notes if "max_trials" in note]
-    assert "search for train ended with max_trials=2" in note
-    following = int(note.rstrip(".").split()[-1])
-    assert stopped.result.sizes["train"] < following <= 1.02 * ended.result.sizes["train"]
-    assert not any("max_trials" in note for note in ended.result.notes)
-
-
-def test_an_allocation_retry_is_a_failure(tmp_path):
-    class Thrashes(Constant):
-        def loss(self, x):
-            if len(x) > 20:  # what is cached in small pieces has to be given back for the large one
-                pieces = [torch.empty(15 * MIB, dtype=torch.uint8) for _ in range(5)]
-                del pieces
-                torch.empty(90 * MIB, dtype=torch.uint8)
-            return super().loss(x)
-
-    tuner = Tuner(stages=("train",), init_val=32, max_trials=4)
-    fit(tmp_path, tuner, Thrashes())
-    assert tuner.result.trials[0].outcome == "allocation retry"
-    assert 0 < tuner.result.sizes["train"] <= 20
 
 
 def test_checkpointing_is_applied_in_trials(tmp_path, capsys):

@@ -60,17 +60,6 @@ def test_no_trial_begins_after_max_time_once_a_size_fits(tmp_path):
     assert any("max_time" in note for note in tuner.result.notes)
 
 
-def test_a_coarser_search_takes_fewer_trials_and_ends_within_its_precision(tmp_path):
-    coarse, fine = (Tuner(stages=("train",), precision=precision, max_trials=20) for precision in (0.2, 0.01))
-    for tuner in (coarse, fine):
-        fit(tmp_path, tuner, max_steps=1)
-    (found,), (most,) = (tuner.result.sizes.values() for tuner in (coarse, fine))
-    too_large = min(trial.size for trial in fine.result.trials if not trial.fits)
-    assert 0.99 * (too_large - 1) <= most < too_large
-    assert found >= 0.8 * most
-    assert len(coarse.result.trials) < len(fine.result.trials)
-
-
 def test_a_fit_goes_on_with_the_configured_size_where_no_search_can_be_run(tmp_path):
     tuner = Tuner(stages=("train",), batch_arg_name="size_of_batch", on_failure="warn")
     with pytest.warns(UserWarning, match="size_of_batch"):

@@ -81,14 +81,6 @@ def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
     assert "Set max_val" in loud
 
 
-def test_no_last_batch_of_one_sample_in_front_of_batchnorm(tmp_path):
-    tuner = Tuner(max_val=24, stages=("train",))
-    model, _ = fit(tmp_path, tuner, Small(n=49))  # 49 = 2 * 24 + 1
-    assert tuner.result.sizes == {"train": 23}
-    assert 1 not in model.seen
-    assert any("BatchNorm" in note for note in tuner.result.notes)
-
-
 def test_an_attribute_that_does_not_exist_is_named(tmp_path):
     class Other(Small):
         def __init__(self):
@@ -101,15 +93,6 @@ def test_an_attribute_that_does_not_exist_is_named(tmp_path):
 
     with pytest.raises(ValueError, match=r"No 'batch_size' in model, model.hparams.* batchsize"):
         fit(tmp_path, Tuner(), Other())
-
-
-def test_a_loader_that_does_not_follow_the_attribute(tmp_path):
-    class Stubborn(Small):
-        def train_dataloader(self):
-            return DataLoader(Data(), 8)
-
-    with pytest.raises(ValueError, match="train_dataloader gives batches of 8"):
-        fit(tmp_path, Tuner(), Stubborn())
 
 
 def test_a_validation_loader_that_keeps_its_size_can_be_left_out(tmp_path):

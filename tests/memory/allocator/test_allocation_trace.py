@@ -86,9 +86,3 @@ def test_a_trace_between_two_or_beyond_them_has_sizes_in_proportion() -> None:
         assert list(four.extrapolated(eight, Fraction(n - 4, 4)).events()) == expected
     # Where sizes are no whole numbers, too much is better than too little.
     assert [number for _, number in four.extrapolated(eight, Fraction(1, 1000)).events()][1:3] == [1000, 1209]
-
-
-def test_traces_with_different_events_are_distinguished() -> None:
-    one = trace_of(1000, 2000)
-    assert not one.has_same_events(trace_of(1000, 2000, labels=("a", "b")))
-    assert not one.has_same_events(trace_of(1000, labels=("a",)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_memtools.memory.allocator import AllocatorConfig
-from lightning_memtools.memory.allocator.block_rounding import block_size, round_to_power_of_two_division, segment_size
+from lightning_memtools.memory.allocator.block_rounding import block_size, segment_size
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -16,12 +16,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 )
 def test_sizes_are_rounded_up_to_multiples_of_512(asked: int, size: int) -> None:
     assert block_size(asked) == size
-
-
-def test_the_example_of_the_documentation_with_four_divisions() -> None:
-    # 1200 lies between 1024 and 2048, whose four divisions end at 1280, 1536, 1792 and 2048.
-    assert round_to_power_of_two_division(1200, 4) == 1280
-    assert [round_to_power_of_two_division(n, 4) for n in (1281, 1536, 1537, 1793)] == [1536, 1536, 1792, 2048]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +53,3 @@ def test_sizes_are_rounded_up_to_the_divisions_of_their_interval(divisions, size
 )
 def test_segments(size: int, segment: int) -> None:
     assert segment_size(size) == segment
-
-
-def test_a_large_segment_size_setting_applies_to_requests_below_10_mib() -> None:
-    assert segment_size(5 * MIB, large_segment=64 * MIB) == 64 * MIB
-    assert segment_size(11 * MIB, large_segment=64 * MIB) == 12 * MIB
-    assert segment_size(512, large_segment=64 * MIB) == 2 * MIB

@@ -5,7 +5,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans, tensors_with_graph
 
 
@@ -15,21 +14,6 @@ def loss_of(weight: torch.Tensor) -> torch.Tensor:
 
 def weight() -> torch.Tensor:
     return torch.randn(4, 4, requires_grad=True)
-
-
-def test_the_clock_goes_on_with_every_node_and_leaves_no_trace():
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    with VirtualDevice() as device, torch.inference_mode():
-        before = graph_clock()
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            node = (torch.ones(1, requires_grad=True) * 2).grad_fn
-        assert before < node._sequence_nr() < graph_clock()
-        device.reset_peaks()
-        graph_clock()
-        assert device.stats().peak_allocated == device.stats().allocated
-        assert torch.is_inference_mode_enabled()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_sum_over_all_steps_spans_all_epochs():

@@ -9,9 +9,8 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.gc_frozen import gc_frozen
-from lightning_memtools.memory.leaks import leak_detector
 from lightning_memtools.memory.leaks.holders import names_of_modules
-from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope, TensorCensus
+from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.owned import owned_by
 
 
@@ -44,20 +43,6 @@ def epochs(device, model, *steps, warn_after=3):
         if report is not None:
             reports.append((i, report))
     return reports
-
-
-def test_tensors_that_pile_up_are_reported_once_after_as_many_epochs_as_asked_for(device):
-    model = Model()
-    ((after, report),) = epochs(device, model, *[lambda: model.kept.extend([new(), new(7)])] * 8)
-    assert after == 3
-    assert report.in_a_row == 3
-    assert report.grown_bytes == 6 * 512
-    (finding,) = report.findings
-    assert finding.holder.container_path == "Model.kept"
-    assert finding.tensors == {((128,), "float32"): 3, ((7,), "float32"): 3}
-    assert finding.n_bytes == 3 * (512 + 512)
-    assert finding.with_graph == 0
-    assert not finding.graph_grows
 
 
 def test_a_tensor_that_is_replaced_by_a_larger_one_every_time_is_reported_after_twice_as_many(device):
@@ -110,61 +95,6 @@ def test_what_is_no_leak_is_not_reported(device, step):
     assert step is not fills_a_cache or len(model.kept) == 20
 
 
-def test_tensors_with_a_graph_say_so(device):
-    model = Model()
-
-    def grow():
-        loss = model.linear(torch.ones(2, 8)).sum()
-        model.kept.append(loss)
-        model.kept.append(loss.detach() * 1)
-        loss.backward()
-
-    ((after, report),) = epochs(device, model, *[grow] * 3)
-    assert after == 3
-    (finding,) = report.findings
-    assert (sum(finding.tensors.values()), finding.with_graph) == (6, 3)
-
-
-def test_a_sum_with_its_graph_is_reported_though_memory_stands_still(device):
-    model = Model()
-    model.total = 0.0
-
-    def grow():
-        for _ in range(3):
-            loss = model.linear(torch.ones(2, 8)).sum()
-            model.total += loss
-            loss.backward()
-        model.zero_grad()
-
-    ((after, report),) = epochs(device, model, *[grow] * 5)
-    assert after == 3
-    assert report.grown_bytes <= 512
-    (finding,) = report.findings
-    assert finding.holder.path == "Model.total"
-    assert finding.graph_grows
-
-
-@pytest.fixture
-def slow_census(monkeypatch):
-    """Behave as with many millions of objects; counts the censuses."""
-    taken = []
-    take = TensorCensus.take
-    monkeypatch.setattr(leak_detector, "blocks_to_walk", lambda: 20_000_000)
-    monkeypatch.setattr(TensorCensus, "take", lambda *args: taken.append(1) or take(*args))
-    return taken
-
-
-def test_with_a_slow_census_a_leak_is_named_as_early(device, slow_census):
-    for warn_after in (1, 2, 3, 5):
-        slow_census.clear()
-        model = Model()
-        said = epochs(device, model, *[lambda m=model: m.kept.append(new())] * 6, warn_after=warn_after)
-        ((after, report),) = said
-        assert after == warn_after
-        assert report.findings[0].holder.container_path == "Model.kept"
-        assert len(slow_census) == min(warn_after, 2)
-
-
 def test_the_detector_keeps_nothing_alive(device):
     model = Model()
     detector = LeakDetector(device.holds, warn_after=3)
@@ -180,18 +110,6 @@ def test_the_detector_keeps_nothing_alive(device):
 def text_of(device, model, *steps):
     ((_, report),) = epochs(device, model, *steps)
     return report.text(device=device.name, readings="epochs")
-
-
-def test_the_warning_names_growth_tensors_holder_and_fix(device):
-    """As do those of whole runs, in tests/callbacks/test_empty_cache_ledger.py."""
-    model = Model()
-    text = text_of(device, model, *[lambda: model.kept.extend([new(), new()])] * 3)
-    for facts in (
-        ("virtual device (1GiB, simulated)", "grown by 3.00 KiB", "in 3 epochs in a row (1.00 KiB in each)"),
-        ("Model.kept (a list of 6; one is Model.kept[", "6 tensors of shape (128,) float32, 3.00 KiB, without auto"),
-        ("Clear Model.kept", "`.cpu()` or `.item()`", "may be filling up"),
-    ):
-        assert [fact for fact in facts if fact not in text] == []
 
 
 class Hoarder(Model):

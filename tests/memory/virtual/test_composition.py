@@ -154,38 +154,6 @@ def test_article_a_three_bias_free_layers() -> None:
         assert peaks[1] > peaks[0]
 
 
-def test_gradients_set_by_hand_are_gradients() -> None:
-    with VirtualDevice() as device:
-        net = nn.Linear(1000, 1, bias=False)
-        net(torch.ones(1, 1000))
-        assert net.weight.grad is None
-        net.weight.grad = torch.ones(1, 1000)
-        assert of(device) == {"parameter": 4096, "gradient": 4096}
-
-
-@pytest.mark.parametrize("as_keyword", [False, True])
-def test_closure_of_a_step_is_not_part_of_the_optimizer(as_keyword: bool) -> None:
-    with VirtualDevice() as device:
-        weight = nn.Parameter(torch.ones(1000))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        kept = []
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = weight.square().sum()
-            loss.backward()
-            with torch.no_grad():
-                kept.append(torch.ones(2000))
-            return loss
-
-        loss = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
-        # The loss is an activation, what the closure kept is other; neither is the optimizer's.
-        assert of(device) == {"parameter": 4096, "gradient": 4096, "activation": 512, "other": 8192}
-        kept.append(torch.ones(2000))
-        assert of(device)["other"] == 2 * 8192
-        del loss
-
-
 def test_module_that_failed_does_not_claim_what_comes_after() -> None:
     class Broken(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

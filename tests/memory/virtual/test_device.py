@@ -177,20 +177,6 @@ def test_everything_is_undone_on_exit_and_a_second_exit_does_no_harm(fails: bool
     assert allocated(device) == 0
 
 
-def test_after_exit_tensors_are_still_freed_and_new_ones_are_not_counted() -> None:
-    with VirtualDevice() as device:
-        tensor = torch.ones(1000)
-    other = torch.ones(1000)
-    assert allocated(device) == 4096
-    del tensor, other
-    assert allocated(device) == 0
-    assert peak(device) == 4096
-    with device:
-        again = torch.ones(2000)
-        assert allocated(device) == 8192
-        del again
-
-
 def test_tracking_brings_parameters_gradients_buffers_and_optimizer_state() -> None:
     net = nn.Sequential(nn.Linear(10, 100), nn.BatchNorm1d(100))
     optimizer = torch.optim.Adam(net.parameters())

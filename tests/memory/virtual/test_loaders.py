@@ -51,19 +51,6 @@ def test_only_the_yielded_batch_is_counted(workers: int, persistent: bool) -> No
         loader._iterator = None
 
 
-def test_dataset_made_inside_is_host_memory_once_a_loader_reads_it() -> None:
-    with VirtualDevice() as device:
-        data = TensorDataset(torch.ones(1000, 100), torch.ones(1000))
-        subset = torch.utils.data.Subset(data, range(64))
-        kept = torch.ones(1000)
-        for (values, labels), expected in zip(DataLoader(subset, batch_size=32), (0, 1), strict=True):
-            del expected
-            assert allocated(device) == 4096 + 32 * 100 * 4 + 512
-            del values, labels
-        assert allocated(device) == 4096
-        del kept
-
-
 class Slices(IterableDataset[torch.Tensor]):
     """Yields views of its own tensor, and the whole of it at last."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_memtools import estimate_memory
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.memory.virtual.reading import allocated
 
@@ -30,23 +29,3 @@ def test_while_suspended_nothing_counts_and_freed_tensors_free_their_blocks():
         assert device.composition().by_category["activation"] == 2 * MIB
         del second, third, fourth
     assert nn.Module.__call__ is not call
-
-
-def test_another_device_can_be_entered_and_estimates_can_be_made():
-    model = nn.Linear(64, 64)
-
-    def estimate() -> int:
-        return estimate_memory(
-            model, torch.empty(32, 64), step=lambda m, x: m(x).sum(), optimizer=torch.optim.Adam
-        ).peak_allocated
-
-    expected = estimate()
-    with VirtualDevice() as device:
-        before = allocated(device)
-        with device.suspended():
-            with VirtualDevice("1GiB") as other:
-                kept = torch.empty(MIB)
-                assert other.stats().allocated == 4 * MIB
-            assert estimate() == expected
-        assert allocated(device) == before
-        del kept

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.memory.virtual.model_zoo import PLAIN, Make, train_step
@@ -51,13 +50,3 @@ def test_training_is_bitwise_the_same(name: str) -> None:
         assert torch.equal(one, other)
     assert torch.equal(torch_state, same_torch_state)
     assert states == same_states
-
-
-def test_loader_draws_the_same_order() -> None:
-    def order(device: VirtualDevice | None) -> list[int]:
-        torch.manual_seed(5)
-        with device or contextlib.nullcontext():
-            loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True)
-            return [int(i) for _ in range(2) for (batch,) in loader for i in batch]
-
-    assert order(None) == order(VirtualDevice())
