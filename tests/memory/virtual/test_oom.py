@@ -23,7 +23,7 @@ def test_the_message_has_the_wording_of_cudas_error() -> None:
     with VirtualDevice("64MiB", context="4MiB", used_by_others="5MiB") as device:
         kept = [torch.empty(30 * MIB, dtype=torch.uint8), torch.empty(512 * 3, dtype=torch.uint8)]
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            torch.empty(24 * MIB - 100, dtype=torch.uint8)
+            torch.empty(23 * MIB, dtype=torch.uint8)
         assert device.stats().ooms == 1
         assert device.stats().alloc_retries == 1
         del kept
