@@ -106,8 +106,8 @@ def test_every_argument_can_be_set_from_yaml(callback, tmp_path, monkeypatch):
             if name in needed and value is None:
                 continue
             path = f"lightning_memtools.{callback.__name__}"  # as the docs write it: through the lazy package
-            config = {"trainer": {"logger": False, "accelerator": "cpu",
-                                  "callbacks": [{"class_path": path, "init_args": needed | {name: value}}]}}  # fmt: skip
+            entry = {"class_path": path, "init_args": needed | {name: value}}
+            config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": [entry]}}
             Path("config.yaml").write_text(yaml.safe_dump(config))
             cli = LightningCLI(
                 AnyModule,
