@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 import pytest
 
 import lightning_memtools
-from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, default_callbacks
+from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, OOMRecovery, default_callbacks
 from lightning_memtools.cli.dry_run import DryRunStage
 from lightning_memtools.doctor.findings import DoctorReport
 from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
@@ -31,7 +31,9 @@ def test_every_callback_is_shown_without_its_address():
         one for one in made if inspect.isclass(one) and issubclass(one, lightning_memtools.MemoryMonitor.__base__)
     ]
     assert len(callbacks) == 10
+    callbacks.remove(OOMRecovery)
     assert all(repr(one()) == f"{one.__name__}()" for one in callbacks)
+    assert repr(OOMRecovery(loss="mean")) == "OOMRecovery(loss='mean')"
 
 
 @pytest.mark.parametrize("name", RESULTS)
