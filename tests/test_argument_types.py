@@ -39,6 +39,7 @@ def given_to(name: str) -> dict[str, Any]:
             "step": lambda model, batch: model(batch).sum(),
         },
         "plan_checkpoints": {"module": model},
+        "OOMRecovery": {"loss": "mean"},
         "replay": {"path": "no-such-step.pt", "model": None},
         "diagnose": {"model": Regression(), "dataloader": loader()},
         "dry_run": {"program": __file__},
