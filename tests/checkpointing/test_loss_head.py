@@ -130,6 +130,8 @@ def test_within_a_budget_the_loss_in_chunks_comes_before_recomputation():
     assert any(chain.ranges for chain in both.chains)
     share = plan(found.cost.activation_bytes / found.plain.activation_bytes + 0.001)
     assert (share.heads, share.planned) == (("head",), found.cost)
+    tighter = 0.95 * found.cost.activation_bytes / found.plain.activation_bytes
+    assert plan(tighter).planned.activation_bytes <= tighter * found.plain.activation_bytes
 
 
 def fit(model: Any, *callbacks: Any, batches: int = 4, **options: Any) -> dict[str, Tensor]:
