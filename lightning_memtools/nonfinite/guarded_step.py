@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import is_in_memory
@@ -156,24 +155,6 @@ def growth(values: Sequence[float]) -> float | None:
         return None
     start = median(finite[: len(finite) // 2])
     return finite[-1] / start if start > 0 else None
-
-
-_MOST_NODES = 10_000
-
-
-def depends_on_weights(loss: Tensor) -> bool:
-    """Return whether a parameter is among the leaves of a loss's graph. Quick where one is: it goes down first."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(getattr(node, "variable", None), Parameter):
-            return True
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return bool(waiting)
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:

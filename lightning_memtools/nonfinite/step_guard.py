@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
-from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
@@ -24,7 +22,6 @@ from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
-    depends_on_weights,
     undivided_loss,
 )
 from lightning_memtools.nonfinite.update_flag import (
@@ -169,8 +166,6 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss that depends on weights.
-        saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
     def __init__(
@@ -185,7 +180,6 @@ class StepGuard:
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
-        self.saw_losses = self.saw_gradients = False
         self._model, self._options, self._gradients = model, options, gradients
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
         self._buffers = BufferKeeper(model)
@@ -196,7 +190,6 @@ class StepGuard:
         self._batch: _PresentBatch | None = None
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
-        self._is_first_warning = FirstTime()
 
     @property
     def carries_losses(self) -> bool:
@@ -235,7 +228,6 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
-        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         if self.carries_losses:
             poison(loss)
 
@@ -245,7 +237,6 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
-        self.saw_gradients = self.saw_gradients or bool(gradients)
         if self._watch is not None and self._ranks.world_size > 1:
             step.shared_loss = largest_mean_loss(step.losses(), self._model)
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer):
@@ -434,12 +425,6 @@ class StepGuard:
         """Note a step that is finite, and hold its update back if the watch says so; no optimizer: it has been made."""
         losses = measured[: len(step.losses())]
         self._remember(step, losses, norm)
-        if not all(map(math.isfinite, losses)) and self._is_first_warning():
-            warnings.warn(
-                f"The loss of rank {self._ranks.rank} is NaN or Inf while the gradients of all ranks are finite, so "
-                "the other ranks cannot know and training goes on. This warning is given once.",
-                stacklevel=2,
-            )
         if self._watch is None:
             return
         loss = measured[-1] if step.shared_loss is not None and losses else self.history[-1].loss
