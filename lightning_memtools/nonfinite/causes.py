@@ -33,11 +33,7 @@ ADVICE = {
     "bad attribute": "look at what writes {name}, and make it a buffer (register_buffer): buffers are restored to "
     "their values before the step.",
     "bad tensor from elsewhere": "look at what makes and writes that tensor.",
-    "exploding": f"{_LOWER_THE_RATE}.",
-    "exploding sum": f"{_LOWER_THE_RATE}, and make the loss a mean: it is a sum over the batch.",
-    "exploding, inferred": f'{_LOWER_THE_RATE}, and see that the loss is a mean over the batch (reduction="mean").',
-    "overflow in all samples": "Every sample is affected, so look at the weights and the learning rate (now {rates}) "
-    "too.",
+    "exploding": f'{_LOWER_THE_RATE}, and see that the loss is a mean over the batch (reduction="mean").',
     "low precision": f"{_USE_WIDER_TYPES}this operation in float32.",
     "low precision, inferred": f"{_USE_WIDER_TYPES}the operation that overflows in float32.",
     "constant": "look at where that number comes from.",

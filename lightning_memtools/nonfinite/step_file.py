@@ -40,7 +40,7 @@ from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
-VERSION = 2
+VERSION = 3
 
 
 class StepFileError(RuntimeError):

@@ -187,7 +187,7 @@ def test_one_bad_step_more_than_max_skips_halts(fused, tmp_path):
     model = Net(fused=fused)
     error = halted(trainer(tmp_path, HaltOnNaN(max_skips=2)), model, loader(1, 2, 7))
     assert (error.step, error.batch_idx) == (7, 7)
-    assert "Bad steps skipped before: 1, 2" in str(error)
+    assert "Bad steps skipped before: 1 (batches [1]), 2 (batches [2])" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
