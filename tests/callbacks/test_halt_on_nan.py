@@ -274,20 +274,6 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
         assert error.losses[19] != error.losses[19]
 
 
-LOW_PRECISIONS: dict[str, Any] = {
-    "bf16-true": lambda: {"precision": "bf16-true"},
-    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-    "scaler": lambda: {"plugins": half(2.0**4)},  # a bad loss is never a normal skip
-}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("precision", LOW_PRECISIONS)
-def test_training_in_low_precision_halts_and_names_the_cause(precision, fused, tmp_path):
-    error = halted(trainer(tmp_path, HaltOnNaN(), **LOW_PRECISIONS[precision]()), Net(fused=fused), loader(BAD))
-    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
-
-
 @fused_or_not
 def test_a_float64_loss_beyond_float32_is_finite(fused, tmp_path):
     class Large(Net):
