@@ -18,7 +18,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of, is_mask, rows_with
 from lightning_memtools.state.random_state import RandomState
-from lightning_memtools.state.starts import UpdateStart, changed_in_place, versions_of
+from lightning_memtools.state.starts import changed_in_place, versions_of
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -71,6 +71,10 @@ def _on_host(tensor: Tensor) -> Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
+def do_nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class GuardedStep:
     """One optimizer step, from its first micro-batch to the update."""
@@ -81,7 +85,7 @@ class GuardedStep:
     micro: list[MicroBatch] = field(default_factory=list)  # its micro-batches, oldest first
     optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
-    start: UpdateStart | None = None  # what its update began with; only where the step is decided late
+    restore_settings: Callable[[], None] = do_nothing  # those of the optimizer, where the step is decided late
     shared_loss: Tensor | None = None  # the largest of all ranks' mean losses; None where nobody asks for it
     has_moved: bool = False  # whether earlier evaluations of the loss within this step have moved the weights
 
