@@ -68,8 +68,6 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
             if differences:
                 why = " ".join((*differences, *bad.doubts))
                 bad.again = f"Run again in the training process, the step was not the same. {why}"
-            elif plain.says_nothing:
-                bad.again = "all losses and gradients are NaN or Inf again, so there is no number to compare."
             else:
                 bad.again = "losses are the same bit for bit."
             if explains:

@@ -109,12 +109,6 @@ class StepOutcome:
         """True if all losses and gradients are finite."""
         return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
 
-    @property
-    def says_nothing(self) -> bool:
-        """True if no loss and no gradient holds a finite number other than 0, so that any such step is equal."""
-        floats = [each for each in map(floats_of, (*self.losses, *self.gradients.values())) if each is not None]
-        return not any(bool((torch.isfinite(each) & (each != 0)).any()) for each in floats)
-
 
 @dataclass(eq=False)
 class StepRerun:
