@@ -24,7 +24,6 @@ from lightning_memtools.nonfinite.causes import (
     ADVICE,
     NonFiniteCause,
     advice_for,
-    advice_on_overflow,
     rates_as_text,
 )
 from lightning_memtools.nonfinite.finite_checks import find_bad
@@ -165,9 +164,9 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
         because += "the operation is defined at its inputs (in float64 it is finite), but its result is too large"
         if is_narrow:
             return cause, f"{because} for a 16-bit type (float16 ends at 65504)", ADVICE["low precision"]
-        return cause, because, advice_on_overflow(event.operation, event.of_forward)
+        return cause, because, advice_for(event.operation, event.of_forward, overflows=True)
     because = "the code itself writes it" if event.constant else "the operation is undefined or infinite at its inputs"
-    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward)
+    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward, overflows=False)
     return NonFiniteCause.DOMAIN, because, advice
 
 
