@@ -266,11 +266,6 @@ def alias_below_autograd(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the functions that an optimizer calls after each step; they can be registered, but not listed."""
-    return list(optimizer._optimizer_step_post_hooks.values())
-
-
 # --- autograd
 
 

@@ -37,11 +37,8 @@ class HaltOnNaN(EitherCallback, Neighbour):
     The report also goes to `<log_dir>/memtools/`, with the last good checkpoint and the step as a file.
 
     With fused SGD, Adam, AdamW or Adagrad (`fused=True`) on a GPU and without a gradient scaler, nothing waits for the
-    device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late, and
-    before each checkpoint, evaluation run and end of epoch. With all other optimizers, with 16-mixed and with FSDP, the
-    host reads a few hundred bytes in each step, and waits for them. In both cases there is one pass over the gradients,
-    and a copy of the buffers. FSDP and ModelParallelStrategy add one all-reduce of two numbers to each step. With
-    several ranks, an evaluation run ends with one gather.
+    device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late. In
+    all other cases the host reads a few hundred bytes in each step, and waits for them.
 
     An update that makes weights NaN or Inf out of finite gradients is found at the next step or checkpoint, which names
     the weights and the optimizer's settings; no checkpoint holds them.
@@ -50,9 +47,6 @@ class HaltOnNaN(EitherCallback, Neighbour):
     skip at a scale below 1. A loss that is NaN or Inf itself is never normal.
 
     A validation or test run must log finite losses: numbers whose names contain "loss".
-
-    The report names what changed although the step was held back: parameters and attributes that a forward pass writes
-    (buffers are restored), and the weights that an optimizer with several evaluations a step (LBFGS) has moved.
 
     Args:
         max_skips: The number of bad steps that are skipped (logged as `nonfinite/skipped`) before one ends the run. A
@@ -143,7 +137,6 @@ class HaltOnNaN(EitherCallback, Neighbour):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
         self._opened().read_rest()
-        self._opened().warn_if_blind()
 
     on_train_end = on_train_epoch_end
 

@@ -27,7 +27,6 @@ from lightning_memtools._lightning import (
     write_checkpoint,
 )
 from lightning_memtools.callbacks.guarded import unless_it_fails
-from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.memory.virtual import host_memory
@@ -97,7 +96,7 @@ class HaltRun:
         self._module = module
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
-        self._is_first_warning, self._n_logged = FirstTime(), 0
+        self._n_logged = 0
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
@@ -189,23 +188,6 @@ class HaltRun:
                 forbid_saving_on_exception(self._trainer)
         except RuntimeError as error:  # the device itself may be what failed
             warnings.warn(f"The last steps could not be checked any more: {error}", stacklevel=2)
-
-    def warn_if_blind(self) -> None:
-        """Warn, once, if no gradient was seen in an epoch although an optimizer has weights to train."""
-        guard, module = self.guard, self._module
-        assert guard is not None
-        weights = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        if guard.saw_gradients or weights.isdisjoint(id(p) for g in groups for p in g["params"]):
-            return  # also where no optimizer trains weights, as in PatchCore
-        if not module.automatic_optimization:
-            advice = "step the optimizers that self.optimizers() returns, and use self.manual_backward(loss)"
-        elif guard.saw_losses:
-            advice = "see whether the strategy or an optimizer keeps gradients elsewhere than in p.grad"
-        else:
-            return  # training_step returned no loss, or one that depends on no weight: there was nothing to see
-        if self._is_first_warning():
-            warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
 
     def _halt(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
         """Undo the step, find its cause, write the step, the last good checkpoint and the report. Collective.

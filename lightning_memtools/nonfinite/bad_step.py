@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from lightning_memtools._torch import step_hooks_of
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
 from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, bad_inputs, growth
 from lightning_memtools.nonfinite.step_guard import HeldBackStep
 from lightning_memtools.reporting.phrases import first_of
@@ -46,8 +45,6 @@ class BadStep:
     history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
     suspects: str = ""  # what of the last update can have made bad weights
-    weight_norm: float = math.nan  # of the parameters that have a gradient
-    plain_sgd: bool = False  # whether an update is the learning rate times the gradient
     float16: bool = False  # whether float16 values take part
     scaler: str = ""  # what the gradient scaler did, where that is the reason
     late: bool = False  # whether the step was decided late
@@ -136,11 +133,10 @@ class BadStep:
             ("Bad weights before the step", named((*self.parameters, *self.states))),
             ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
             ("Learning rate", rates_as_text(self.learning_rates)),
-            ("Gradient norm", _trend([past.norm for past in self.history])),
             ("Last losses", series([past.loss for past in self.history])),
             ("Last gradient norms", series([past.norm for past in self.history])),
             ("Ranks that did not answer", str(self.n_missing or "")),
-            ("Bad steps skipped before", ", ".join(str(step) for step, _ in self.skipped)),
+            ("Bad steps skipped before", ", ".join(f"{step} (batches {list(b)})" for step, b in self.skipped)),
             ("State", self._state()),
             ("Last good checkpoint", checkpoint),
             ("The step as a file", " ".join(filter(None, [_shown(self.step_path), self.step_note]))),
@@ -155,11 +151,7 @@ class BadStep:
         if self.unrestored:
             text += f", except {', '.join(self.unrestored)}, which this step wrote and of which there was no copy"
         if self.late:
-            text += (
-                ". This was read one step late: global_step, schedulers and learning rates were restored, and "
-                "optimizer state that the step created was removed; data loaders, random number generators and what "
-                "hooks and other callbacks changed are one step ahead"
-            )
+            text += ". This was read one step late: data loaders, random numbers and other callbacks are one step ahead"
         return f"{text}. Other attributes of the module are as the step left them."
 
     @property
@@ -193,9 +185,6 @@ class BadStep:
                 parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
         past = [(str(each.step), f"{each.loss:.6g}", f"{each.norm:.6g}") for each in self.history]
         parts += ["## Last steps", markdown_table(Table(("step", "loss", "gradient norm"), past, "lll"))]
-        if self.skipped:
-            skipped = [(str(step), ", ".join(map(str, batches))) for step, batches in self.skipped]
-            parts += ["## Skipped steps", markdown_table(Table(("step", "batches"), skipped, "ll"))]
         return "\n\n".join(parts) + "\n"
 
     def error(self) -> NonFiniteError:
@@ -280,7 +269,6 @@ def examine(
     step, optimizer = held_back.step, held_back.step.optimizer
     indices = [micro.index for micro in step.micro for _ in micro.losses]
     groups = [] if optimizer is None else optimizer.param_groups
-    weights = [floats for p in step.parameters if (floats := floats_of(p)) is not None]
     parameters = tuple(bad_state(model))
     bad = BadStep(
         rank=rank,
@@ -295,8 +283,6 @@ def examine(
         inputs=tuple(bad for micro in step.micro for bad in bad_inputs(micro)),
         history=tuple(history),
         learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
-        weight_norm=math.hypot(*(float(norm) for norm in norms_of(weights))) if weights else 0.0,
-        plain_sgd=isinstance(optimizer, SGD),
         float16=bool(held_back.scaler)
         or any(t.dtype == torch.float16 for t in (*model.parameters(), *step.parameters)),
         scaler=held_back.scaler,
@@ -355,11 +341,9 @@ def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequ
         for group in optimizer.param_groups:
             dtypes = {p.dtype for p in group["params"] if parameters.get(id(p)) in names}
             if dtypes:
-                hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks_of(optimizer)]
                 settings = [text for key, value in group.items() if (text := _suspicion(key, value, group, dtypes))]
-                calls = [f"{kind} calls {', '.join(hooks)} after its step"] if hooks else []
                 rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
-                return "; ".join([*settings, *calls, f"the last update was that of {kind} at {rate}"])
+                return "; ".join([*settings, f"the last update was that of {kind} at {rate}"])
     return ""
 
 
@@ -380,11 +364,6 @@ def _is_one_number(value: Any) -> bool:
 GREW = 10.0
 
 
-# An SGD update (learning rate times gradient norm) that is larger than the weights and than this has not improved the
-# weights but replaced them. The bound leaves out small models, whose weights may start at zero.
-HUGE_UPDATE = 1e3
-
-
 def infer(bad: BadStep) -> None:
     """Set the cause that the evidence points to.
 
@@ -398,7 +377,7 @@ def infer(bad: BadStep) -> None:
     elif grown:
         also = f" {first_of(before)} had become NaN or Inf by this step." if before else ""
         bad.cause, bad.because = NonFiniteCause.EXPLODING, f"{grown}.{also}"
-        bad.advice = ADVICE["exploding, inferred"].format(rates=rates_as_text(bad.learning_rates))
+        bad.advice = ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
     elif before:
         bad.cause, bad.because = NonFiniteCause.BAD_PARAMETER, f"{already_bad(bad, first_of(before))}."
         bad.advice = ADVICE["bad weights"]
@@ -410,12 +389,9 @@ def infer(bad: BadStep) -> None:
         )
     else:
         bad.cause, bad.advice = NonFiniteCause.DOMAIN, ADVICE["domain, inferred"]
-        n_before = len(bad.history) - 1
-        calm = "neither loss nor gradient norm had grown before" if n_before > 1 else "there was one good step before"
         bad.because = (
-            f"inputs and weights were finite and {calm if n_before > 0 else 'this was the first step'}, so an "
-            "operation of this step was outside of its domain: log or division by 0, sqrt at 0 (in backward), exp of a "
-            "large number, a mean or softmax over no elements."
+            "inputs and weights were finite and nothing had grown, so an operation of this step was outside of its "
+            "domain: log or division by 0, sqrt at 0 (in backward), a mean or softmax over no elements."
         )
 
 
@@ -431,11 +407,6 @@ def what_grew(bad: BadStep) -> str:
         factor = growth(values)
         if factor is not None and factor >= GREW:
             return f"the {what} had grown {factor:.3g}-fold over the {len(before)} steps before"
-    norms = [past.norm for past in before if math.isfinite(past.norm)]
-    if bad.plain_sgd and norms and bad.learning_rates:
-        update = max(bad.learning_rates) * norms[-1]
-        if update >= HUGE_UPDATE and not update < bad.weight_norm / 2:  # also where the weights are NaN by now
-            return f"the last update (learning rate times gradient norm: {update:.3g}) was as large as the weights"
     return ""
 
 
@@ -515,13 +486,6 @@ def _losses(bad: BadStep) -> str:
     if not bad.losses:
         return "none seen"
     return ", ".join(f"{loss:.6g}" + f" (batch {index})" * (len(bad.losses) > 1) for index, loss in bad.losses)
-
-
-def _trend(norms: Sequence[float]) -> str:
-    factor = growth(norms[:-1])
-    if factor is None:
-        return "too few steps to see a trend"
-    return f"{'grew' if factor > 1 else 'did not grow'} before the bad step: {factor:.3g} times its earlier median"
 
 
 def named(bad: Sequence[BadTensor]) -> str:

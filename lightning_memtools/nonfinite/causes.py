@@ -33,11 +33,7 @@ ADVICE = {
     "bad attribute": "look at what writes {name}, and make it a buffer (register_buffer): buffers are restored to "
     "their values before the step.",
     "bad tensor from elsewhere": "look at what makes and writes that tensor.",
-    "exploding": f"{_LOWER_THE_RATE}.",
-    "exploding sum": f"{_LOWER_THE_RATE}, and make the loss a mean: it is a sum over the batch.",
-    "exploding, inferred": f'{_LOWER_THE_RATE}, and see that the loss is a mean over the batch (reduction="mean").',
-    "overflow in all samples": "Every sample is affected, so look at the weights and the learning rate (now {rates}) "
-    "too.",
+    "exploding": f'{_LOWER_THE_RATE}, and see that the loss is a mean over the batch (reduction="mean").',
     "low precision": f"{_USE_WIDER_TYPES}this operation in float32.",
     "low precision, inferred": f"{_USE_WIDER_TYPES}the operation that overflows in float32.",
     "constant": "look at where that number comes from.",
@@ -64,15 +60,8 @@ _MASKED = "a row of the input of {name} is -inf throughout: let each row's mask 
 
 _NO_TARGETS = "every target is ignored or has weight 0, so that {name} is a mean over no elements: skip such batches."
 
-_DEGENERATE = (
-    "the derivative of {name} is infinite where two of its values are equal: compute the loss without the vectors, or "
-    "add noise to its input."
-)
-
 _ADVICE = {
     "log": f"{_ABOVE_0}: torch.log(x.clamp(min=eps)), or compute in log space (log_softmax, logsigmoid).",
-    "log2": f"{_ABOVE_0}: clamp it to an eps.",
-    "log10": f"{_ABOVE_0}: clamp it to an eps.",
     "log1p": "keep the input of {name} above -1: clamp it.",
     "div": "keep the divisor away from 0: add an eps, or leave out what would be divided by 0.",
     "reciprocal": "keep the input of {name} away from 0: add an eps.",
@@ -102,32 +91,25 @@ _IN_BACKWARD = {
     "pow": "the derivative of {name} is infinite at 0 for exponents below 1: add an eps to its input.",
     "norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
     "linalg_vector_norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
-    "linalg_svd": _DEGENERATE,
-    "linalg_eigh": _DEGENERATE,
 }
 
 
-def advice_for(operation: str, of_forward: str) -> str:
-    """Return what to do about an operation outside of its domain.
+def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
+    """Return what to do about an operation outside of its domain, or whose result is too large for its type.
 
     Args:
         operation: Its name, such as ``"aten.log"``.
         of_forward: The forward operation whose backward it is part of; empty in forward.
+        overflows: Whether its result is too large.
     """
     name = _short(of_forward or operation)
     advice = (_IN_BACKWARD.get(name) if of_forward else None) or _ADVICE.get(name)
     if advice is None and _short(operation) in _ADVICE:
         name, advice = _short(operation), _ADVICE[_short(operation)]
     advice = advice or "keep the inputs of {name} in its domain, or leave out the samples that are outside."
+    if overflows and name != "exp":
+        advice = "keep the inputs of {name} smaller: normalize or clamp them."
     return advice.format(name=name)
-
-
-def advice_on_overflow(operation: str, of_forward: str) -> str:
-    """Return what to do about an operation whose result is too large for its type; arguments as in `advice_for`."""
-    name = _short(of_forward or operation)
-    return (_ADVICE["exp"] if name == "exp" else "keep the inputs of {name} smaller: normalize or clamp them.").format(
-        name=name
-    )
 
 
 def _short(operation: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_memtools._torch import is_in_memory, saved_reduction
+from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
@@ -24,7 +24,6 @@ from lightning_memtools.nonfinite.causes import (
     ADVICE,
     NonFiniteCause,
     advice_for,
-    advice_on_overflow,
     rates_as_text,
 )
 from lightning_memtools.nonfinite.finite_checks import find_bad
@@ -68,8 +67,6 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
             if differences:
                 why = " ".join((*differences, *bad.doubts))
                 bad.again = f"Run again in the training process, the step was not the same. {why}"
-            elif plain.says_nothing:
-                bad.again = "all losses and gradients are NaN or Inf again, so there is no number to compare."
             else:
                 bad.again = "losses are the same bit for bit."
             if explains:
@@ -109,7 +106,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     position = _position_of_bad(traced, rerun)
     samples = _samples_of(root, rerun, position)
     event, micro = root.event, rerun.micro[position]
-    bad.cause, bad.because, bad.advice = _classified(root, rerun, position, plain, bad, samples=samples)
+    bad.cause, bad.because, bad.advice = _classified(root, rerun, position, bad)
     bad.because = f"{bad.because}."
     changed = with_other_samples(micro.batch, samples)
     if changed is not None and bad.cause in {NonFiniteCause.DOMAIN, NonFiniteCause.DIRTY_DATA}:
@@ -147,9 +144,7 @@ def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
     return next((i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))), last)
 
 
-def _classified(
-    root: BadValueRoot, rerun: StepRerun, position: int, plain: StepOutcome, bad: BadStep, *, samples: Sequence[int]
-) -> tuple[NonFiniteCause, str, str]:
+def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep) -> tuple[NonFiniteCause, str, str]:
     """Return the class of cause, the evidence, and what to do."""
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
     rates = rates_as_text(bad.learning_rates)
@@ -158,8 +153,8 @@ def _classified(
         inputs = "; ".join(str(each) for each in bad_inputs(rerun.micro[position]) if not each.is_mask)
         return NonFiniteCause.DIRTY_DATA, inputs, ADVICE["dirty data"]
     if grown and (leaf is not None or overflows):
-        advice = ADVICE["exploding sum" if _sums(plain) else "exploding"].format(rates=rates)
-        return NonFiniteCause.EXPLODING, f"{grown}, until the value was too large for its type", advice
+        because = f"{grown}, until the value was too large for its type"
+        return NonFiniteCause.EXPLODING, because, ADVICE["exploding"].format(rates=rates)
     if leaf is not None:
         return NonFiniteCause.BAD_PARAMETER, *_of_prior_tensor(leaf, rerun, bad)
     if overflows:
@@ -169,12 +164,9 @@ def _classified(
         because += "the operation is defined at its inputs (in float64 it is finite), but its result is too large"
         if is_narrow:
             return cause, f"{because} for a 16-bit type (float16 ends at 65504)", ADVICE["low precision"]
-        advice = advice_on_overflow(event.operation, event.of_forward)
-        if samples and len(samples) == n_samples_of(rerun.micro[position].batch):
-            advice += " " + ADVICE["overflow in all samples"].format(rates=rates)
-        return cause, because, advice
+        return cause, because, advice_for(event.operation, event.of_forward, overflows=True)
     because = "the code itself writes it" if event.constant else "the operation is undefined or infinite at its inputs"
-    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward)
+    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward, overflows=False)
     return NonFiniteCause.DOMAIN, because, advice
 
 
@@ -247,17 +239,3 @@ def _are_samples(positions: Sequence[int], rerun: StepRerun, position: int) -> b
         return True
     changed = with_other_samples(batch, positions)
     return changed is not None and _is_finite(rerun, position, changed[0])
-
-
-def _sums(outcome: StepOutcome) -> bool:
-    """Return whether the loss is a sum."""
-    node: Any = None if outcome.graph is None else outcome.graph.grad_fn
-    for _ in range(8):
-        if node is None:
-            return False
-        if node.name() == "SumBackward0" or saved_reduction(node) == 2:  # noqa: PLR2004, torch's number for "sum"
-            return True
-        if node.name() not in {"DivBackward0", "MulBackward0", "ToCopyBackward0", "NegBackward0", "ViewBackward0"}:
-            return False
-        node = node.next_functions[0][0]
-    return False

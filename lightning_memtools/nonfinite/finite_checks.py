@@ -192,14 +192,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
     if not pairs:
         return []
     norms = norms_of([floats for _, floats in pairs])
-    by_device: dict[torch.device, list[int]] = {}
-    for index, norm in enumerate(norms):
-        by_device.setdefault(norm.device, []).append(index)
-    values = [0.0] * len(norms)
-    for indices in by_device.values():
-        read = torch.stack([norms[index].float() for index in indices]).tolist()  # one wait per device
-        for index, value in zip(indices, read, strict=True):
-            values[index] = value
+    values = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()  # one wait
     return count_bad([(*pair, value) for pair, value in zip(pairs, values, strict=True)])
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import is_in_memory
@@ -19,7 +18,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of, is_mask, rows_with
 from lightning_memtools.state.random_state import RandomState
-from lightning_memtools.state.starts import UpdateStart, changed_in_place, versions_of
+from lightning_memtools.state.starts import changed_in_place, versions_of
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -72,6 +71,10 @@ def _on_host(tensor: Tensor) -> Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
+def do_nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class GuardedStep:
     """One optimizer step, from its first micro-batch to the update."""
@@ -82,7 +85,7 @@ class GuardedStep:
     micro: list[MicroBatch] = field(default_factory=list)  # its micro-batches, oldest first
     optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
-    start: UpdateStart | None = None  # what its update began with; only where the step is decided late
+    restore_settings: Callable[[], None] = do_nothing  # those of the optimizer, where the step is decided late
     shared_loss: Tensor | None = None  # the largest of all ranks' mean losses; None where nobody asks for it
     has_moved: bool = False  # whether earlier evaluations of the loss within this step have moved the weights
 
@@ -156,24 +159,6 @@ def growth(values: Sequence[float]) -> float | None:
         return None
     start = median(finite[: len(finite) // 2])
     return finite[-1] / start if start > 0 else None
-
-
-_MOST_NODES = 10_000
-
-
-def depends_on_weights(loss: Tensor) -> bool:
-    """Return whether a parameter is among the leaves of a loss's graph. Quick where one is: it goes down first."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(getattr(node, "variable", None), Parameter):
-            return True
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return bool(waiting)
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:

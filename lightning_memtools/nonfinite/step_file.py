@@ -40,7 +40,7 @@ from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
-VERSION = 2
+VERSION = 3
 
 
 class StepFileError(RuntimeError):
@@ -131,8 +131,6 @@ def machine_now(device: torch.device) -> dict[str, Any]:
         "lightning_memtools": version("lightning_memtools"),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
         "device": str(device),
     }
     if device.type == "cuda" and torch.cuda.is_available():
@@ -187,7 +185,6 @@ class Replay:
         differences: The differences of this machine to the one that the step ran on, such as ``"torch 2.11.0, was
             2.13.0"``.
         doubts: The reasons why it may not be exact, one sentence each.
-        says_nothing: Whether no loss and no gradient holds a finite number to compare.
         explanation: The step, with the operation that made the first bad value; None where that was not found.
         text: What HaltOnNaN said of the step.
         model: The module, as it was when the step began.
@@ -202,7 +199,6 @@ class Replay:
     mismatches: tuple[str, ...]
     differences: tuple[str, ...]
     doubts: tuple[str, ...]
-    says_nothing: bool
     explanation: BadStep | None
     text: str
     model: nn.Module = field(repr=False)
@@ -221,8 +217,6 @@ class Replay:
         )
         if not self.exact:
             lines += ["Not the same as in the step:", *(f"- {each}" for each in self.mismatches)]
-        elif self.says_nothing:
-            lines.append("The same as in the step, but losses and gradients hold no finite number to compare.")
         else:
             lines.append("Bit for bit the same as in the step: losses and gradients.")
         if self.differences:
@@ -300,7 +294,7 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
     with rerun:
         outcome = rerun.run()
         losses = tuple(float(loss) for loss in outcome.losses)
-        says_nothing, is_finite = outcome.says_nothing, outcome.is_finite
+        is_finite = outcome.is_finite
         gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
         differences = mismatches(saved["losses"], saved["digests"], outcome)
         rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
@@ -321,7 +315,6 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
         mismatches=tuple(differences),
         differences=tuple(f"{name} {here.get(name, 'missing')}, was {there.get(name, 'missing')}" for name in names),
         doubts=tuple(doubts),
-        says_nothing=says_nothing,
         explanation=bad if bad.what else None,
         text=str(saved["text"]),
         model=module,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal, Protocol
@@ -16,7 +15,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
-from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
@@ -24,11 +22,12 @@ from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
-    depends_on_weights,
+    do_nothing,
     undivided_loss,
 )
 from lightning_memtools.nonfinite.update_flag import (
     UpdateFlag,
+    creates_state,
     hide_gradients,
     honours_found_inf,
     largest_mean_loss,
@@ -38,7 +37,7 @@ from lightning_memtools.nonfinite.update_flag import (
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 from lightning_memtools.state.buffer_keeper import BufferKeeper
-from lightning_memtools.state.starts import UpdateStart
+from lightning_memtools.state.starts import mark_settings
 
 Gradients = Literal["whole", "replicated", "sharded"]
 
@@ -169,8 +168,6 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss that depends on weights.
-        saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
     def __init__(
@@ -180,23 +177,20 @@ class StepGuard:
         *,
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
-        mark_loop: Callable[[], Callable[[], None]] = lambda: _nothing,
+        mark_loop: Callable[[], Callable[[], None]] = lambda: do_nothing,
         watch: ReadingWatch | None = None,
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
-        self.saw_losses = self.saw_gradients = False
         self._model, self._options, self._gradients = model, options, gradients
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
         self._buffers = BufferKeeper(model)
         self._flag: UpdateFlag | None = None
         self._is_fused: dict[Optimizer, bool] = {}
-        self._starts: dict[Optimizer, UpdateStart] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
         self._batch: _PresentBatch | None = None
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
-        self._is_first_warning = FirstTime()
 
     @property
     def carries_losses(self) -> bool:
@@ -235,7 +229,6 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
-        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         if self.carries_losses:
             poison(loss)
 
@@ -245,10 +238,9 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
-        self.saw_gradients = self.saw_gradients or bool(gradients)
         if self._watch is not None and self._ranks.world_size > 1:
             step.shared_loss = largest_mean_loss(step.losses(), self._model)
-        if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer):
+        if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):
             held_back = self._check_on_device(step, optimizer, gradients)
         else:
             held_back = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
@@ -269,13 +261,9 @@ class StepGuard:
         return self._read_flags(wait=True)
 
     def undo(self, held_back: HeldBackStep) -> tuple[str, ...]:
-        """Restore buffers, optimizer state and the caller's counters; return the names of what it could not."""
-        undone: set[Optimizer] = set()
-        for step in (held_back.step, *held_back.later):
-            if step.start is not None and step.optimizer is not None and step.optimizer not in undone:
-                step.start.remove_new_state()
-                step.start.restore_settings()
-                undone.add(step.optimizer)
+        """Restore buffers, optimizers' settings and the caller's counters; return the names of what it could not."""
+        for step in reversed((held_back.step, *held_back.later)):
+            step.restore_settings()
         unrestored = [*self._buffers.unrestored(), *([_MOVED_WITHIN] if held_back.step.has_moved else [])]
         self._buffers.restore()
         if held_back.step.restore_loop is not None:
@@ -288,7 +276,6 @@ class StepGuard:
             self._flag.close()
         self._step = self._batch = None
         self._is_fused.clear()
-        self._starts.clear()
         self._scaler_skips.clear()
 
     def _open(self) -> GuardedStep:
@@ -377,22 +364,18 @@ class StepGuard:
 
     # --- the other way: a flag on the device
 
-    def _can_flag(self, optimizer: Optimizer) -> bool:
+    def _can_flag(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
         if self.is_sharded or self._options.max_skips or (self._watch is not None and self._watch.decides):
             return False  # whether this update is made must be known before it, and not only held back with all others
         if optimizer not in self._is_fused:
             self._is_fused[optimizer] = honours_found_inf(optimizer)
-        return self._is_fused[optimizer]
+        return self._is_fused[optimizer] and not creates_state(optimizer, parameters)
 
     def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> HeldBackStep | None:
-        before = self._starts.get(optimizer)
-        created = before is not None and before.has_other_keys()
-        # Ranks must not differ in when they read. And state that a first step created without filling it must be
-        # removed before the next step uses it: that waits once.
-        held_back = self._read_flags(wait=created or self._ranks.world_size > 1)
+        held_back = self._read_flags(wait=self._ranks.world_size > 1)  # ranks must not differ in when they read
         if held_back is not None:
             return held_back
-        step.start = self._starts[optimizer] = UpdateStart(optimizer, None if created else before)
+        step.restore_settings = mark_settings(optimizer)
         losses = step.measured()
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
@@ -434,12 +417,6 @@ class StepGuard:
         """Note a step that is finite, and hold its update back if the watch says so; no optimizer: it has been made."""
         losses = measured[: len(step.losses())]
         self._remember(step, losses, norm)
-        if not all(map(math.isfinite, losses)) and self._is_first_warning():
-            warnings.warn(
-                f"The loss of rank {self._ranks.rank} is NaN or Inf while the gradients of all ranks are finite, so "
-                "the other ranks cannot know and training goes on. This warning is given once.",
-                stacklevel=2,
-            )
         if self._watch is None:
             return
         loss = measured[-1] if step.shared_loss is not None and losses else self.history[-1].loss
@@ -475,7 +452,3 @@ def gradients_under(strategy: type, *, world_size: int) -> Gradients:
         return "whole" if family == "SingleDevice" else "replicated"
     # The result of deciding together in each step is right under any strategy, also under one that is not known.
     return "sharded" if family in {"FSDP", "ModelParallel"} or world_size > 1 else "whole"
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -45,7 +45,6 @@ class StepConditions:
     device_type: str = "cpu"  # the type of the module's device
     # the type that autocast computes in during training_step, such as ``"bfloat16"``; None without it
     autocast: str | None = None
-    autocast_cache: bool = True  # whether autocast keeps the weights it converted
     default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
     trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
@@ -56,7 +55,7 @@ class StepConditions:
         casting: Any = nullcontext()
         if self.autocast is not None:
             dtype = getattr(torch, self.autocast)
-            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.autocast_cache)
+            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)  # as Lightning sets it
         torch.set_default_dtype(getattr(torch, self.default_dtype))
         try:
             with casting:
@@ -80,7 +79,6 @@ def precision_now(device_type: str) -> dict[str, Any]:
     return {
         "device_type": device_type,
         "autocast": str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
-        "autocast_cache": torch.is_autocast_cache_enabled(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
 
@@ -104,19 +102,12 @@ class StepOutcome:
 
     # the loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors
     losses: list[Tensor]
-    graph: Tensor | None  # the last loss, with its graph
     gradients: dict[str, Tensor]  # name of the parameter to its gradient, unscaled
 
     @property
     def is_finite(self) -> bool:
         """True if all losses and gradients are finite."""
         return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
-
-    @property
-    def says_nothing(self) -> bool:
-        """True if no loss and no gradient holds a finite number other than 0, so that any such step is equal."""
-        floats = [each for each in map(floats_of, (*self.losses, *self.gradients.values())) if each is not None]
-        return not any(bool((torch.isfinite(each) & (each != 0)).any()) for each in floats)
 
 
 @dataclass(eq=False)
@@ -153,7 +144,6 @@ class StepRerun:
         self._wanted = {id(p) for p in self.parameters}
         self._snapshot: StateSnapshot | None = None
         self._losses: list[Tensor] = []
-        self._graph: Tensor | None = None
         self._n_updates = 0
         self._now: MicroBatch | None = None
 
@@ -165,7 +155,7 @@ class StepRerun:
 
     def __exit__(self, *_: object) -> None:
         self.reset()
-        self._snapshot = self._graph = self._now = None
+        self._snapshot = self._now = None
         self._losses = []
 
     def reset(self) -> None:
@@ -186,7 +176,7 @@ class StepRerun:
             CannotRerunError: It failed for another reason than NaN or Inf.
         """
         self.reset()
-        self._losses, self._graph = [], None
+        self._losses = []
         for parameter in self.module.parameters():
             parameter.grad = None
         before = _written_states(self.module)
@@ -209,7 +199,7 @@ class StepRerun:
             for name, p in self._named
             if p.grad is not None and (not self._wanted or id(p) in self._wanted)
         }
-        return StepOutcome(self._losses, self._graph, gradients)
+        return StepOutcome(self._losses, gradients)
 
     def _loop(self) -> Any:
         conditions = self.conditions
@@ -237,7 +227,6 @@ class StepRerun:
         scale = self.conditions.scale
         factor = None if scale is None else torch.full((), scale, dtype=torch.float32, device=loss.device)
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
-        self._graph = loss
 
     def _before_update(self) -> bool:
         """Return whether the step ends before an update; earlier ones of its batch were made before it began."""
@@ -301,19 +290,12 @@ def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list
 
 
 def _digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bits, its dtype and shape."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.detach().coalesce()
-        return _digest_of(tensor.indices()) + _digest_of(tensor.values())
-    if not is_in_memory(tensor):
-        floats = floats_of(tensor)
-        # A kind of tensor whose values cannot be read differs from others by its kind alone.
-        return sha256(f"{type(tensor)} {tensor.dtype}".encode()).hexdigest() if floats is None else _digest_of(floats)
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bits).hexdigest()
+    """Return the SHA-256 of a gradient's dtype and of the bits of its values, as far as these can be read."""
+    floats, kind = floats_of(tensor), str(tensor.dtype).encode()
+    if floats is None:
+        return sha256(kind).hexdigest()
+    bits = floats.detach().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return sha256(kind + bits).hexdigest()
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:

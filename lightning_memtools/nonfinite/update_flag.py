@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
@@ -68,6 +70,13 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
         and all(p.device.type in {"cpu", "cuda"} and p.dtype != torch.float64 for p in group["params"])
         for group in optimizer.param_groups
     )
+
+
+def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Return whether the coming update of these parameters creates state: fused SGD leaves it unfilled if held back."""
+    if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
+        return False
+    return not all(map(optimizer.state.__contains__, parameters))
 
 
 def hide_gradients(optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from lightning_memtools._torch import buffers_of, copy_each, write_count
 # after one step that did not write them, so that it costs no memory at the peak. No normalisation layer's statistics
 # are as large, which matters because a native batch norm does not count its writes.
 LARGE_BYTES = 2**20
+
+
+_KIND = attrgetter("shape", "dtype", "device")
 
 
 @dataclass(slots=True)
@@ -47,8 +51,9 @@ class _BufferCopies:
         self.slots = slots
         tensors = [slot.see(is_first=True).detach() for slot in slots]
         self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._sizes = [tensor.numel() for tensor in tensors]
-        self._shapes = [tensor.shape for tensor in tensors]
+        parts = torch.split(self._flat, [tensor.numel() for tensor in tensors])
+        self._values = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        self._kinds = list(map(_KIND, tensors))
 
     @property
     def is_large(self) -> bool:
@@ -56,38 +61,32 @@ class _BufferCopies:
 
     def take(self, unless: Tensor | None) -> bool:
         """Copy the buffers again; return False if they no longer have the kind and shape of the copies."""
-        flat, dtype, device = [], self._flat.dtype, self._flat.device
-        for slot, shape in zip(self.slots, self._shapes, strict=True):
-            tensor = slot.held.get(slot.key)
-            if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-                return False
-            if len(self.slots) == 1:  # of others nobody asks whether they were written
-                slot.see()
+        tensors = [slot.held.get(slot.key) for slot in self.slots]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if list(map(_KIND, present)) != self._kinds:
+            return False
+        if len(self.slots) == 1:  # of others nobody asks whether they were written
+            self.slots[0].see()
+        for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.tensor = tensor
-            flat.append(tensor.reshape(-1))
         if unless is None:
-            torch.cat(flat, out=self._flat)
+            copy_each(self._values, present)
         else:
-            is_set = unless.to(device, non_blocking=True) != 0
-            torch.where(is_set, self._flat, torch.cat(flat), out=self._flat)
+            is_set = unless.to(self._flat.device, non_blocking=True) != 0
+            torch.where(is_set, self._flat, torch.cat([each.reshape(-1) for each in present]), out=self._flat)
         return True
 
     def restore(self) -> None:
-        self._write([slot.tensor for slot in self.slots])
-        for slot in self.slots:
-            slot.held[slot.key] = slot.tensor  # the step may have put a new tensor there
-
-    def _write(self, tensors: list[Tensor | None]) -> None:
-        parts = torch.split(self._flat, self._sizes)
-        values = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         pairs = [
-            (tensor, value)
-            for tensor, value in zip(tensors, values, strict=True)
-            if tensor is not None and not is_expanded(tensor)
+            (slot.tensor, value)
+            for slot, value in zip(self.slots, self._values, strict=True)
+            if slot.tensor is not None and not is_expanded(slot.tensor)
         ]
         if pairs:
             # Through `.data`, which does not count as a write: a graph may need these buffers for a second backward.
             copy_each([tensor.data for tensor, _ in pairs], [value for _, value in pairs])
+        for slot in self.slots:
+            slot.held[slot.key] = slot.tensor  # the step may have put a new tensor there
 
 
 class BufferKeeper:

@@ -58,12 +58,9 @@ class Spiking(L.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        if self.kind == "lost state" and batch_idx == AT - 1:
-            optimizer.state.clear()
-            optimizer.param_groups[0]["lr"] = 1.0  # the warm-up of the first steps, again
         if self.kind == "learning rate" and batch_idx == AT - 1:
             optimizer.param_groups[0]["lr"] = 30.0
-        if self.kind in {"lost state", "learning rate"} and batch_idx == AT:
+        if self.kind == "learning rate" and batch_idx == AT:
             optimizer.param_groups[0]["lr"] = self.lr
 
     def configure_optimizers(self) -> Any:

@@ -187,7 +187,7 @@ def test_one_bad_step_more_than_max_skips_halts(fused, tmp_path):
     model = Net(fused=fused)
     error = halted(trainer(tmp_path, HaltOnNaN(max_skips=2)), model, loader(1, 2, 7))
     assert (error.step, error.batch_idx) == (7, 7)
-    assert "Bad steps skipped before: 1, 2" in str(error)
+    assert "Bad steps skipped before: 1 (batches [1]), 2 (batches [2])" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
@@ -272,20 +272,6 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
         assert error.losses[:19] == pytest.approx(recorder.losses[11:30])
         assert error.norms[:19] == pytest.approx(recorder.norms[11:30])
         assert error.losses[19] != error.losses[19]
-
-
-LOW_PRECISIONS: dict[str, Any] = {
-    "bf16-true": lambda: {"precision": "bf16-true"},
-    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-    "scaler": lambda: {"plugins": half(2.0**4)},  # a bad loss is never a normal skip
-}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("precision", LOW_PRECISIONS)
-def test_training_in_low_precision_halts_and_names_the_cause(precision, fused, tmp_path):
-    error = halted(trainer(tmp_path, HaltOnNaN(), **LOW_PRECISIONS[precision]()), Net(fused=fused), loader(BAD))
-    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
 
 
 @fused_or_not
@@ -389,14 +375,13 @@ class Evaluated(Net):
     test_step = validation_step
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_logged_loss_of_an_evaluation_run_halts(bad, tmp_path):
+def test_a_bad_logged_loss_of_an_evaluation_run_halts(tmp_path):
     model = Evaluated()
-    model.losses = bad
+    model.losses = torch.inf
     saver = ModelCheckpoint(tmp_path / "best", every_n_epochs=1)
     run = trainer(tmp_path, HaltOnNaN(), saver, num_sanity_val_steps=0, enable_checkpointing=True)
     error = halted(run, model, loader(), loader(n=4))
-    assert f"val_loss = {bad} (rank 0)" in str(error)
+    assert "val_loss = inf (rank 0)" in str(error)
     assert "recall" not in str(error), "other metrics may be NaN by right"
     assert error.stage == "val"
     assert run.global_step == 16
@@ -536,34 +521,25 @@ def test_bad_arguments_fail_with_their_value(arguments):
         HaltOnNaN(**arguments)
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "csv", "both", "none", "fast_dev_run"])
-@fused_or_not
-def test_every_logger(kind, fused, tmp_path, capsys):
-    loggers = {
-        "tensorboard": TensorBoardLogger(tmp_path),
-        "csv": CSVLogger(tmp_path),
-        "both": [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)],
-    }
-    options = {"fast_dev_run": 12} if kind == "fast_dev_run" else {"logger": loggers.get(kind, False)}
-    run = trainer(tmp_path, HaltOnNaN(), **options)
-    error = halted(run, Net(fused=fused), loader(BAD))
+@pytest.mark.parametrize("kind", ["tensorboard", "none", "fast_dev_run"])
+def test_every_logger(kind, tmp_path, capsys):
+    options = {"fast_dev_run": 12} if kind == "fast_dev_run" else {"logger": False}
+    if kind == "tensorboard":
+        options = {"logger": [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]}
+    error = halted(trainer(tmp_path, HaltOnNaN(), **options), Net(), loader(BAD))
     assert error.step == BAD
-    if kind in {"fast_dev_run", "none"}:
-        assert error.path is None
-        reason = "logger=False" if kind == "none" else kind
-        assert f"keeps no files ({reason})" in str(error)
-        assert not [*tmp_path.rglob("*.ckpt")]
-    else:
-        assert error.path is not None
-        assert "dirty data" in error.path.read_text()
     out = capsys.readouterr().out
     assert "loss is nan at step 9" in out
     assert len(out.splitlines()) <= 7
-    if kind in {"tensorboard", "both"}:
+    if kind == "tensorboard":
+        assert "dirty data" in error.path.read_text()
         events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))
         assert b"memtools/nonfinite_report" in events
-        assert b"dirty data" in events
         assert b"first used by torch.addmm in net.0" in events
+    else:
+        assert error.path is None
+        assert f"keeps no files ({'logger=False' if kind == 'none' else kind})" in str(error)
+        assert not [*tmp_path.rglob("*.ckpt")]
 
 
 class Convolutions(L.LightningModule):
@@ -649,72 +625,6 @@ def test_another_error_right_after_a_step_that_was_held_back_leaves_a_clean_chec
     (file,) = (tmp_path / "last").glob("*.ckpt")
     assert assert_finite(file)["global_step"] == BAD
     assert differences(observer.before, state_bits(model, run.optimizers)) == []
-
-
-def test_manual_optimization_past_lightning_is_named(tmp_path):
-    class PastLightning(Net):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers(use_pl_optimizer=False)
-            optimizer.zero_grad()
-            self.loss(batch).backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match="no gradient .*manual_backward"):
-        trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(PastLightning(), loader())
-
-
-class MemoryBank(Net):
-    """Trains no weight by gradient, as PaDiM and PatchCore: it keeps features, and fits them when the epoch is over."""
-
-    def __init__(self, *, optimizer: bool, manual: bool) -> None:
-        super().__init__()
-        self.has_optimizer, self.automatic_optimization = optimizer, not manual
-        self.features: list[torch.Tensor] = []
-
-    def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            self.features.append(self.net(batch))
-        return torch.tensor(0.0, requires_grad=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1) if self.has_optimizer else None
-
-
-@pytest.mark.filterwarnings("ignore:.*returned `None`, with no optimizer")
-@pytest.mark.parametrize(("optimizer", "manual"), [(False, False), (True, False), (False, True)])
-def test_a_model_that_trains_no_weight_by_gradient_is_not_warned_of_missing_gradients(
-    optimizer, manual, tmp_path, recwarn
-):
-    model = MemoryBank(optimizer=optimizer, manual=manual)
-    trainer(tmp_path, HaltOnNaN()).fit(model, loader())
-    assert model.features
-    assert not [str(warning.message) for warning in recwarn if "HaltOnNaN" in str(warning.message)]
-
-
-@fused_or_not
-def test_gradients_kept_elsewhere_are_named(fused, tmp_path):
-    class Elsewhere(Net):
-        def on_after_backward(self):
-            for parameter in self.parameters():
-                parameter.grad = None
-
-    with pytest.warns(UserWarning, match=r"no gradient .*elsewhere .*p\.grad"):
-        trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(Elsewhere(fused=fused), loader())
-
-
-def test_an_optimizer_that_evaluates_several_times_in_a_step(tmp_path):
-    class Searching(Net):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), max_iter=4)
-
-    run = trainer(tmp_path, HaltOnNaN())
-    run.fit(Searching(), loader())
-    assert run.global_step == 16
-    model = Searching()
-    assert halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD)).step == BAD
-    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
 class ReplacesBuffer(Net):

@@ -60,9 +60,3 @@ def test_masks_scalars_and_sparse_tensors():
     assert (number.samples, number.is_mask) == ((), False)
     assert (sparse.n_nan, sparse.samples) == (1, ())
     assert bad_inputs(MicroBatch(0, None)) == []
-
-
-def test_as_many_samples_as_are_listed_are_all_of_them():
-    (bad,) = bad_inputs(MicroBatch(3, torch.full((MAX_SAMPLES, 2), torch.nan)))
-    assert str(bad).startswith("batch 3 holds 16 NaN in 16 elements, in samples 0, ")
-    assert str(bad).endswith(" 7")

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.bad_step import examine
-from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.step_guard import HaltOptions, HeldBackStep, StepGuard
-from lightning_memtools.nonfinite.update_flag import UpdateFlag
 from tests.nonfinite.observe import differences
 
 
@@ -59,29 +56,6 @@ def dirty() -> Tensor:
     return torch.tensor([[1.0, torch.nan, 1.0]]).expand(5, 3)
 
 
-def test_without_a_fused_kernel_the_bad_step_is_returned_before_its_update():
-    loop = Loop(fused=False)
-    assert loop.step(good()) is None
-    before = loop.bits()
-    trip = loop.step(dirty())
-    assert (trip.step.number, trip.late) == (1, False)
-    loop.guard.undo(trip)
-    assert differences(before, loop.bits()) == []
-
-
-def test_with_a_fused_kernel_it_is_returned_one_step_late_and_nothing_has_changed(monkeypatch):
-    as_on_a_gpu(monkeypatch)
-    loop = Loop(fused=True)
-    for _ in range(3):
-        assert loop.step(good()) is None
-    before = loop.bits()
-    assert loop.step(dirty()) is None, "not known yet"
-    trip = loop.step(good())
-    assert (trip.step.number, trip.late) == (3, True)
-    loop.guard.undo(trip)
-    assert differences(before, loop.bits()) == []
-
-
 def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     """As on a GPU that is far behind the host: nothing arrives for some steps."""
     as_on_a_gpu(monkeypatch)
@@ -101,36 +75,6 @@ def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     assert [past.step for past in loop.guard.history] == [0, 1, 2]
 
 
-def test_where_steps_may_be_skipped_a_fused_step_is_read_before_its_update(monkeypatch):
-    """What is held back on the device is so for good."""
-    as_on_a_gpu(monkeypatch)
-    loop = Loop(fused=True, max_skips=1)
-    for batch in (good(), dirty(), good(), good()):
-        assert loop.step(batch) is None
-    assert loop.guard._flag is None
-    assert [step for step, _ in loop.guard.skipped] == [1]
-    assert [past.step for past in loop.guard.history] == [0, 1, 2, 3]
-    assert all(torch.isfinite(value).all() for value in loop.bits().values())
-
-
-def test_drain_without_undecided_steps_does_nothing():
-    loop = Loop(fused=True)
-    assert loop.guard.drain() is None
-    loop.step(good())
-    assert loop.guard.drain() is None
-    assert loop.guard.drain() is None
-
-
-def test_the_bad_elements_of_gradients_are_counted():
-    loop = Loop(fused=False)
-    loop.step(good())
-    trip = loop.step(dirty())
-    assert [(bad.name, bad.n_nan, bad.n_elements) for bad in trip.gradients] == [
-        ("0.weight", 12, 12), ("0.bias", 4, 4), ("1.weight", 4, 4), ("1.bias", 4, 4), ("2.weight", 4, 4),
-        ("2.bias", 1, 1),
-    ]  # fmt: skip
-
-
 def test_gradients_of_a_step_that_is_read_late_are_named_by_their_norms(monkeypatch):
     as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
@@ -141,39 +85,16 @@ def test_gradients_of_a_step_that_is_read_late_are_named_by_their_norms(monkeypa
     assert {str(bad).split("(")[1] for bad in trip.gradients} == {"holds NaN, not counted)"}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_batch_and_loss_of_the_bad_micro_batch_are_in_the_evidence(fused):
-    loop = Loop(fused=fused, reruns=True)
-    loop.step(good(), good())
-    trip = loop.step(good(), dirty(), good()) or loop.guard.drain()
-    assert trip is not None
-    loop.guard.undo(trip)
-    evidence = examine(loop.model, trip, [loop.optimizer], history=tuple(loop.guard.history))
-    assert [torch.isfinite(torch.tensor(loss)).item() for _, loss in evidence.losses] == [True, False, True]
-    (bad,) = evidence.inputs
-    assert (bad.name, bad.n_nan, bad.samples) == ("batch", 5, (0, 1, 2, 3, 4))
-    assert evidence.cause == NonFiniteCause.DIRTY_DATA
-
-
 def test_older_batches_are_moved_to_the_host_until_they_are_read(monkeypatch):
     as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
+    loop.step(good())
     loop.step(good())
     monkeypatch.setattr(loop.guard._flag, "read", lambda *, wait: [])
     for _ in range(4):
         loop.step(good())
     moved = [micro.changed is not None for step in loop.guard._flag.undecided() for micro in step.micro]
     assert moved == [True, True, True, False, False], "the present one and one more stay"
-
-
-def test_close_removes_the_flag(monkeypatch):
-    as_on_a_gpu(monkeypatch)
-    loop = Loop(fused=True)
-    loop.step(good())
-    assert hasattr(loop.optimizer, "found_inf")
-    loop.guard.close()
-    loop.guard.close()
-    assert not hasattr(loop.optimizer, "found_inf")
 
 
 def test_an_immediate_step_waits_for_the_fused_optimizer_before_it(monkeypatch):
@@ -195,26 +116,3 @@ def test_an_immediate_step_waits_for_the_fused_optimizer_before_it(monkeypatch):
         optimizer.step()
     assert trip.step.optimizer is fused
     assert torch.equal(two.weight, before)
-
-
-def test_state_that_another_optimizer_created_while_held_back_is_removed_too(monkeypatch):
-    """The host learns of the first optimizer's bad step only after the second one's first step."""
-    as_on_a_gpu(monkeypatch)
-    torch.manual_seed(0)
-    one, two = nn.Linear(3, 1), nn.Linear(3, 1)
-    guard = StepGuard(nn.ModuleList([one, two]))
-    first, second = (torch.optim.AdamW(net.parameters(), fused=True) for net in (one, two))
-    monkeypatch.setattr(UpdateFlag, "read", lambda flag, *, wait: [])
-    guard.begin(None, 0, 0)
-    for net, optimizer, batch in ((one, first, dirty()), (two, second, good())):
-        loss = net(batch).mean()
-        guard.loss(loss)
-        loss.backward()
-        assert guard.check(optimizer, reopen=True) is None
-        optimizer.step()
-    assert len(first.state) == len(second.state) == 2
-    monkeypatch.undo()
-    trip = guard.drain()
-    assert (trip.step.optimizer, [step.optimizer for step in trip.later]) == (first, [second])
-    guard.undo(trip)
-    assert len(first.state) == len(second.state) == 0

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.healthy_models import HEALTHY, Expanded
-from tests.nonfinite.observe import Observer, differences, error_at_halt, state_bits
+from tests.nonfinite.observe import differences, error_at_halt, state_bits
 
 SKIPS = pytest.mark.parametrize("max_skips", [0, 3])
 
@@ -59,17 +58,6 @@ def test_metrics_that_are_not_finite_by_design_do_not_end_a_run(max_skips: int, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_validation_logs_as_nan_halts(tmp_path: Any) -> None:
-    class BadLog(Regression):
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", self.loss(batch) * torch.nan)
-            self.log("val_recall", torch.tensor(torch.nan))
-
-    with pytest.raises(NonFiniteError, match=r"val_loss = nan \(rank 0\)") as caught:
-        trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLog(), loader(), loader())
-    assert caught.value.stage == "val"
-
-
 @SKIPS
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized).*")
@@ -99,17 +87,6 @@ def test_a_step_is_skipped_under_clipping(algorithm: str, fused: bool, tmp_path:
     run.fit(model, loader(64))
     assert run.global_step == 8
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
-
-
-def test_odd_buffers_are_restored_at_a_halt(tmp_path: Any) -> None:
-    L.seed_everything(0, verbose=False)
-    observer = Observer()
-    make = spoiled(Expanded)
-    trainer(tmp_path, observer, logger=False).fit(make(), loader(64))
-    L.seed_everything(0, verbose=False)
-    model = make()
-    error_at_halt(model, loader(64), tmp_path)
-    assert differences(observer.before, state_bits(model, model.trainer.optimizers)) == []
 
 
 def test_buffers_of_the_bad_first_step_are_as_before_it(tmp_path: Any) -> None:

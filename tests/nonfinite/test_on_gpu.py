@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_memtools import default_callbacks, replay
-from lightning_memtools.nonfinite.finite_checks import measure
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
 from tests.lightning_models import trainer
@@ -65,22 +64,6 @@ def step(
     return trip
 
 
-@pytest.mark.cuda_memory
-@pytest.mark.parametrize("name", FUSED)
-def test_with_a_fused_kernel_no_step_waits_for_the_device(name):
-    model, optimizer = made(name)
-    guard = StepGuard(model, HaltOptions(explain=False, save_step=False))
-    batches = [batch.cuda() for batch in good_data()]
-    for number in range(3):  # the first steps create state, and the second one waits for the first
-        assert step(guard, model, optimizer, batches[number], number) is None
-    torch.cuda.synchronize()
-    with nothing_may_wait():
-        for number in range(3, 8):
-            assert step(guard, model, optimizer, batches[number], number) is None
-    assert guard.drain() is None
-    assert [past.step for past in guard.history] == list(range(8))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
 def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
@@ -104,45 +87,6 @@ def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for entries, kept in zip(optimizer.state.values(), state, strict=True):
         assert all(torch.equal(value, kept[name]) for name, value in entries.items())
-
-
-@pytest.mark.gpu
-def test_exact_norms_are_exact_and_take_no_memory():
-    gradients = [torch.full((1000, 1000), 1e20, device="cuda"), torch.ones(10, device="cuda", dtype=torch.bfloat16)]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    numbers = measure(gradients, [], exact=True)
-    assert torch.cuda.max_memory_allocated() - before < 2**16
-    assert numbers.tolist() == pytest.approx([1e23, 1e23, 10**0.5], rel=1e-6)
-    gradients[0][617, 4] = torch.inf
-    assert measure(gradients, [], exact=True).isfinite().tolist() == [False, False, True]
-
-
-@pytest.mark.cuda_memory
-def test_without_a_fused_kernel_one_read_is_all():
-    """The read is the only thing that waits: with it taken out, nothing does."""
-    model, _ = made("adamw")
-    optimizer = torch.optim.AdamW(model.parameters())
-    guard = StepGuard(model, HaltOptions(explain=False, save_step=False))
-    batches = [batch.cuda() for batch in good_data()]
-    for number in range(3):
-        assert step(guard, model, optimizer, batches[number], number) is None
-    waits = []
-    tolist = torch.Tensor.tolist
-
-    def counted(tensor: torch.Tensor) -> object:
-        waits.append(tensor.numel())
-        torch.cuda.set_sync_debug_mode("default")
-        values = tolist(tensor)
-        torch.cuda.set_sync_debug_mode("error")
-        return values
-
-    with pytest.MonkeyPatch.context() as patch, nothing_may_wait():
-        patch.setattr(torch.Tensor, "tolist", counted)
-        for number in range(3, 6):
-            assert step(guard, model, optimizer, batches[number], number) is None
-    assert waits == [1 + 1 + 6] * 3  # total norm, loss, a norm for each of six gradients
 
 
 class Resident(Small):
@@ -210,22 +154,6 @@ def test_a_step_replays_bit_for_bit(name, precision, tmp_path):
     for parameter, gradient in recorder.gradients.items():
         assert torch.equal(gradient.isnan(), found.gradients[parameter].isnan())
         assert torch.equal(gradient.nan_to_num(), found.gradients[parameter].nan_to_num())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", ["cuda", "scale"])
-def test_the_random_numbers_of_the_device_and_the_scale_are_needed(part, tmp_path):
-    more = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed"}
-    error, _, model = halted("accumulation", tmp_path, more=more)
-    saved = torch.load(error.step_path, weights_only=True)
-    if part == "scale":
-        saved["conditions"]["scale"] = None
-    else:
-        for micro in saved["micro"]:
-            micro["random"]["cuda"] = None
-    torch.save(saved, error.step_path)
-    torch.cuda.manual_seed(1)
-    assert not replay(error.step_path, model=type(model)).exact
 
 
 @pytest.mark.cuda_memory

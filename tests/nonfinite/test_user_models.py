@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.causes import NonFiniteCause
@@ -64,6 +65,7 @@ def test_a_failing_model_of_a_user(name, tmp_path):
         trained(name, tmp_path, Watch(), halt, bad=True)
     error = caught.value
     assert (error.step, error.batch_idx) == (observer.first_bad, BAD)
+    assert all(each.requires_grad for each in model.net.parameters()), "not as a toggled optimizer left them"
     changed = differences(observer.began, state_bits(model, run.optimizers))
     # What a forward pass writes beside buffers is not restored, but named.
     assert {each.removeprefix("model.") for each in changed} <= set(error.explanation.unrestored)
@@ -79,6 +81,10 @@ def test_a_failing_model_of_a_user(name, tmp_path):
         assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
         assert (found.file, found.line) == (user_models.__file__, case.line)
         assert error.cause == case.cause
+    if case.n_optimizers > 1:
+        again = replay(error.step_path, model=lambda: UserModel(case))
+        assert again.exact, again.mismatches
+        assert again.explanation.operation == case.operation
 
 
 @pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in CASES), *((name, True) for name in FUSED)])

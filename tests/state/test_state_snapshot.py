@@ -100,17 +100,6 @@ def test_a_model_and_its_optimizer_are_restored_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(after.values(), model.state_dict().values(), strict=False))
 
 
-def test_state_of_a_new_optimizer_and_gradients_are_removed():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    snapshot = StateSnapshot([model, optimizer])
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    snapshot.restore()
-    assert not optimizer.state
-    assert model.weight.grad is None
-
-
 def test_expanded_tensors_are_restored():
     """A mask is often one row for all samples."""
     row = torch.arange(3.0)
@@ -151,18 +140,3 @@ def test_a_large_tensor_of_a_dataset_is_not_copied():
     data.tensors[0][0] = 5  # reading would not do this
     snapshot.restore()
     assert data.tensors[0][0] == 5
-
-
-class Table(dict[str, int]):
-    """A container that has attributes as well."""
-
-
-def test_items_and_attributes_of_a_container_are_restored():
-    table = Table(a=1)
-    table.batch = None
-    snapshot = StateSnapshot([table])
-    table.batch = torch.zeros(3)
-    table["b"] = 2
-    snapshot.restore()
-    assert table.batch is None
-    assert table == {"a": 1}
