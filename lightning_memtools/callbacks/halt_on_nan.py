@@ -137,6 +137,7 @@ class HaltOnNaN(EitherCallback, Neighbour):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
         self._opened().read_rest()
+        self._opened().warn_if_blind()
 
     on_train_end = on_train_epoch_end
 

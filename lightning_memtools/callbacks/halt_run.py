@@ -96,7 +96,7 @@ class HaltRun:
         self._module = module
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
-        self._n_logged = 0
+        self._n_logged, self._warned_of_blindness = 0, False
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
@@ -188,6 +188,23 @@ class HaltRun:
                 forbid_saving_on_exception(self._trainer)
         except RuntimeError as error:  # the device itself may be what failed
             warnings.warn(f"The last steps could not be checked any more: {error}", stacklevel=2)
+
+    def warn_if_blind(self) -> None:
+        """Warn, once, if no gradient was seen although there were losses, or steps that the user takes by hand."""
+        guard, module = self.guard, self._module
+        assert guard is not None
+        is_blind = not guard.saw_gradients and (guard.saw_losses or not module.automatic_optimization)
+        weights = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        # Where no optimizer trains weights, as in PatchCore, there is nothing to see.
+        if is_blind and not self._warned_of_blindness and weights & {id(p) for g in groups for p in g["params"]}:
+            self._warned_of_blindness = True
+            warnings.warn(
+                "HaltOnNaN saw no gradient in this epoch, so it checks none. In manual optimization, use "
+                "self.optimizers() and self.manual_backward(loss); else see whether the strategy or an optimizer keeps "
+                "gradients elsewhere than in p.grad.",
+                stacklevel=2,
+            )
 
     def _halt(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
         """Undo the step, find its cause, write the step, the last good checkpoint and the report. Collective.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import is_in_memory
@@ -159,6 +160,23 @@ def growth(values: Sequence[float]) -> float | None:
         return None
     start = median(finite[: len(finite) // 2])
     return finite[-1] / start if start > 0 else None
+
+
+_MOST_NODES = 10_000
+
+
+def depends_on_weights(loss: Tensor) -> bool:
+    """Return whether a parameter is among the leaves of a loss's graph. Quick where it is so: it goes down first."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set[Any]()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if isinstance(getattr(node, "variable", None), Parameter):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return bool(waiting)
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:

@@ -168,6 +168,8 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
+        saw_losses: Whether there was any loss that depends on weights.
+        saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class StepGuard:
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
+        self.saw_losses = self.saw_gradients = False
         self._model, self._options, self._gradients = model, options, gradients
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
         self._buffers = BufferKeeper(model)
@@ -229,6 +232,7 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
+        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         if self.carries_losses:
             poison(loss)
 
@@ -238,6 +242,7 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
+        self.saw_gradients = self.saw_gradients or bool(gradients)
         if self._watch is not None and self._ranks.world_size > 1:
             step.shared_loss = largest_mean_loss(step.losses(), self._model)
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):

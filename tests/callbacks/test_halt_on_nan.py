@@ -481,11 +481,14 @@ def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update
 
 
 def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path):
-    model = Net()
-    with torch.no_grad():
-        model.net[3].weight[0, 1] = torch.nan
+    class Spoiled(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            # Not before the first step: there Lightning itself saves nothing on an exception.
+            self.net[3].weight.data[0, 1] = torch.nan
+
     saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
-    error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model, loader())
+    error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), Spoiled(), loader())
+    assert error.step == 1
     assert error.cause == NonFiniteCause.BAD_PARAMETER
     assert "net.3.weight (1 NaN of 8, 12.5%)" in str(error)
     assert "weights or buffers were bad" in str(error)
@@ -676,3 +679,24 @@ def test_whatever_fails_in_a_diagnosis_the_error_of_the_bad_step_is_raised(broke
     if broken not in {"bad_state", "examine"}:
         assert "RecursionError: of ours" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+class Elsewhere(Net):
+    """Keeps gradients elsewhere than in p.grad, as DeepSpeed does."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+class MemoryBank(Net):
+    """Trains no weight by gradient, as PaDiM and PatchCore."""
+
+    def training_step(self, batch, batch_idx):
+        return torch.tensor(0.0, requires_grad=True)
+
+
+@pytest.mark.parametrize(("model", "n_warnings"), [(Elsewhere, 1), (MemoryBank, 0)])
+def test_gradients_that_cannot_be_seen_are_named_once(model, n_warnings, tmp_path, recwarn):
+    trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(model(), loader())
+    assert sum("saw no gradient" in str(warning.message) for warning in recwarn) == n_warnings

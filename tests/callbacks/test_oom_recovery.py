@@ -131,19 +131,23 @@ class Logs(Timed):
 def test_means_of_an_epoch_are_those_of_whole_batches_though_parts_are_unequal(tmp_path):
     data = [[x, y, torch.arange(5)] for x, y in batches((8, 8, 8), n_rows=5)]
     ends = []
-    for at in (None, 12):
+    # Never, in the forward pass, and in the backward pass, when the step has logged its values.
+    for failing in ({"at": 10**9}, {"at": 12}, {"at": 0, "name": "mse_loss_backward"}):
         torch.manual_seed(3)
         model, called = Logs(), trainer(tmp_path, recovery(), logger=False)
-        with FailsOnce(model, 10**9 if at is None else at, batch=1):
+        with FailsOnce(model, batch=1, **failing):
             called.fit(model, DataLoader(data, batch_size=None))
         ends.append((model, called.callback_metrics))
-    (whole, expected), (parts, metrics) = ends
-    assert (whole.seen, parts.seen) == ([5, 5, 5], [5, 5, 2, 3, 2, 3])
-    for name in ("loss_epoch", "given", "total", "largest"):
-        torch.testing.assert_close(metrics[name], expected[name], rtol=1e-5, atol=1e-7)
-    # The loss of a step that is returned is that of the whole batch, and all else that of the last part.
-    torch.testing.assert_close(parts.outputs["loss"], whole.outputs["loss"])
-    assert (whole.outputs["rows"].tolist(), parts.outputs["rows"].tolist()) == ([0, 1, 2, 3, 4], [2, 3, 4])
+    (whole, expected), *recovered = ends
+    assert whole.seen == [5, 5, 5]
+    assert whole.outputs["rows"].tolist() == [0, 1, 2, 3, 4]
+    for parts, metrics in recovered:
+        assert parts.seen == [5, 5, 2, 3, 2, 3]
+        for name in ("loss_epoch", "given", "total", "largest"):
+            torch.testing.assert_close(metrics[name], expected[name], rtol=1e-5, atol=1e-7)
+        # The loss of a step that is returned is that of the whole batch, and all else that of the last part.
+        torch.testing.assert_close(parts.outputs["loss"], whole.outputs["loss"])
+        assert parts.outputs["rows"].tolist() == [2, 3, 4]
 
 
 def run_of_two(root: Path, model: Any, at: int | None) -> None:

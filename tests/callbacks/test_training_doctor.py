@@ -72,6 +72,17 @@ def test_a_sum_of_losses_is_found_and_logged_as_a_leak(tmp_path):
     assert [value for _, value in scalars(logger.log_dir)["memory/leaks"]] == [1.0]
 
 
+def test_a_sum_over_the_batch_is_found_though_lightning_divides_it_for_an_accumulation(tmp_path):
+    class Summed(Regression):
+        def loss(self, batch: Any) -> Any:
+            return F.mse_loss(self.net(batch[0]), batch[1], reduction="sum")
+
+    doctor = TrainingDoctor()
+    with pytest.warns(UserWarning, match="loss_sum"):
+        fit(tmp_path, Summed(), doctor, accumulate_grad_batches=4, logger=False)
+    assert [finding.check for finding in doctor.report.serious] == ["loss_sum"]
+
+
 def test_healthy_training_prints_nothing(tmp_path, capsys):
     doctor = TrainingDoctor()
     fit(tmp_path, Regression(), doctor, logger=CSVLogger(tmp_path))

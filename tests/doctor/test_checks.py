@@ -173,6 +173,10 @@ def test_what_is_meant_so_is_left_alone(case):
     assert not serious(HEALTHY[case]())
 
 
+def test_what_has_a_gradient_in_every_second_step_is_not_said_to_have_none():
+    assert [finding for finding in in_turn() if finding.check == "missing_gradients"] == []
+
+
 def test_a_buffer_on_another_device_is_found():
     model = network()
     model[0].register_buffer("scale", torch.ones(3, device="meta"))

@@ -56,6 +56,15 @@ def dirty() -> Tensor:
     return torch.tensor([[1.0, torch.nan, 1.0]]).expand(5, 3)
 
 
+def test_with_a_fused_kernel_finite_gradients_whose_squares_overflow_are_not_held_back(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    loop = Loop(fused=True)
+    loop.model[2].weight.register_hook(lambda gradient: torch.full_like(gradient, 1e20))
+    assert loop.step(good()) is None
+    assert loop.guard.drain() is None
+    assert loop.model[2].weight.abs().min() > 1e18, "the update was not made"
+
+
 def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     """As on a GPU that is far behind the host: nothing arrives for some steps."""
     as_on_a_gpu(monkeypatch)
