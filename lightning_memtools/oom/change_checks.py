@@ -131,9 +131,9 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str]:
     """Return the plan for a budget in MiB, and the callback that makes it."""
-    arguments = {} if budget is None else {"memory_budget": f"{budget}MiB"}
     given = "" if budget is None else f'memory_budget="{budget}MiB"'
-    return trials.planner.plan(CheckpointOptions.parse(**arguments)), f"GradientCheckpointing({given})"
+    options = CheckpointOptions.parse(memory_budget=None if budget is None else f"{budget}MiB")
+    return trials.planner.plan(options), f"GradientCheckpointing({given})"
 
 
 def chunked_loss(trials: StepTrials) -> list[Action]:

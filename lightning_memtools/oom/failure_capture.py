@@ -221,8 +221,8 @@ class FailureCapture:
         stats, fraction, split, others = reader.stats(), _fraction(reader), None, None
         if free is not None and stats.capacity is not None and fraction < 1:
             free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
-        if stats.device_used is not None:
-            others = max(stats.device_used - (stats.reserved or 0), 0)
+        if stats.device_used is not None and stats.reserved is not None:
+            others = max(stats.device_used - stats.reserved, 0)
         if stats.allocated is not None:
             owners = (self._model, self._optimizers(), self.on_device)
             split = split_memory(stats.allocated, *owners, batch=self.batch, before=self._before)

@@ -122,7 +122,7 @@ class ReportPage:
             "## Other processes on the device": self._others(),
             "## Files": self._files(),
         }
-        parts = []
+        parts: list[str] = []
         for title, section in sections.items():
             shown = [part for part in section if part]
             parts += [title, *shown] if shown or not parts else []
