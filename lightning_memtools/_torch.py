@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -569,14 +569,6 @@ def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -
 
 
 # --- what is running
-
-
-def module_call_code() -> CodeType | None:
-    """Return the code that runs whenever a module is called, to find such calls on the stack.
-
-    A public hook on every module would cost time in every step.
-    """
-    return getattr(nn.Module._call_impl, "__code__", None)
 
 
 def default_process_group_store() -> Any:

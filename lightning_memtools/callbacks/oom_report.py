@@ -6,18 +6,16 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import EitherCallback, forget_batch, training_step, untoggle_all
-from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of
+from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of, stage_of
 from lightning_memtools.memory.error_frames import forget_frames, in_one_line
-from lightning_memtools.memory.oom_errors import is_out_of_memory, may_be_out_of_memory
+from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.actions import Action
@@ -65,6 +63,7 @@ class OOMReport(EitherCallback, Neighbour):
     """
 
     takes_part_in_trials = False
+    parts_of_a_run = ("_capture", "_reporter")
 
     def __init__(self, *, directory: str | None = None, snapshot: bool = True, top: int = 10) -> None:
         if not is_count(top):
@@ -79,11 +78,6 @@ class OOMReport(EitherCallback, Neighbour):
         self._carried = CarriedDevice()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments and the VirtualDevice; what a run left here cannot be pickled, and is not needed."""
-        fresh = type(self)(directory=self.directory, snapshot=self.snapshot, top=self.top)
-        return vars(fresh) | {"_carried": self._carried, "_reports_to": self._reports_to}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to observe the device."""
@@ -105,35 +99,18 @@ class OOMReport(EitherCallback, Neighbour):
         """Put the model on a VirtualDevice."""
         put_on_device(trainer, pl_module)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the sanity check begins."""
-        self._begin("sanity check", trainer, pl_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that training begins."""
-        self._begin("train", trainer, pl_module)
+    on_train_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that validation begins."""
-        if not trainer.sanity_checking:
-            self._begin("val", trainer, pl_module)
+        """Put the model on a VirtualDevice, and note what training has left there."""
+        put_on_device(trainer, pl_module)
+        self._follow(FailureCapture.begin_evaluation)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that training continues after validation within fit."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._begin("train", trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that a test begins."""
-        self._begin("test", trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that prediction begins."""
-        self._begin("predict", trainer, pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch."""
-        self._follow(lambda capture: capture.begin_batch(batch, batch_idx, "forward"))
+        self._follow(lambda capture: capture.begin_batch("train", batch, batch_idx, "forward"))
 
     def on_before_backward(self, *args: Any) -> None:
         """Note that backward begins."""
@@ -155,14 +132,10 @@ class OOMReport(EitherCallback, Neighbour):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Note the batch."""
-        self._follow(lambda capture: capture.begin_batch(batch, batch_idx))
+        self._follow(lambda capture: capture.begin_batch(stage_of(trainer), batch, batch_idx))
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
-
-    def _begin(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        put_on_device(trainer, pl_module)
-        self._follow(lambda capture: capture.begin(stage))
 
     def _enter_phase(self, phase: str) -> None:
         if self._capture is not None:
@@ -187,43 +160,28 @@ class OOMReport(EitherCallback, Neighbour):
             return
         # Memory that runs out while a report is made must not replace the facts that it is about.
         capture.is_reporting = True
+        facts = None
         try:
-            text = self._report(trainer, pl_module, exception, capture, reporter)
-            if text is not None:
-                log_text(trainer, "memtools/oom_report", text, training_step(trainer))
+            if not is_out_of_memory(exception):
+                _log(trainer, reporter.report_other_rank(exception))
+                return
+            facts = capture.facts_of(exception)
+            # What is still there then is not the step's.
+            forget_frames(exception)
+            forget_batch(trainer)
+            untoggle_all(pl_module)
+            page = reporter.report(facts, capture, partial(failed_run_of, trainer), error=exception)
+            self.advice = tuple(page.actions)
+            _log(trainer, page.markdown())
         except Exception as error:  # noqa: BLE001, nothing may take the place of the original error
-            where = capture.last_moment()
-            ran_out = f"memory ran out ({where}), but " if where else ""
+            ran_out = "" if facts is None else f"memory ran out ({facts.moment}), but "
             exception.add_note(f"OOMReport: {ran_out}the report itself failed: {in_one_line(error)}")
         finally:
             with suppress(Exception):
+                if facts is not None:
+                    pl_module.zero_grad()
+                    release_cached(trainer.strategy.root_device)
                 self._stop()
-
-    def _report(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        error: BaseException,
-        capture: FailureCapture,
-        reporter: OOMReporter,
-    ) -> str | None:
-        """Return the report on an error; None if memory ran out neither here nor on another rank."""
-        is_certain = is_out_of_memory(error)
-        if not is_certain and not (may_be_out_of_memory(error) and capture.is_nearly_full()):
-            return reporter.report_other_rank(error)
-        try:
-            facts = replace(capture.facts_of(error), is_probable=not is_certain)
-            # What is still there then is not the step's.
-            forget_frames(error)
-            forget_batch(trainer)
-            untoggle_all(pl_module)
-            read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
-            page = reporter.report(facts, capture, read_run, error=error)
-            self.advice = tuple(page.actions)
-            return page.markdown()
-        finally:
-            pl_module.zero_grad()
-            release_cached(trainer.strategy.root_device)
 
     def report_recovered(self, trainer: Trainer, done: str) -> None:
         """Report a step that ran out of memory and was run again; OOMRecovery calls this for the first one.
@@ -233,14 +191,12 @@ class OOMReport(EitherCallback, Neighbour):
             done: What was done about it, in a sentence.
         """
         capture, reporter = self._capture, self._reporter
-        facts = None if capture is None else capture.first_facts()
-        if capture is None or reporter is None or facts is None:
+        if capture is None or reporter is None or capture.captured is None:
             return
         capture.is_reporting = True
         try:
-            read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
-            text = reporter.report(facts, capture, read_run, done=done).markdown()
-            log_text(trainer, "memtools/oom_report", text, training_step(trainer))
+            page = reporter.report(capture.captured, capture, partial(failed_run_of, trainer), done=done)
+            _log(trainer, page.markdown())
         except Exception as error:  # noqa: BLE001, the run goes on without a report
             warnings.warn(f"OOMReport: the report itself failed: {in_one_line(error)}", stacklevel=2)
         finally:
@@ -255,3 +211,8 @@ class OOMReport(EitherCallback, Neighbour):
             self._capture.stop()
         self._capture = self._reporter = None
         self._carried.leave()
+
+
+def _log(trainer: Trainer, text: str | None) -> None:
+    if text is not None:
+        log_text(trainer, "memtools/oom_report", text, training_step(trainer))

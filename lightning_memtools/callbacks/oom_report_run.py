@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, running_hook, training_step
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_facts import FailureMoment
-from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, norms_of, why_norm_prevents
+from lightning_memtools.recovery.step_recovery import norms_of, why_norm_prevents
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
 
 
+def stage_of(trainer: Trainer) -> str:
+    """Return the stage of a running Trainer: sanity check, train, val, test or predict."""
+    stage = "setup" if trainer.state.stage is None else trainer.state.stage.value
+    return {"sanity_check": "sanity check", "validate": "val"}.get(stage, stage)
+
+
 def place_of(trainer: Trainer) -> FailureMoment:
-    """Return the present place in the run, but for stage, batch and phase."""
-    rank, world_size = trainer.global_rank, trainer.world_size
-    return FailureMoment("", training_step(trainer), rank=rank, world_size=world_size, hook=running_hook())
+    """Return the present place in the run, but for batch and phase."""
+    stage, rank, n_ranks = stage_of(trainer), trainer.global_rank, trainer.world_size
+    return FailureMoment(stage, training_step(trainer), rank=rank, world_size=n_ranks, hook=running_hook())
 
 
-def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
+def failed_run_of(trainer: Trainer) -> FailedRun:
     """Read the facts that the checks need from the Trainer."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
@@ -35,7 +40,6 @@ def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
         model=pl_module,
         optimizers=tuple(trainer.optimizers),
         trainer=trainer,
-        batch_idx=batch_idx,
         precision=trainer.precision,
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
         can_accumulate=automatic and not has_schedule,  # Lightning refuses the argument otherwise
@@ -43,17 +47,13 @@ def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
         untraceable=untraceable,
         plan=next((plan for plan in plans if plan is not None and plan.refused is None), None),
         others=[*callbacks, getattr(trainer, "datamodule", None)],
-        no_recovery=_why_no_recovery(trainer),
-        predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
+        can_split=_can_split(trainer),
     )
 
 
-def _why_no_recovery(trainer: Trainer) -> str:
-    """Return a sentence on why OOMRecovery would not run a training batch in parts, or did not; "" where it would."""
+def _can_split(trainer: Trainer) -> bool:
+    """Return True if OOMRecovery would run a training batch in parts, and is not among the callbacks yet."""
     module = trainer.lightning_module
-    n_parts = max((one.max_splits for one in callbacks_of(trainer) if isinstance(one, Neighbour)), default=1)
-    if n_parts > 1:
-        return f"OOMRecovery did not run it in up to {n_parts} parts"
-    reason = "" if module.automatic_optimization else MANUAL_OPTIMIZATION
-    reason = reason or why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))
-    return reason and f"OOMRecovery would not split it: {reason}"
+    is_there = any(isinstance(one, Neighbour) and one.max_splits > 1 for one in callbacks_of(trainer))
+    is_refused = why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))
+    return module.automatic_optimization and not is_there and not is_refused

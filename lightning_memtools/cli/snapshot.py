@@ -1,7 +1,4 @@
-"""`memtools snapshot FILE`: shows a memory snapshot, torch's own or ours, as one HTML file that loads nothing.
-
-If a request failed in it, it also says whether expandable segments would have served it.
-"""
+"""`memtools snapshot FILE`: shows a memory snapshot, torch's own or ours, as one HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ def run(chosen: argparse.Namespace) -> None:
     Raises:
         UsageError: The file is no snapshot, or the page cannot be written.
     """
-    from lightning_memtools.oom.recorded_history import failed_request_in_words  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot  # noqa: PLC0415, as above
     from lightning_memtools.tensorboard_plugin.snapshot_timeline import checked_timeline  # noqa: PLC0415, as above
@@ -54,8 +50,3 @@ def run(chosen: argparse.Namespace) -> None:
         raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
     what = f"{timeline['n_events']:,} events, {len(timeline['blocks']):,} blocks"
     print(f"{output}: {what}. Open it in a browser.")  # noqa: T201, a command prints
-    with working("The failed request is replayed with expandable segments"):
-        devices = range(len(snapshot["device_traces"]))
-        lines = [line for device in devices for line in failed_request_in_words(snapshot, device)]
-    for line in lines:
-        print(line)  # noqa: T201, as above

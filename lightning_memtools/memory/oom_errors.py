@@ -35,14 +35,6 @@ _WORDINGS = re.compile(
     )),
     re.IGNORECASE,
 )  # fmt: skip
-# What libraries say when they cannot make their handle, for which memory is the usual reason and not the only one:
-# "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "insufficient resources when calling
-# `cusparseCreate(handle)`".
-_NO_HANDLE = re.compile(
-    r"(?:_STATUS_NOT_INITIALIZED|insufficient resources|_STATUS_INTERNAL_ERROR)\W.{0,40}"
-    r"\b(?:cu|hip|roc)(?:blas|sparse|solver|dnn|fft)\w*create",
-    re.IGNORECASE | re.DOTALL,
-)
 # "Tried to allocate 20.00 MiB", "you tried to allocate 400 bytes"; Metal's "GB" are 2^30 bytes too.
 _TRIED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]i?B)", re.IGNORECASE)
 _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -53,11 +45,6 @@ _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signa
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, or was raised from or while handling one that does."""
     return any(says_out_of_memory(one) for one in error_chain(error))
-
-
-def may_be_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a library could not make its handle, as where the device is nearly full."""
-    return any(isinstance(one, RuntimeError) and _NO_HANDLE.search(str(one)) for one in error_chain(error))
 
 
 def is_killed_worker(error: BaseException) -> bool:

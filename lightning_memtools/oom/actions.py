@@ -11,18 +11,16 @@ class ActionKind(IntEnum):
     """The change that an action makes, the least intrusive first."""
 
     HOLDER = 0
-    GARBAGE = 1
-    GROWTH = 2
-    RARE_BATCH = 3
-    EXPANDABLE_SEGMENTS = 4
-    STOP_PROCESS = 5
-    PREDICTIONS = 6
-    LOSS = 7
-    CHECKPOINTING = 8
-    ACCUMULATION = 9
-    BATCH_SIZE = 10
-    PRECISION = 11
-    LARGER_GPU = 12
+    GROWTH = 1
+    RARE_BATCH = 2
+    EXPANDABLE_SEGMENTS = 3
+    STOP_PROCESS = 4
+    LOSS = 5
+    CHECKPOINTING = 6
+    ACCUMULATION = 7
+    BATCH_SIZE = 8
+    PRECISION = 9
+    LARGER_GPU = 10
 
 
 class Outcome(IntEnum):
@@ -35,9 +33,7 @@ class Outcome(IntEnum):
     NOT_ENOUGH = 2
     """Memory is freed, but the step does not fit yet."""
     UNCHECKED = 3
-    REQUEST_ONLY = 4
-    """The failed request would have been served. What comes after it may fail too."""
-    USELESS = 5
+    USELESS = 4
 
     @classmethod
     def of(cls, *, fits: bool | None) -> Outcome:
@@ -94,7 +90,7 @@ def ranked(actions: Iterable[Action]) -> list[Action]:
     """Return the actions in the order of their worth.
 
     Those that take away the cause come first; then those that are enough, the least intrusive before others; then those
-    that help, by how much; then those that were not checked or only for the failed request, and the useless ones.
+    that help, by how much; then those that were not checked, and the useless ones.
     """
 
     def rank(action: Action) -> tuple[int, bool, int, int, int]:

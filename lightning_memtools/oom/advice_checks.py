@@ -12,10 +12,9 @@ from lightning_memtools.oom import cause_checks as causes
 from lightning_memtools.oom import change_checks as changes
 from lightning_memtools.oom.actions import Action, ranked
 from lightning_memtools.oom.failed_step import FailedStep
-from lightning_memtools.oom.step_trials import StepTrials, in_a_line
+from lightning_memtools.oom.step_trials import StepTrials, why_not_checked
 from lightning_memtools.reporting.phrases import in_series
 
-_LEAST_GARBAGE = 0.05  # of what is allocated
 _LARGE_STATE = 0.2  # of a step's peak
 
 
@@ -38,26 +37,15 @@ def _is_training(failed: FailedStep) -> bool:
     return failed.stage == "train"
 
 
-def _grows(failed: FailedStep) -> bool:
-    grown = failed.facts.grown
-    # Predictions that are kept have an action of their own.
-    return grown is not None and 2 * failed.predictions < grown.n_bytes
-
-
 def _grows_unseen(failed: FailedStep) -> bool:
     """Return True if memory grows, and the holders that were found hold less than half of it."""
-    grown = failed.facts.grown
-    piles = sum(holding.n_bytes for holding in failed.held.found if holding.piles_up) + failed.held.garbage_bytes
-    return _grows(failed) and grown is not None and 2 * piles < grown.n_bytes
+    grown, held = failed.facts.grown, failed.held
+    piles = sum(holding.n_bytes for holding in held.found if holding.piles_up) + held.garbage_bytes
+    return grown is not None and 2 * piles < grown.n_bytes
 
 
-def _is_garbage(failed: FailedStep) -> bool:
-    return failed.held.garbage_bytes > _LEAST_GARBAGE * (failed.facts.stats.allocated or 0)
-
-
-def _has_two_copies(failed: FailedStep) -> bool:
-    hook = failed.facts.moment.hook
-    return failed.facts.split is not None and ("checkpoint" in hook or hook.endswith("load_state_dict"))
+def _can_expand(failed: FailedStep) -> bool:
+    return failed.is_cuda_like and not failed.config.expandable_segments
 
 
 def _has_loss_head(failed: FailedStep) -> bool:
@@ -70,14 +58,11 @@ def _is_whole(failed: FailedStep) -> bool:
 
 
 OF_CAUSES = (
-    AdviceCheck(causes.RELEASE, lambda it: bool(it.held.found), causes.release),
-    AdviceCheck(causes.ONE_COPY, _has_two_copies, causes.two_copies),
-    AdviceCheck(causes.COLLECT_GARBAGE, _is_garbage, causes.garbage),
+    AdviceCheck(causes.RELEASE, lambda it: bool(it.held.found or it.held.garbage_bytes), causes.release),
     AdviceCheck(causes.FIND_GROWTH, _grows_unseen, causes.growth),
     AdviceCheck(causes.RUN_IN_PARTS, lambda it: it.facts.before is not None, causes.rare_batch),
-    AdviceCheck(causes.EXPAND_SEGMENTS, lambda it: it.is_cuda_like, causes.expandable_segments),
+    AdviceCheck(causes.EXPAND_SEGMENTS, _can_expand, causes.expandable_segments),
     AdviceCheck(causes.STOP_PROCESSES, lambda it: bool(it.processes) and _is_whole(it), causes.processes),
-    AdviceCheck(causes.KEEP_NO_PREDICTIONS, lambda it: it.predictions > 0, causes.predictions),
 )
 OF_CHANGES = (
     AdviceCheck(changes.LARGER_GPU, lambda it: it.is_cuda_like and _is_whole(it), changes.larger_gpu),
@@ -125,7 +110,7 @@ def _carried_out(check: AdviceCheck, trials: StepTrials, why_not: str = "") -> l
             return []
         return [replace(check.unchecked, detail=why_not)] if why_not else check.run(trials)
     except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
-        return [replace(check.unchecked, detail=in_a_line(error))]
+        return [replace(check.unchecked, detail=why_not_checked(error))]
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
@@ -152,7 +137,7 @@ def _notes(trials: StepTrials) -> list[str]:
             f"{format_size(failed.usable)}. So the cause is fragmentation, or memory that a trace does not show, such "
             "as what a hook or a callback allocates, and a trace cannot tell what would be enough."
         )
-    if _grows(failed):
+    if failed.facts.grown is not None:
         notes.append("As long as memory grows from batch to batch, everything else only delays the failure.")
     state = max(plain.timeline.parts["optimizer"], default=0)
     if _is_training(failed) and _is_whole(failed) and state > _LARGE_STATE * plain.peak_allocated:

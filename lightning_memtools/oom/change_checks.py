@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from lightning_memtools._torch import AnyBatchNorm, AnyDropout
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
-from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome
 from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials
-from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.step_runner import PrecisionName
 
 _BF16: PrecisionName = "bf16-mixed"
@@ -51,25 +48,12 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
     if limit is None:
         half = max(size // 2, min(2, size - 1))  # BatchNorm refuses to train on one sample
         return [_compared(trials, trials.at(half).peak_allocated, batches_of(half), fits=None)] if size > 1 else []
-    largest, others = trials.largest_batch, _of_other_lengths(trials)
+    largest = trials.largest_batch
     if not largest:
-        detail = f"Not even one sample fits{others}"
-        return [replace(SMALLER_BATCHES, outcome=Outcome.USELESS, detail=detail)]
+        return [replace(SMALLER_BATCHES, outcome=Outcome.USELESS, detail="Not even one sample fits")]
     peak = trials.at(largest).peak_allocated
-    fits = f"The step then fits, with a peak of {_within(trials, peak)}"
-    detail = f"{fits}. A batch of {largest + 1} does not fit{others}"
-    return [_fitting_batch(trials, batches_of(largest), peak, detail)]
-
-
-def _of_other_lengths(trials: StepTrials) -> str:
-    """Return a remark on tensors of the batch that a smaller traced batch does not make smaller."""
-    lengths = {tensor.shape[0] for tensor in tensors_in(trials.failed.facts.batch) if tensor.dim()}
-    others = sorted(lengths - {trials.size, 1})
-    if not others:
-        return ""
-    return (
-        f". Parts of the batch with other first dimensions ({first_of(others)}) were left as they are: reduce them too"
-    )
+    how = f"The step then fits, with a peak of {_within(trials, peak)}"
+    return [_fitting_batch(trials, batches_of(largest), peak, how)]
 
 
 def accumulation(trials: StepTrials) -> list[Action]:
@@ -117,45 +101,39 @@ def _loader(size: int) -> str:
 
 
 def checkpointing(trials: StepTrials) -> list[Action]:
-    """Recompute activations: by the plan for the memory that is left, or by the one that needs no budget.
+    """Recompute activations, by the plan that GradientCheckpointing makes for the memory that is left.
 
-    The cheaper one of those that fit is taken, or else the one with the lowest peak. The budget leaves room for what
-    the allocator reserves beside tensors, as much as in the plain step. BatchNorm and Dropout layers are recomputed
-    too where the step does not fit otherwise.
+    The budget leaves room for what the allocator reserves beside tensors, as much as in the plain step. Where no plan
+    reaches it, the budget is the lowest peak that one does reach.
     """
-    model, is_applied = trials.failed.run.model, trials.failed.run.plan is not None
-    budgets: list[dict[str, Any]] = [] if is_applied else [{}]
+    trials.check_time()
+    budget = None
     if trials.limit is not None:
         beside_tensors = trials.plain.peak_reserved - trials.plain.peak_allocated
-        budgets.append({"memory_budget": f"{max(1, (trials.limit - beside_tensors) // MIB)}MiB"})
-    norms = [{"bn_dropout": "auto"}] if any(isinstance(m, (AnyBatchNorm, AnyDropout)) for m in model.modules()) else []
-    tried: list[tuple[float, Action]] = []
-    for more in ({}, *norms):
-        tried += [plan for budget in budgets if (plan := _with_plan(trials, budget | more)) is not None]
-        fitting = [plan for plan in tried if plan[1].outcome is Outcome.ENOUGH]
-        if fitting:
-            return [min(fitting, key=lambda plan: plan[0])[1]]
-    return [max(tried, key=lambda plan: plan[1].saved)[1]] if tried and not is_applied else []
-
-
-def _with_plan(trials: StepTrials, arguments: dict[str, Any]) -> tuple[float, Action] | None:
-    """Return the plan that GradientCheckpointing makes: its extra computation, and the action; None without a plan."""
-    trials.check_time()
+        budget = max(1, (trials.limit - beside_tensors) // MIB)
+    elif trials.failed.run.plan is not None:
+        return []  # the plan that needs no budget is applied
     try:
-        plan = trials.planner.plan(CheckpointOptions.parse(**arguments))
-    except BudgetTooSmallError:
-        return None
+        plan, code = _planned(trials, budget)
+    except BudgetTooSmallError as error:
+        plan, code = _planned(trials, -(-error.reachable_bytes // MIB))
     if plan.refused is not None:
-        return 0.0, replace(RECOMPUTE, code="", outcome=Outcome.USELESS, detail=plan.refused.rstrip("."))
+        return [replace(RECOMPUTE, code="", outcome=Outcome.USELESS, detail=plan.refused.rstrip("."))]
     if not any(chain.ranges for chain in plan.chains):
-        return None  # It only computes the loss in chunks, which is advice of its own.
+        return []  # It only computes the loss in chunks, which is advice of its own.
     estimate, extra = trials.with_plan(plan), plan.extra_operations
     title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
     title += ", and compute the loss in chunks" if plan.heads else ""
-    given = ", ".join(f'{name}="{value}"' for name, value in arguments.items())
-    action = replace(RECOMPUTE, title=title, code=f"GradientCheckpointing({given})")
+    action = replace(RECOMPUTE, title=title, code=code)
     price = f"{extra:.0%} more computation" if extra >= 0.01 else "less than 1% more computation"  # noqa: PLR2004, 1%
-    return extra, _compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate), price=price)
+    return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate), price=price)]
+
+
+def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str]:
+    """Return the plan for a budget in MiB, and the callback that makes it."""
+    given = "" if budget is None else f'memory_budget="{budget}MiB"'
+    options = CheckpointOptions.parse(memory_budget=None if budget is None else f"{budget}MiB")
+    return trials.planner.plan(options), f"GradientCheckpointing({given})"
 
 
 def chunked_loss(trials: StepTrials) -> list[Action]:
@@ -202,16 +180,8 @@ def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
     elif fits:
         detail += f" and fits within the available {format_size(trials.limit)}"
     else:
-        detail += f". That is not enough by itself: {_obstacle(trials, peak)}"
+        detail += f". That is not enough by itself: {format_size(trials.limit)} are available"
     return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak, price=price)
-
-
-def _obstacle(trials: StepTrials, peak: int) -> str:
-    """Say why a step with that peak does not fit."""
-    limit = trials.limit or 0
-    if peak > limit:
-        return f"it is {format_size(peak - limit)} more than the available {format_size(limit)}"
-    return f"its tensors would fit within the available {format_size(limit)}, but fragmentation prevents it"
 
 
 def _within(trials: StepTrials, peak: int) -> str:

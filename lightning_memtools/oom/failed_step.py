@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import tree_leaves
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import resized
@@ -20,7 +19,6 @@ from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
 from lightning_memtools.memory.leaks.holdings import Holdings
-from lightning_memtools.memory.owned import bytes_on_device
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.oom.failure_capture import FailureCapture
@@ -30,14 +28,6 @@ from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.step_runner import PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.step_trace import Forward, TracedStep
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject
-
-_STAGES: dict[str, Stage] = {
-    "train": "train",
-    "val": "val",
-    "sanity check": "val",
-    "test": "test",
-    "predict": "predict",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +39,6 @@ class FailedRun:
         optimizers: Its optimizers.
         trainer: The Trainer; None where there is none.
         forward: Runs the training step's forward pass, where there is no Trainer.
-        batch_idx: The index of the batch in its epoch.
         precision: Lightning's name of the precision.
         accumulate: The number of batches per optimizer step.
         can_accumulate: True if the Trainer takes another number of batches per optimizer step.
@@ -57,16 +46,14 @@ class FailedRun:
         untraceable: The reason why steps cannot be traced; "" where they can.
         is_sharded: True if FSDP 2 shards the model. A trace is then of one device that holds the whole model.
         plan: The checkpoint plan that is applied to the model.
-        predictions: The predictions that the run keeps, in any nesting.
         others: What else belongs to the run: callbacks and the data module.
-        no_recovery: A sentence on why OOMRecovery is no help for an odd batch; "" where it would run it in parts.
+        can_split: True if OOMRecovery would run a batch in parts.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
     trainer: Any = None
     forward: Forward | None = None
-    batch_idx: int = 0
     precision: Any = "32-true"
     accumulate: int = 1
     can_accumulate: bool = True
@@ -74,9 +61,8 @@ class FailedRun:
     untraceable: str = ""
     is_sharded: bool = False
     plan: CheckpointPlan | None = None
-    predictions: Any = ()
     others: Sequence[Any] = ()
-    no_recovery: str = ""
+    can_split: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +80,6 @@ class FailedStep:
         evaluation_began: The history's time at the start of the evaluation; None in training.
         processes: Other processes on the device, or the reason why they are not known; None where there is no real
             device.
-        predictions: Bytes of predictions that are kept on the device.
         held: Who holds what the step does not need.
     """
 
@@ -107,13 +92,13 @@ class FailedStep:
     history: RecordedHistory | None = None
     evaluation_began: int | None = None
     processes: Sequence[GpuProcess] | str | None = None
-    predictions: int = 0
     held: Holdings = field(default_factory=Holdings)
 
     @property
     def stage(self) -> Stage | None:
         """The stage by the estimator's names; None where no step had begun."""
-        return _STAGES.get(self.facts.moment.stage)
+        name: Any = {"sanity check": "val"}.get(self.facts.moment.stage, self.facts.moment.stage)
+        return name if name in get_args(Stage) else None
 
     @property
     def precision(self) -> PrecisionName | None:
@@ -201,7 +186,7 @@ class FailedStep:
             tuple(self.run.optimizers),
             device="cuda" if self.cuda else "cpu",
             trainer=self.run.trainer,
-            batch_idx=self.run.batch_idx,
+            batch_idx=self.facts.moment.batch_idx or 0,
         )
 
 
@@ -219,7 +204,6 @@ def failed_step(
     history = None
     if snapshot is not None and facts.stats.capacity is not None:
         history = RecordedHistory(snapshot, config, facts.stats.capacity, facts.used_by_others or 0, device.index or 0)
-    kept = (leaf for leaf in tree_leaves(run.predictions) if isinstance(leaf, Tensor))
     return FailedStep(
         facts=facts,
         run=run,
@@ -228,9 +212,8 @@ def failed_step(
         gpu=_gpu_like(device),
         config=config,
         history=history,
-        evaluation_began=capture.evaluation_began,
+        evaluation_began=None if facts.moment.stage == "train" else capture.evaluation_began,
         processes=processes_of(capture, facts),
-        predictions=bytes_on_device(kept, capture.on_device, set()),
         held=held,
     )
 

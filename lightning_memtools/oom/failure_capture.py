@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -27,20 +25,15 @@ from lightning_memtools.oom.failure_facts import (
     LargestBatchBefore,
     MemoryAtBatchStart,
     MemoryGrowth,
-    running_module,
     sizes_only,
     split_memory,
 )
 
-# User code may catch errors and try again, and run out of memory again while it cleans up.
-_MOST_CAPTURED = 8
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
 # A batch that takes so many times the memory of the largest of at least so many before it is an odd one.
 _LEAST_ODD = 1.5
 _LEAST_BEFORE = 3
-# A device with less free memory than both is nearly full. The handles of cuBLAS and cuDNN take up to some 100 MiB.
-_LITTLE_SHARE, _LITTLE_BYTES = 0.1, 2**30
 
 OOMObserver = Callable[[int, int, int, int], object]
 """Called with a device's index, the requested bytes, the capacity, and the free bytes."""
@@ -96,7 +89,7 @@ class FailureCapture:
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        place: Returns the present place in the run; stage, batch and phase are added here.
+        place: Returns the present place in the run; batch and phase are added here.
         optimizers: Returns the optimizers; none before they are configured.
         snapshot: Record the allocator's history.
 
@@ -105,12 +98,13 @@ class FailureCapture:
         reader: Reads the device; None where it keeps no statistics.
         virtual: The reader, if it is a simulated device.
         on_device: Tells which tensors are on the device.
-        snapshot: True if a recording was asked for.
+        snapshot: As given.
         recording: The recording; None where there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
-        evaluation_began: The time, on the recording's clock, at which the present evaluation began.
+        evaluation_began: The time, on the recording's clock, at which the latest evaluation began.
         batch_began: The time at which the present batch began; None where nothing is recorded, or between batches.
+        captured: The facts of the first failure in the present step; None if no device reported a failure.
         is_reporting: True while a report is being made: running out of memory meanwhile is not captured.
     """
 
@@ -136,18 +130,17 @@ class FailureCapture:
         self.evaluation_began: int | None = None
         self.batch_began: int | None = None
         self.is_reporting = False
+        self.captured: FailureFacts | None = None
         self._model, self._place, self._optimizers = model, place, optimizers
-        self._stage = "setup"
+        self._stage, self._n_batches = "", 0
         self._batch_idx: int | None = None
-        self._first_batch: Any = None
         self._before: MemoryAtBatchStart | None = None
         # The first batch that began with the same owners of memory as the present one, and the number of batches since;
         # a stage's own first batch is left out.
         self._first_before: MemoryAtBatchStart | None = None
         self._n_since = 0
-        # By stage: the largest batch that ran.
-        self._largest: dict[str, LargestBatchBefore] = {}
-        self._captured: deque[FailureFacts] = deque(maxlen=_MOST_CAPTURED)
+        # By stage: the number of batches that ran, and the bytes and sizes of the largest.
+        self._ran: dict[str, tuple[int, int, Any]] = {}
         self._stop_observing = observe(device, self._observe)
 
     def stop(self) -> None:
@@ -156,24 +149,21 @@ class FailureCapture:
             self._stop_observing()
         if self.recording is not None:
             self.recording.stop()
-        self.end_batch()
+        self.batch = None
 
     # --- following the run
 
-    def begin(self, stage: str) -> None:
-        """Note that a stage begins, or continues after another."""
-        self.end_batch()
-        self._stage = stage
-        self._first_batch = self._first_before = None
-        self.evaluation_began = None if stage == "train" or self.recording is None else self.recording.now()
+    def begin_evaluation(self) -> None:
+        """Note what training has left on the device."""
+        self.evaluation_began = None if self.recording is None else self.recording.now()
 
-    def begin_batch(self, batch: Any, batch_idx: int, phase: str = "") -> None:
-        """Note that a batch is on the device."""
+    def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
+        """Note that a batch of a stage is on the device."""
+        if stage != self._stage:
+            self._stage, self._n_batches, self._first_before = stage, 0, None
         self.batch_began = None if self.recording is None else self.recording.now()
-        self.batch, self._batch_idx, self.phase = batch, batch_idx, phase
-        is_first = self._first_batch is None
-        if is_first:
-            self._first_batch = sizes_only(batch)
+        self.batch, self._batch_idx, self.phase, self.captured = batch, batch_idx, phase, None
+        self._n_batches, self._n_since = self._n_batches + 1, self._n_since + 1
         if self.reader is None:
             return
         self._before = before = MemoryAtBatchStart(
@@ -182,94 +172,60 @@ class FailureCapture:
             had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
             had_state=any(optimizer.state for optimizer in self._optimizers()),
         )
-        first, self._n_since = self._first_before, self._n_since + 1
-        if is_first:
+        if self._n_batches == 1:
             return  # libraries allocate their workspaces in this batch, and keep them
+        first = self._first_before
         if first is None or replace(first, allocated=before.allocated, inputs=before.inputs) != before:
             self._first_before, self._n_since = before, 0
 
     def end_batch(self) -> None:
         """Forget the batch, but for its size."""
         if self._before is not None:
-            n_bytes, known = self._before.inputs, self._largest.get(self._stage)
-            if known is None or n_bytes > known.n_bytes:
-                known = LargestBatchBefore(n_bytes, sizes_only(self.batch), 0 if known is None else known.n_batches)
-            self._largest[self._stage] = replace(known, n_batches=known.n_batches + 1)
-        self.batch = self._batch_idx = self._before = self.batch_began = None
+            n_batches, most, largest = self._ran.get(self._stage, (0, -1, None))
+            if self._before.inputs > most:
+                most, largest = self._before.inputs, sizes_only(self.batch)
+            self._ran[self._stage] = (n_batches + 1, most, largest)
+        self.batch = self._batch_idx = self._before = self.batch_began = self.captured = None
         self.phase = ""
 
     # --- when memory runs out
 
-    def facts_of(self, exception: BaseException) -> FailureFacts:
-        """Return the facts captured for the first of the errors that led to this one, or else those of now."""
+    def facts_of(self, error: BaseException) -> FailureFacts:
+        """Return the facts captured when memory first ran out in the present step, or else those of now."""
         # Observers are only called for these: what was captured before an error of another kind is about another one.
-        n_observed = sum(isinstance(error, torch.OutOfMemoryError) for error in error_chain(exception))
-        if not self._captured or not n_observed:
-            return self._capture(requested=requested_bytes(exception))
-        return self._captured[-min(n_observed, len(self._captured))]
-
-    def is_nearly_full(self) -> bool:
-        """Return True if so little of the device is free that a library may not find room for its handle."""
-        stats = None if self.reader is None else self.reader.stats()
-        if stats is None or stats.capacity is None:
-            return False
-        used = max(stats.device_used or 0, stats.reserved or 0)
-        return stats.capacity - used < min(_LITTLE_SHARE * stats.capacity, _LITTLE_BYTES)
-
-    def first_facts(self) -> FailureFacts | None:
-        """Return the facts that were captured first in the present step; None if no device reported a failure."""
-        step = self._place().step
-        return next((facts for facts in self._captured if facts.moment.step == step), None)
-
-    def last_moment(self) -> str:
-        """Return where memory ran out last; "" where it did not."""
-        return str(self._captured[-1].moment) if self._captured else ""
+        is_observed = any(isinstance(cause, torch.OutOfMemoryError) for cause in error_chain(error))
+        if self.captured is None or not is_observed:
+            return self._capture(requested=requested_bytes(error))
+        return self.captured
 
     def _observe(self, _device: int, n_bytes: int, _total: int, free: int) -> None:
-        if self.is_reporting:
+        if self.is_reporting or self.captured is not None:
             return
-        self.is_reporting = True
-        try:
-            # A simulated device may run out of memory within a rule that runs on fake tensors: no copy shall be one.
-            with without_dispatch_modes():
-                self._captured.append(self._capture(requested=n_bytes, free=free))
-        finally:
-            self.is_reporting = False
+        # An error here would replace the out-of-memory error. A simulated device may run out of memory within a rule
+        # that runs on fake tensors: no copy shall be one.
+        with suppress(Exception), without_dispatch_modes():
+            self.captured = self._capture(requested=n_bytes, free=free)
 
     def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
         place, reader = self._place(), self.reader
-        phase = "" if place.hook else self.phase
-        moment = replace(place, stage=self._stage, batch_idx=self._batch_idx, phase=phase)
+        stage, phase = (place.stage if self._stage else "setup"), ("" if place.hook else self.phase)
         facts = FailureFacts(
-            moment=moment,
+            moment=replace(place, stage=stage, batch_idx=self._batch_idx, phase=phase),
             device=str(self.device) if reader is None else reader.name,
             requested=requested,
             free=free,
+            batch=None if self.batch is None else sizes_only(self.batch),
         )
-        try:
-            facts = _with_host(facts, self.device) if reader is None else self._with_device(facts, reader)
-            is_own = self.batch is not None
-            batch = sizes_only(self.batch) if is_own else self._first_batch
-            return replace(facts, batch=batch, is_own_batch=is_own, module=running_module(self._model))
-        except Exception as error:  # noqa: BLE001, what is known so far is worth a report, and the error must go on
-            return replace(facts, problem=f"{type(error).__name__}: {error}")
-
-    def _with_device(self, facts: FailureFacts, reader: MemoryReader) -> FailureFacts:
-        """Add what the device's statistics tell."""
-        stats, fraction, free, split, others = reader.stats(), _fraction(reader), facts.free, None, None
+        if reader is None:
+            return facts
+        stats, fraction, split, others = reader.stats(), _fraction(reader), None, None
         if free is not None and stats.capacity is not None and fraction < 1:
             free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
         if stats.device_used is not None and stats.reserved is not None:
             others = max(stats.device_used - stats.reserved, 0)
         if stats.allocated is not None:
-            split = split_memory(
-                stats.allocated,
-                self._model,
-                self._optimizers(),
-                self.on_device,
-                batch=self.batch,
-                before=self._before,
-            )
+            owners = (self._model, self._optimizers(), self.on_device)
+            split = split_memory(stats.allocated, *owners, batch=self.batch, before=self._before)
         return replace(
             facts,
             free=free,
@@ -283,11 +239,10 @@ class FailureCapture:
 
     def _largest_before(self) -> LargestBatchBefore | None:
         """Return the largest batch before this one, if this one is an odd one beside it."""
-        known = self._largest.get(self._stage)
-        if known is None or known.n_batches < _LEAST_BEFORE or self._before is None or not known.n_bytes:
+        n_batches, most, largest = self._ran.get(self._stage, (0, 0, None))
+        if n_batches < _LEAST_BEFORE or self._before is None or self._before.inputs < _LEAST_ODD * max(most, 1):
             return None
-        times = self._before.inputs / known.n_bytes
-        return replace(known, times=times) if times >= _LEAST_ODD else None
+        return LargestBatchBefore(largest, self._before.inputs / max(most, 1))
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:
         first, now, n_batches = self._first_before, self._before, self._n_since
@@ -304,11 +259,3 @@ def _fraction(reader: MemoryReader) -> float:
     if isinstance(reader, CudaReader):
         return float(torch.cuda.get_per_process_memory_fraction(reader.index))
     return 1.0
-
-
-def _with_host(facts: FailureFacts, device: torch.device) -> FailureFacts:
-    """Add the size of the host's memory to the facts of a device that keeps no statistics."""
-    if device.type != "cpu":
-        return facts
-    host = psutil.virtual_memory()
-    return replace(facts, device="the host (cpu)", stats=MemoryStats(capacity=host.total), free=host.available)

@@ -5,19 +5,16 @@ They are captured in the middle of the failing step, so nothing here allocates o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import module_call_code
 from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors
-from lightning_memtools.memory.owned import OnDevice, Owned, composition_of, owned_by
+from lightning_memtools.memory.owned import OnDevice, composition_of, owned_by
 from lightning_memtools.memory.stats import MemoryStats
 
 
@@ -28,12 +25,10 @@ class MemorySplit:
     Attributes:
         by_category: The bytes of parameters, gradients, optimizer, activations, inputs and other. They add up to the
             allocated bytes.
-        buffers: The part of "other" that the model's buffers take.
-        older: The part of "other" that was allocated before the batch.
+        older: The part of "other" that was allocated before the batch; the rest of it are the model's buffers.
     """
 
     by_category: Mapping[str, int]
-    buffers: int = 0
     older: int = 0
 
 
@@ -74,21 +69,16 @@ def split_memory(
         before: The state when the batch began. Without it, the rest counts as activations.
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
-    rest = max(0, allocated - owned.total_bytes)
-    older = 0 if before is None else min(rest, _older(before, owned, model, on_device))
-    return MemorySplit(composition_of(owned, allocated, older=older), owned.by_category["buffers"], older)
-
-
-def _older(before: MemoryAtBatchStart, owned: Owned, model: nn.Module, on_device: OnDevice) -> int:
-    """Return the bytes without a known owner that were allocated before the batch."""
-    known = owned.by_category
-    gradients = 0
-    if before.had_gradients:
-        # They may be freed or incomplete by now; each is as large as its parameter.
-        trained = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
+    older = 0
+    if before is not None:
+        known = owned.by_category
+        # Gradients may be freed or incomplete by now; each is as large as its parameter.
+        trained = nn.ParameterList([p for p in model.parameters() if p.requires_grad and before.had_gradients])
         gradients = owned_by(trained, (), on_device).by_category["parameters"]
-    state = known["optimizer"] if before.had_state else 0
-    return max(0, before.allocated - known["parameters"] - known["buffers"] - known["inputs"] - gradients - state)
+        state = known["optimizer"] if before.had_state else 0
+        older = before.allocated - known["parameters"] - known["buffers"] - known["inputs"] - gradients - state
+    older = max(0, min(older, allocated - owned.total_bytes))
+    return MemorySplit(composition_of(owned, allocated, older=older), older)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +124,10 @@ class MemoryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class LargestBatchBefore:
-    """The largest of the batches of a stage before the failed one.
+    """The largest of the batches before the failed one, on the meta device; that one is so many `times` as large."""
 
-    Attributes:
-        n_bytes: Its size in bytes.
-        batch: The batch on the meta device.
-        n_batches: The number of batches before the failed one.
-        times: The size of the failed batch, as a multiple of it.
-    """
-
-    n_bytes: int
     batch: Any
-    n_batches: int
-    times: float = 1.0
+    times: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +145,7 @@ class FailureFacts:
         split: The allocated bytes by category; None where nothing is known of them.
         grown: Memory that has accumulated over the batches; None where it is little, or not known.
         before: The largest batch before, if the failed one is far larger; else None.
-        module: The innermost module that was being called; "" where it is not known.
-        batch: The batch on the meta device (sizes without values); None where there was none.
-        is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
-        is_probable: True if a library could not make its handle, and the device was nearly full: the error itself does
-            not say that memory ran out.
-        problem: The error that occurred while the facts were captured; "" if none did.
+        batch: The batch on the meta device (sizes without values); None where none was running.
     """
 
     moment: FailureMoment
@@ -182,11 +158,7 @@ class FailureFacts:
     split: MemorySplit | None = None
     grown: MemoryGrowth | None = None
     before: LargestBatchBefore | None = None
-    module: str = ""
     batch: Any = None
-    is_own_batch: bool = True
-    is_probable: bool = False
-    problem: str = ""
 
     @property
     def unusable(self) -> int | None:
@@ -210,18 +182,3 @@ def sizes_only(batch: Any) -> Any:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     return map_tensors(batch, meta)
-
-
-def running_module(model: nn.Module) -> str:
-    """Return the name and class of the innermost module that this thread is calling; "" where it calls none."""
-    names = {id(module): name for name, module in model.named_modules()}
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        # Reading a frame's variables keeps them alive as long as the frame. The frames of module calls end with the
-        # error; the user's may catch it and go on, so they are not read.
-        module = frame.f_locals.get("self") if frame.f_code is module_call_code() else None
-        name = names.get(id(module))
-        if name is not None:
-            return f"{name or '(the model)'} ({type(module).__name__})"
-        frame = frame.f_back
-    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,7 +67,7 @@ class OOMReporter:
             error: The error that ends the run; it gets the first line of the report as a note.
             done: What was done about it, where the run goes on: other ranks then get no notice.
         """
-        begin, begin_cpu = time.monotonic(), time.thread_time()
+        begin, end = time.monotonic(), time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
         page = ReportPage(
             facts=facts,
@@ -80,13 +80,13 @@ class OOMReporter:
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
         path = str(page.file) if isinstance(page.file, Path) else ""
-        notice = OOMNotice(facts.moment.rank, page.headline, path)
-        is_first = bool(done) or self.board is None or self.board.leave(notice)
+        is_first = True
+        if self.board is not None and not done:
+            is_first = self.board.leave(OOMNotice(facts.moment.rank, page.headline, path))
         take = (lambda: None) if capture.recording is None else capture.recording.take
         snapshot = _tried(page, "The allocator's history", take, None)
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
-        seconds = (CHECKS_S if self.checks_s is None else self.checks_s) - (time.thread_time() - begin_cpu)
-        _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), seconds), None)
+        _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), end), None)
         page.seconds = time.monotonic() - begin
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, page.markdown())
@@ -137,18 +137,16 @@ def _advise(
     capture: FailureCapture,
     snapshot: dict[str, Any] | None,
     run: FailedRun,
-    seconds: float,
+    end: float,
 ) -> None:
     """Find who holds what, run the checks of what would have helped, and add their results to the page."""
     # What the failed step had gathered goes with the step.
     run = replace(run, is_sharded=free_gathered_parameters(run.model))
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)
-    if failed.history is not None and failed.history.failed is not None:
-        page.request = failed.history.failed.n_bytes
     virtual = capture.virtual
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
-        advice = advice_for(failed, seconds)
+        advice = advice_for(failed, end - time.thread_time())
     page.actions, page.modules = advice.actions, advice.modules
     page.notes += advice.notes
 
@@ -163,8 +161,6 @@ def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, 
     try:
         write_snapshot(snapshot, path)
     except OSError as error:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
         return f"it could not be written: {error}"
     return path
 

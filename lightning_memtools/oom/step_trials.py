@@ -10,6 +10,7 @@ from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay, replay_on
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.oom.failed_step import FailedStep
 
 # As a share of the plain step's peak. Smaller savings are not worth a line.
@@ -39,14 +40,12 @@ class StepTrials:
         self.failed = failed
         self._end = time.thread_time() + seconds
         self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
-        self.why_not = failed.why_not_traced() or self._try_plain()
-
-    def _try_plain(self) -> str:
-        try:
-            self.at(self.size)
-        except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
-            return in_a_line(error)
-        return ""
+        self.why_not = failed.why_not_traced()
+        if not self.why_not:
+            try:
+                self.at(self.size)
+            except Exception as error:  # noqa: BLE001, the user's own step may raise anything on fake tensors
+                self.why_not = why_not_checked(error)
 
     def check_time(self) -> None:
         """Return if there is time for another trial.
@@ -97,42 +96,29 @@ class StepTrials:
     # --- whether it fits
 
     @cached_property
-    def limit(self) -> int | None:
-        """The bytes that are left for what a trace shows; None where a trace cannot tell what fits.
-
-        It cannot where the capacity is not known, nor where the unchanged step fits: its trace then lacks what made the
-        step fail.
-        """
-        return None if self.plain_fits else self.failed.usable
-
-    @cached_property
     def plain_fits(self) -> bool:
-        """True if the trace of the unchanged step fits."""
-        return self.failed.usable is not None and self._fits_within(self.plain, self.failed.usable)
+        """True if the trace of the unchanged step fits: it then lacks what made the step fail."""
+        return self.failed.usable is not None and self._serves(self.plain.trace)
+
+    @property
+    def limit(self) -> int | None:
+        """The bytes that are left for what a trace shows; None where a trace cannot tell what fits."""
+        return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
         """Return whether traced steps fit; None where a trace cannot tell."""
-        return None if self.limit is None else self._fits_within(estimate, self.limit)
+        return None if self.limit is None else self._serves(estimate.trace)
 
-    def plain_fits_with(self, n_bytes: int) -> bool | None:
-        """Return whether the step as it was fits with `n_bytes` more memory; None where that is not known."""
-        if self.why_not or self.failed.usable is None:
-            return None
-        return self.plain.fits(f"{self.failed.usable + n_bytes}B")
+    def fits_with(self, n_bytes: int) -> bool | None:
+        """Return whether the step as it was fits into `n_bytes` more; None where a trace cannot tell."""
+        return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
-    def _fits_within(self, estimate: MemoryEstimate, limit: int) -> bool:
-        # What never asks the device for more than is left needs no replay.
-        if self._at_evaluation is None and estimate.peak_reserved <= limit:
-            return True
-        return self._serves(estimate.trace, estimate.begin, limit)
-
-    def _serves(self, trace: AllocationTrace, begin: int, limit: int) -> bool:
-        """Return whether all requests of a trace find memory; its first `begin` put the model onto the device."""
-        if limit <= 0:
-            return False
-        if self._at_evaluation is None:
-            return replay(trace, capacity=limit).completed
-        return replay_on(copy_of(self._at_evaluation), trace, n_skipped=begin).completed
+    def _serves(self, trace: AllocationTrace) -> bool:
+        """Return whether all requests of a trace find memory; an evaluation's in what training left."""
+        if self._at_evaluation is not None:
+            return replay_on(copy_of(self._at_evaluation), trace, n_skipped=self.plain.begin).completed
+        usable = self.failed.usable or 0
+        return usable > 0 and replay(trace, capacity=usable).completed
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
@@ -143,29 +129,20 @@ class StepTrials:
     @cached_property
     def largest_batch(self) -> int:
         """The largest batch size that fits; 0 where not even one sample does."""
-        limit = self.limit
-        assert limit is not None
-        # A first guess that fits if what the plain step holds at its peak grows with the batch or is fixed.
-        at_peak = self.plain.composition
-        fixed = sum(at_peak[part] for part in ("parameters", "gradients", "optimizer"))
-        growing = self.plain.peak_allocated - fixed
-        guess = self.size * (limit - fixed) // growing if growing else 1
+        assert self.limit is not None
 
         def attempt(size: int) -> TracedSize:
             estimate = self.at(size)
-            return TracedSize(self._fits_within(estimate, limit), estimate.peak_allocated, estimate.trace)
+            return TracedSize(self._serves(estimate.trace), estimate.peak_allocated, estimate.trace)
 
         def serves(trace: AllocationTrace) -> bool:
             self.check_time()
-            return self._serves(trace, self.plain.begin, limit)
+            return self._serves(trace)
 
-        start, known = max(1, min(guess, self.size - 1)), {self.size: attempt(self.size)}
-        return largest_batch(start, attempt=attempt, serves=serves, limit=limit, known=known)
+        known = {self.size: attempt(self.size)}
+        return largest_batch(max(1, self.size // 2), attempt=attempt, serves=serves, limit=self.limit, known=known)
 
 
-def in_a_line(error: Exception) -> str:
-    """Return an error's type and message in one line."""
-    text = str(error).strip().partition("\n")[0].rstrip(".")
-    if isinstance(error, NotCheckedError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def why_not_checked(error: Exception) -> str:
+    """Return an error in one line without a period."""
+    return (str(error) if isinstance(error, NotCheckedError) else in_one_line(error)).rstrip(".")

@@ -373,22 +373,6 @@ class KeepsNothing(Net):
         return [48]
 
 
-@exhibit("Probably out of memory", "`NoHandle.kept` holds", advice=("list",), capacity_mib=56, on_cuda=False)
-class NoHandle(Case):
-    """cuBLAS cannot make its handle on a device that is nearly full."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended, n_batches=4)
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        if not self.mended:
-            self.kept.append(torch.zeros(14 * MIB, dtype=torch.uint8, device=self.device))
-            if batch_idx == 2:
-                raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-        return loss
-
-
 # --- memory in pieces
 
 
@@ -419,63 +403,6 @@ def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
             fit(Pinned())
         return
     fit(Pinned())
-
-
-# --- loading and saving
-
-
-class Frozen(Net):
-    """32 MiB of weights that are not trained."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.table = nn.Parameter(torch.zeros(8 * MIB), requires_grad=False)
-
-
-class LoadsAgain(Frozen):
-    """Loads its weights in a hook, to the device that they were saved from."""
-
-    def __init__(self, path: Path, *, to_host: bool) -> None:
-        super().__init__()
-        self.path, self.to_host = path, to_host
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.load_state_dict(torch.load(self.path, map_location="cpu" if self.to_host else "cuda"))
-
-
-TWO_COPIES = "two copies of weights and optimizer state take 64"
-
-
-@exhibit("LoadsAgain.on_load_checkpoint", TWO_COPIES, advice=('map_location="cpu"',), capacity_mib=60, on_cpu=False)
-def weights_that_are_loaded_to_the_device(fit: FitOn, *, mended: bool) -> None:
-    fit.root.mkdir(parents=True, exist_ok=True)
-    weights, run = fit.root / "weights.pt", fit.root / "run.ckpt"
-    model = LoadsAgain(weights, to_host=True)
-    torch.save(model.state_dict(), weights)
-    fit(model).save_checkpoint(run)
-    del model
-    gc.collect()
-    fit(LoadsAgain(weights, to_host=mended).cuda(), ckpt_path=run, max_epochs=2)
-
-
-class SavesOnDevice(Frozen):
-    """Puts a copy of its weights into the checkpoint."""
-
-    def __init__(self, *, to_host: bool) -> None:
-        super().__init__()
-        self.to_host = to_host
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["copy"] = [one.detach().cpu() if self.to_host else one.detach().clone() for one in self.parameters()]
-
-
-@exhibit("saving a checkpoint, in SavesOnDevice.on_save", TWO_COPIES, advice=("copies",), capacity_mib=60, on_cpu=False)
-def a_copy_that_is_made_while_saving(fit: FitOn, *, mended: bool) -> None:
-    class Saves(L.Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.save_checkpoint(fit.root / "x.ckpt")
-
-    fit(SavesOnDevice(to_host=mended), Saves())
 
 
 # --- evaluation, prediction and other programs
@@ -512,7 +439,7 @@ class PredictsMuch(Net):
 
 
 # On a GPU, Lightning moves predictions to the host.
-@exhibit("Predictions that are kept hold", advice=("return_predictions=False", "is enough"), on_cuda=False)
+@exhibit("predictions` holds", advice=("list", "fits"), on_cuda=False)
 def predictions_that_are_kept(fit: FitOn, *, mended: bool) -> None:
     fit.trainer().predict(PredictsMuch(), return_predictions=not mended)
 

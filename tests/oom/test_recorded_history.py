@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memtools.memory.allocator import replay
-from lightning_memtools.oom.recorded_history import failed_request_in_words
 from tests.oom.programs import MIB, carry_out
 
 
@@ -30,23 +29,15 @@ NOT_HELPED = [*cut_segments(4, 64 * MIB, 60 * MIB), ("malloc", 100 * MIB)]
 def test_a_trace_where_expandable_segments_help():
     run = carry_out(HELPED, 300 * MIB)
     assert run.failed_at == len(HELPED) - 1
-    verdict = run.history.with_expandable_segments()
-    assert verdict.served
-    assert "would have been served" in verdict.why
+    assert run.history.with_expandable_segments() == (True, "the request would have been served")
     assert carry_out(HELPED, 300 * MIB, "expandable_segments:True").failed_at is None
 
 
 def test_a_trace_where_they_do_not():
     run = carry_out(NOT_HELPED, 300 * MIB)
     assert run.failed_at == len(NOT_HELPED) - 1
-    verdict = run.history.with_expandable_segments()
-    assert verdict.served is False
+    assert run.history.with_expandable_segments()[0] is False
     assert carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").failed_at is not None
-
-
-def test_a_setting_that_is_already_on_is_named_as_such():
-    verdict = carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").history.with_expandable_segments()
-    assert (verdict.served, verdict.why) == (False, "expandable segments are on already")
 
 
 ACTIONS = st.one_of(
@@ -73,16 +64,9 @@ def test_the_verdict_agrees_with_the_same_program_under_that_setting(program, ca
     assert again.stats.allocated == run.allocator.allocated
     expandable = carry_out(program, capacity * MIB, "expandable_segments:True")
     # The other run emptied its cache where the program did; this one also where memory had run short.
-    assert run.history.with_expandable_segments().served == (
+    assert run.history.with_expandable_segments()[0] == (
         expandable.failed_at is None or expandable.failed_at > run.failed_at
     )
-
-
-def test_more_memory_helps_from_where_it_is_enough():
-    run = carry_out(NOT_HELPED, 300 * MIB)
-    # Four segments and 100 MiB.
-    assert run.history.with_more_memory(56 * MIB).served
-    assert run.history.with_more_memory(54 * MIB).served is False
 
 
 @pytest.mark.parametrize("max_entries", [3, 12])
@@ -92,21 +76,12 @@ def test_a_history_that_is_cut_off_gives_no_verdict(max_entries):
     assert not failed.is_complete
     # What is in use is known all the same.
     assert replay(failed.trace).stats.requested == run.allocator.stats().requested
-    verdict = run.history.with_expandable_segments()
-    assert verdict.served is None
-    assert "not reach back" in verdict.why
+    served, why = run.history.with_expandable_segments()
+    assert served is None
+    assert "older than the recorded history" in why
 
 
 def test_a_history_without_a_failure_gives_none():
-    history = carry_out(HELPED[:-1], 300 * MIB).history
-    for verdict in (history.with_expandable_segments(), history.with_more_memory(1)):
-        assert verdict.served is None
-        assert "not hold the failed request" in verdict.why
-
-
-def test_a_snapshot_alone_tells_what_was_requested_and_whether_expandable_segments_help():
-    for program, words in ((HELPED, "would have served it"), (NOT_HELPED, "does not help: ")):
-        request, verdict = failed_request_in_words(carry_out(program, 300 * MIB).history.snapshot)
-        assert "100 MiB found no memory" in request
-        assert f'PYTORCH_ALLOC_CONF="expandable_segments:True" {words}' in verdict
-    assert failed_request_in_words(carry_out(HELPED[:-1], 300 * MIB).history.snapshot) == []
+    served, why = carry_out(HELPED[:-1], 300 * MIB).history.with_expandable_segments()
+    assert served is None
+    assert "not hold the failed request" in why
