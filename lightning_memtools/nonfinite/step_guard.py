@@ -22,6 +22,7 @@ from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
+    depends_on_weights,
     do_nothing,
     undivided_loss,
 )
