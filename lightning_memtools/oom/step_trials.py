@@ -114,11 +114,11 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return whether all requests of a trace find memory; an evaluation's in what training left."""
-        if self._at_evaluation is not None:
-            return replay_on(copy_of(self._at_evaluation), trace, n_skipped=self.plain.begin).completed
-        usable = self.failed.usable or 0
-        return usable > 0 and replay(trace, capacity=usable).completed
+        """Return whether all requests of a trace find memory; an evaluation's also among what training left."""
+        usable, left = self.failed.usable or 0, self._at_evaluation
+        if usable <= 0 or not replay(trace, capacity=usable).completed:
+            return False
+        return left is None or replay_on(copy_of(left), trace, n_skipped=self.plain.begin).completed
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
