@@ -185,7 +185,7 @@ class FailureCapture:
             if self._before.inputs > most:
                 most, largest = self._before.inputs, sizes_only(self.batch)
             self._ran[self._stage] = (n_batches + 1, most, largest)
-        self.batch = self._batch_idx = self._before = self.batch_began = self.captured = None
+        self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
 
     # --- when memory runs out
@@ -199,7 +199,9 @@ class FailureCapture:
         return self.captured
 
     def _observe(self, _device: int, n_bytes: int, _total: int, free: int) -> None:
-        if self.is_reporting or self.captured is not None:
+        # The facts of a step outlive it, for OOMRecovery's report on it.
+        is_first = self.captured is None or self.captured.moment.batch_idx != self._batch_idx
+        if self.is_reporting or not is_first:
             return
         # An error here would replace the out-of-memory error. A simulated device may run out of memory within a rule
         # that runs on fake tensors: no copy shall be one.
