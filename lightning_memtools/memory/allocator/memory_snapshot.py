@@ -19,7 +19,6 @@ from typing import Any
 
 from lightning_memtools.memory.allocator.allocation_trace import AllocationTrace, TraceEventKind
 from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
-from lightning_memtools.memory.allocator.block_rounding import ROUNDUP_INTERVALS
 from lightning_memtools.memory.allocator.blocks import ALLOCATED, FREE, UNMAPPED, WAITING, Block, FreeBlocks, Segment
 from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator
 from lightning_memtools.memory.allocator.trace_replay import replay
@@ -29,7 +28,6 @@ _STATES = {ALLOCATED: "active_allocated", WAITING: "active_pending_free", FREE: 
 _FRAME = re.compile(r"(?P<filename>.+):(?P<line>\d+):(?P<name>.*)")
 # torch writes the largest size_t for no limit, which is read as a signed number.
 _NO_MAX_SPLIT = -1
-_NO_ROUNDUP = (0,) * ROUNDUP_INTERVALS
 # The viewer reads pickles up to this protocol; Python 3.14 writes newer ones by default.
 _PICKLE_PROTOCOL = 4
 _RELEASES = {"segment_free", "segment_unmap"}
