@@ -9,7 +9,7 @@ from typing import Self
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline
-from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, take_snapshot, write_snapshot
 from lightning_memtools.memory.peak_holders import PeakHolder
 from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
 from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
@@ -185,7 +185,7 @@ class MemoryEstimate:
 
     def as_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot for https://pytorch.org/memory_viz, as torch.cuda.memory._dump_snapshot does."""
-        save_snapshot(self._simulation, path)
+        write_snapshot(take_snapshot(self._simulation), path)
 
     def summary_table(self) -> Table:
         """Return the figures, one per row."""
