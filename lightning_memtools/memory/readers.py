@@ -36,7 +36,7 @@ def accelerator_reader(device: torch.device) -> MemoryReader | None:
 
 
 @functools.cache
-def _reader_of(device: torch.device, is_current: bool) -> MemoryReader | None:  # noqa: FBT001, a key of the cache
+def _reader_of(device: torch.device, is_current: bool) -> MemoryReader | None:
     reader: MemoryReader
     if device.type == "cuda":
         reader = CudaReader(device)
