@@ -304,28 +304,6 @@ def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     return next((one for one in candidates if id(one) in held), None)
 
 
-def arrays_over(tensors: Sequence[Any]) -> dict[int, Any]:
-    """Return the NumPy arrays that keep tensors alive, by the tensors' identity.
-
-    An array refers to the tensor that it is a view of, but Python's garbage collector does not know arrays. This looks
-    at what every object that it knows refers to, which takes a second for a million of them.
-    """
-    wanted = {id(one) for one in tensors}
-    found: dict[int, Any] = {}
-    for one in gc.get_objects():
-        for referent in gc.get_referents(one):
-            if type(referent).__name__ == "ndarray" and id(base := tensor_behind(referent)) in wanted:
-                found[id(base)] = referent
-    return found
-
-
-def tensor_behind(held: Any) -> Any:
-    """Return what a NumPy array is a view of; anything else as it is."""
-    while type(held).__name__ == "ndarray" and type(held).__module__ == "numpy":
-        held = held.base
-    return held
-
-
 def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> TensorHolder:
     chain = [root]
     while (child := held_by[id(chain[-1])][1]) is not None:
