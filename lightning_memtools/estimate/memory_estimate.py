@@ -86,9 +86,6 @@ class MemoryEstimate:
         device: "cuda" or "cpu": whose operators.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
-        convolution_workspaces: By how much ``peak_reserved`` grows where cuDNN gets the workspaces that its heuristics
-            ask for. It is in no other figure and not counted in `fits`: where memory is short, torch gives cached
-            blocks back, or takes another engine.
         engine: "simulation", or "cuda": the steps ran on PyTorch's own CUDA code and allocator, and computed nothing.
     """
 
@@ -107,7 +104,6 @@ class MemoryEstimate:
     device: str
     notes: tuple[str, ...] = ()
     capacity: str | None = None
-    convolution_workspaces: int = 0
     engine: str = "simulation"
     _simulation: CachingAllocator = field(repr=False)
     _trace: AllocationTrace = field(repr=False)
@@ -192,11 +188,6 @@ class MemoryEstimate:
         rows = [
             ("peak allocated", format_size(self.peak_allocated)),
             ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
-            *(
-                [("convolution workspaces, up to (in no other figure)", format_size(self.convolution_workspaces))]
-                if self.convolution_workspaces
-                else []
-            ),
             *((f"at the peak: {name}", format_size(size)) for name, size in self.composition.items() if size),
             ("parameters", f"{self.parameter_count:,}"),
             ("parameters with a gradient", f"{self.gradient_count:,}"),

@@ -8,7 +8,7 @@ label of allocations are stored separately, and a word refers to them only when 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from fractions import Fraction
 
@@ -104,31 +104,6 @@ class AllocationTrace:
                 size, difference = one >> _KIND_BITS, (two >> _KIND_BITS) - (one >> _KIND_BITS)
                 word = max(1, size - (-difference * above // below)) << _KIND_BITS
             new._words.append(word)
-        return new
-
-    def with_passing_blocks(self, blocks: Iterable[tuple[int, int]]) -> AllocationTrace:
-        """Return the trace with blocks that are allocated and freed at once.
-
-        Args:
-            blocks: For each the number of words before it, and its bytes; in their order.
-        """
-        new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
-        new.contexts = list(self.contexts)
-        numbers, count, begin = [0], 0, 0  # the new number of each allocation; how many there are now
-        for end, n_bytes in (*blocks, (len(self._words), 0)):
-            for word in self._words[begin:end]:
-                kind, number = word & _KIND_MASK, word >> _KIND_BITS
-                if kind == TraceEventKind.MALLOC:
-                    count += 1
-                    numbers.append(count)
-                elif kind == TraceEventKind.FREE:
-                    number = numbers[number]
-                new.add(TraceEventKind(kind), number)
-            begin = end
-            if n_bytes:
-                count += 1
-                new.add(TraceEventKind.MALLOC, n_bytes)
-                new.add(TraceEventKind.FREE, count)
         return new
 
     def _enter_context(self, context: AllocationContext) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.nn import Parameter
 
+from lightning_memtools.memory.leaks.holders import all_tensors
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 
 _MAX_SIGNATURES = 8
@@ -85,23 +85,6 @@ class TensorCensus:
         """Forget all births."""
         self._births.clear()
         self.number = 0
-
-
-def all_tensors() -> list[Tensor]:
-    """Return all tensors that Python has an object of."""
-    # The referrers of a class are its instances and a few others. Finding them takes a third of the time of looking at
-    # all objects in Python. Types are compared exactly: isinstance would run code of proxies and mocks.
-    kinds = {kind for kind in _with_subclasses(Tensor) if _has_storage(kind)}
-    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
-
-
-def _has_storage(kind: type) -> bool:
-    # Torch's other subclasses wrap tensors, which are found by themselves; every further class costs time.
-    return not kind.__module__.startswith("torch.") or issubclass(kind, Parameter)
 
 
 def blocks_to_walk() -> int:
