@@ -288,7 +288,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
         if self._device.type != "cuda" or torch.version.hip is not None:
             self._warn(trainer, [f"load=True: NVML tells nothing of {self._device}, so no device/* is logged."])
             return None
-        return GpuLoad.begin(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
+        return GpuLoad.begin(self._device.index or 0)
 
     def _begin_phase(self, phase: Phase) -> None:
         self._running().switch_phase(phase)

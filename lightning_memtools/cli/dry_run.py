@@ -20,7 +20,7 @@ from lightning_memtools.budgets.judgement import over_budget, parse_budget
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.targets import UsageError, require_folder_of, say
 from lightning_memtools.memory.sizes import context_bytes, format_size, is_count
-from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
+from lightning_memtools.null_cuda.launch import USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.console import progress_printed
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table, shown_as
@@ -115,9 +115,6 @@ class DryRunResult:
         error: The error's message, if there was one.
         report: The file of the out-of-memory report, if one was written.
         stages: The peaks of each stage.
-        convolution_workspaces: By how much the highest peak of reserved memory grows where cuDNN gets the workspaces
-            that its heuristics ask for. It is in no other figure and not counted in whether the run fits: where memory
-            is short, torch gives cached blocks back, or takes another engine.
         layers: The modules whose outputs and saved tensors keep most, in bytes, largest first.
         smallest_fitting: An estimate by the requests of this run, though another GPU may run other kernels: the names
             of the largest known GPU that does not fit (or None) and of the smallest that does (or None).
@@ -138,7 +135,6 @@ class DryRunResult:
     error: str | None = None
     report: str | None = None
     stages: list[DryRunStage] = field(default_factory=list)
-    convolution_workspaces: int = 0
     layers: list[tuple[str, int]] = field(default_factory=list)
     smallest_fitting: tuple[str | None, str | None] = (None, None)
     notes: list[str] = field(default_factory=list)
@@ -190,7 +186,7 @@ class DryRunResult:
         )
 
     def table(self) -> Table:
-        """Return one row for each stage, and one for the workspaces of convolutions, which no stage counts."""
+        """Return one row for each stage."""
         rows = [
             (
                 one.stage + (f" ({one.phase})" if one.phase else ""),
@@ -200,9 +196,6 @@ class DryRunResult:
             )
             for one in self.stages
         ]
-        if self.convolution_workspaces:
-            more = f"+ {format_size(self.convolution_workspaces)}"
-            rows.append(("convolution workspaces, up to", "", more, "in no other figure, and not needed to fit"))
         return Table(("stage", "peak allocated", "peak reserved", "at the peak"), rows)
 
     def __str__(self) -> str:
@@ -300,13 +293,12 @@ def dry_run(
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")
     result = place / "dry_run.json"
     result.unlink(missing_ok=True)
-    users, convolutions = place / "processes.txt", place / "convolutions.txt"
-    for record in (users, convolutions):
-        record.unlink(missing_ok=True)
+    users = place / "processes.txt"
+    users.unlink(missing_ok=True)
     # A session of its own: whatever the script starts ends with it.
     child = subprocess.Popen(  # noqa: S603, the user's own script
         [sys.executable, "-m", _CHILD, str(wanted)],
-        env=environment(found, cache=cache) | {USERS: str(users), CONVOLUTIONS: str(convolutions)},
+        env=environment(found, cache=cache) | {USERS: str(users)},
         start_new_session=True,
         stdout=output,
     )

@@ -43,9 +43,8 @@ from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace
 from lightning_memtools.memory.living_objects import instances_of, outermost
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.peak_holders import held_by
-from lightning_memtools.memory.sizes import GpuShape, context_bytes, known_gpus
-from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
-from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, growth_with_workspaces
+from lightning_memtools.memory.sizes import context_bytes, known_gpus
+from lightning_memtools.null_cuda.launch import USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.simulation.known_values import KnownValues
 
@@ -296,12 +295,6 @@ def _result_of(
         error=error,
         report=str(reports[-1]) if reports else None,
         stages=_with_composition(observer, snapshot),
-        convolution_workspaces=growth_with_workspaces(
-            snapshot,
-            spec.rank,
-            convolutions_in(Path(os.environ[CONVOLUTIONS]), spec.rank),
-            GpuShape(properties.multi_processor_count, compute_capability=(properties.major, properties.minor)),
-        ),
         layers=layers[:_LAYERS],
         smallest_fitting=_smallest_gpus(snapshot, spec.rank) if status == FITS else (None, None),
         notes=observer.notes,

@@ -15,8 +15,8 @@ from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import GraphMark, TrainingCase
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock
-from lightning_memtools.memory.leaks.holders import find_holder, is_a
-from lightning_memtools.memory.leaks.leak_detector import SearchScope, all_tensors
+from lightning_memtools.memory.leaks.holders import all_tensors, find_holder, is_a
+from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted

@@ -9,7 +9,7 @@ from typing import Self
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline
-from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, take_snapshot, write_snapshot
 from lightning_memtools.memory.peak_holders import PeakHolder
 from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
 from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
@@ -86,9 +86,6 @@ class MemoryEstimate:
         device: "cuda" or "cpu": whose operators.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
-        convolution_workspaces: By how much ``peak_reserved`` grows where cuDNN gets the workspaces that its heuristics
-            ask for. It is in no other figure and not counted in `fits`: where memory is short, torch gives cached
-            blocks back, or takes another engine.
         engine: "simulation", or "cuda": the steps ran on PyTorch's own CUDA code and allocator, and computed nothing.
     """
 
@@ -107,7 +104,6 @@ class MemoryEstimate:
     device: str
     notes: tuple[str, ...] = ()
     capacity: str | None = None
-    convolution_workspaces: int = 0
     engine: str = "simulation"
     _simulation: CachingAllocator = field(repr=False)
     _trace: AllocationTrace = field(repr=False)
@@ -185,18 +181,13 @@ class MemoryEstimate:
 
     def as_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot for https://pytorch.org/memory_viz, as torch.cuda.memory._dump_snapshot does."""
-        save_snapshot(self._simulation, path)
+        write_snapshot(take_snapshot(self._simulation), path)
 
     def summary_table(self) -> Table:
         """Return the figures, one per row."""
         rows = [
             ("peak allocated", format_size(self.peak_allocated)),
             ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
-            *(
-                [("convolution workspaces, up to (in no other figure)", format_size(self.convolution_workspaces))]
-                if self.convolution_workspaces
-                else []
-            ),
             *((f"at the peak: {name}", format_size(size)) for name, size in self.composition.items() if size),
             ("parameters", f"{self.parameter_count:,}"),
             ("parameters with a gradient", f"{self.gradient_count:,}"),

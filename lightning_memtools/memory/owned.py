@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import storage_id, tree_leaves
+from lightning_memtools._torch import storage_id
+from lightning_memtools.memory.nested_tensors import named_tensors, plain_name
 from lightning_memtools.memory.stats import MemoryReader
 
 OnDevice = Callable[[Tensor], bool]
@@ -74,8 +75,10 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
         inputs: A batch, or anything else that holds tensors and is expected to be on the device now.
     """
     seen: set[int] = set()
-    tensors = tensors_by_owner(model, optimizers, inputs)
-    by_category = {name: bytes_on_device(those, on_device, seen) for name, those in tensors.items()}
+    tensors: dict[str, list[Tensor]] = {category: [] for category in CATEGORIES_OF_OWNERS}
+    for owned in owned_tensors(model, optimizers, inputs):
+        tensors[owned.category].append(owned.tensor)
+    by_category = {category: bytes_on_device(those, on_device, seen) for category, those in tensors.items()}
     return Owned(by_category, frozenset(seen))
 
 
@@ -92,25 +95,63 @@ def bytes_on_device(tensors: Iterable[Any], on_device: OnDevice, seen: set[int])
     return total
 
 
-def tensors_by_owner(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> dict[str, Iterable[Any]]:
-    """Return the tensors of each category of `Owned`, with values among them that are no tensors."""
-    parameters = list(model.parameters())
-    return {
-        "parameters": parameters,
-        "buffers": model.buffers(),
-        "gradients": (parameter.grad for parameter in parameters),
-        "optimizer": _state_of(optimizers),
-        "inputs": tree_leaves(inputs),
-    }
+CATEGORIES_OF_OWNERS = ("parameters", "buffers", "gradients", "optimizer", "inputs")
 
 
-def owned_addresses(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> Iterator[tuple[str, int]]:
-    """Yield category and address of each block on a CUDA device that belongs to one of `tensors_by_owner`."""
-    for name, tensors in tensors_by_owner(model, optimizers, inputs).items():
-        for tensor in tensors:
-            address = cuda_address(tensor) if isinstance(tensor, Tensor) else None
-            if address is not None:
-                yield name, address
+class OwnedTensor(NamedTuple):
+    """A tensor that a model, an optimizer or a batch owns.
+
+    Attributes:
+        category: One of `CATEGORIES_OF_OWNERS`.
+        tensor: The tensor.
+        owner: The name of the parameter that a gradient or state belongs to; else the tensor's own.
+        suffix: What follows it in the expression for the tensor: `.grad`, or an entry of the state.
+        module: The path of its module, for the model itself its class; None where it belongs to none.
+        optimizer: The optimizer whose state it is.
+    """
+
+    category: str
+    tensor: Tensor
+    owner: str
+    suffix: str = ""
+    module: str | None = None
+    optimizer: Optimizer | None = None
+
+
+def owned_tensors(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> Iterator[OwnedTensor]:
+    """Yield the tensors that a model, its optimizers and a batch own, category by category."""
+    parameters: dict[int, OwnedTensor] = {}
+    buffers: list[OwnedTensor] = []
+    for path, module in model.named_modules():
+        prefix, label = (f"{plain_name(path)}.", path) if path else ("", type(model).__name__)
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = OwnedTensor("parameters", parameter, f"{prefix}{name}", "", label)
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append(OwnedTensor("buffers", buffer, f"{prefix}{name}", "", label))
+    yield from parameters.values()
+    yield from buffers
+    for _, parameter, name, _, label, _ in parameters.values():
+        if isinstance(parameter.grad, Tensor):
+            yield OwnedTensor("gradients", parameter.grad, name, ".grad", label)
+    for optimizer in optimizers:
+        yield from _states_of(optimizer, parameters)
+    for name, tensor in named_tensors(inputs, "batch"):
+        yield OwnedTensor("inputs", tensor, name)
+
+
+def _states_of(optimizer: Optimizer, parameters: Mapping[int, OwnedTensor]) -> Iterator[OwnedTensor]:
+    for parameter, state in optimizer.state.items():
+        known = parameters.get(id(parameter))
+        name, label = (type(optimizer).__name__, None) if known is None else (known.owner, known.module)
+        # This is nearly always a flat dict of tensors; only L-BFGS and the like nest lists.
+        for key, value in state.items() if isinstance(state, dict) else (("state", state),):
+            suffix = f'["{key}"]'
+            if isinstance(value, Tensor):
+                yield OwnedTensor("optimizer", value, name, suffix, label, optimizer)
+            else:
+                for inner, tensor in named_tensors(value, suffix):
+                    yield OwnedTensor("optimizer", tensor, name, inner, label, optimizer)
 
 
 def cuda_address(tensor: Tensor) -> int | None:
@@ -162,14 +203,3 @@ def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
 def block_bytes(storage: UntypedStorage) -> int:
     """Return the size of the block that the allocator gives a storage with its default settings."""
     return -(-storage.nbytes() // _GRANULE) * _GRANULE
-
-
-def _state_of(optimizers: Iterable[Optimizer]) -> Iterable[Any]:
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            # This is nearly always a flat dict of tensors; only L-BFGS and the like nest lists.
-            for value in state.values() if isinstance(state, dict) else (state,):
-                if isinstance(value, Tensor):
-                    yield value
-                else:
-                    yield from tree_leaves(value)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.optimizer_lines import OptimizerLines
-from lightning_memtools.memory.owned import cuda_address, owned_addresses
+from lightning_memtools.memory.owned import cuda_address, owned_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,51 +53,39 @@ class BlockOwner:
     """The owner of a block on a device.
 
     Attributes:
-        category: A category of `owned.tensors_by_owner`.
+        category: A category of `owned.owned_tensors`.
         module: The path of its module, for the model itself its class; None where it belongs to none.
         line: The line that made the optimizer, for an optimizer's state; else empty.
+        name: The expression for a tensor in the block; empty where it is not known.
     """
 
     category: str
     module: str | None = None
     line: str = ""
+    name: str = ""
 
 
 def block_owners(
-    model: nn.Module, optimizers: Sequence[Optimizer], inputs: Any, lines: OptimizerLines
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    inputs: Any,
+    lines: OptimizerLines | None = None,
+    *,
+    address_of: Callable[[Tensor], int | None] = cuda_address,
 ) -> dict[int, BlockOwner]:
-    """Return the owner of each block on a CUDA device that model, optimizers or inputs own, by the block's address."""
-    modules = _modules_of_addresses(model, optimizers)
-    made_at = {
-        address: lines.line_of(one) for one in optimizers for _, address in owned_addresses(_NO_MODULE, [one], None)
-    }
-    return {
-        address: BlockOwner(category, modules.get(address), made_at.get(address, ""))
-        for category, address in owned_addresses(model, optimizers, inputs)
-    }
+    """Return the owner of each block that model, optimizers or inputs own, by the block's address.
 
-
-_NO_MODULE = nn.Module()
-
-
-def _modules_of_addresses(model: nn.Module, optimizers: Iterable[Optimizer]) -> Mapping[int, str]:
-    found: dict[int, str] = {}
-    module_of: dict[int, str] = {}
-
-    def note(tensors: object, name: str) -> None:
-        for one in tensors_in(tensors):
-            address = cuda_address(one)
-            if address is not None:
-                found.setdefault(address, name)
-
-    for path, module in model.named_modules():
-        name = path or type(model).__name__  # as ModuleLabels names it
-        for parameter in module.parameters(recurse=False):
-            module_of.setdefault(id(parameter), name)
-            note([parameter, parameter.grad], name)
-        note(list(module.buffers(recurse=False)), name)
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in module_of:
-                note(state, module_of[id(parameter)])
-    return found
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+        inputs: Its batch.
+        lines: Knows the lines that made the optimizers.
+        address_of: Returns the address of a tensor's block; None where it has none.
+    """
+    owners: dict[int, BlockOwner] = {}
+    for owned in owned_tensors(model, optimizers, inputs):
+        address = address_of(owned.tensor)
+        if address is not None and address not in owners:
+            line = "" if lines is None or owned.optimizer is None else lines.line_of(owned.optimizer)
+            owners[address] = BlockOwner(owned.category, owned.module, line, owned.owner + owned.suffix)
+    return owners

@@ -1,15 +1,18 @@
-"""The other processes that use a GPU, as `nvidia-smi` lists them (through NVML)."""
+"""The other processes that use a GPU, as `torch.cuda.list_gpu_processes` lists them."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
 
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.sizes import MIB, format_size
+
+_LINE = re.compile(r"process +(\d+) uses +([\d.]+) MB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class GpuProcess:
     Attributes:
         pid: Its number, as the driver sees it. Inside a container the number may be another one.
         name: The name of its program; empty where the system does not tell.
-        used_bytes: The memory that it holds; None where the driver does not tell.
+        used_bytes: The memory that it holds; None where that is not known.
     """
 
     pid: int
@@ -30,10 +33,6 @@ class GpuProcess:
         return f"{self.name or 'process'} (pid {self.pid}, {format_size(self.used_bytes)})"
 
 
-class _NotKnownError(Exception):
-    """The processes are not known; the message says why."""
-
-
 def in_words(processes: Sequence[GpuProcess] | str) -> str:
     """Return the processes as text, or the reason why they are not known."""
     return processes if isinstance(processes, str) else ", ".join(map(str, processes)) or "none"
@@ -41,39 +40,20 @@ def in_words(processes: Sequence[GpuProcess] | str) -> str:
 
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:
     """Return the other processes on CUDA device `index`, largest first, or the reason why they are not known."""
-    if torch.version.hip is not None:
-        return "not known under ROCm"
     try:
-        found = _through_nvml(index)
-    except _NotKnownError as error:
-        return f"not known: {error}"
+        listed = torch.cuda.list_gpu_processes(index)
     except Exception as error:  # noqa: BLE001, a driver's library may raise anything, and this is only one line of a report
         return f"not known: {type(error).__name__}: {error}"
-    # This process holds memory of the device, so it must be in the list. Inside a container the driver may list
-    # processes by the numbers that they have outside, or list none at all.
-    if not found:
-        return "not known: the driver lists no process, not even this one, as in a container"
-    if all(process.pid != os.getpid() for process in found):
-        return f"not known: of the {len(found)} that the driver lists none has this process's number, as in a container"
-    others = (process for process in found if process.pid != os.getpid())
+    sizes = {int(pid): round(float(used) * MIB) for pid, used in _LINE.findall(listed)}
+    if not listed.startswith("GPU:"):
+        return f"not known: {listed}"
+    # This process holds memory of the device. Inside a container the driver may list processes by the numbers that they
+    # have outside, or list none at all.
+    if os.getpid() not in sizes:
+        return f"not known: none of the {len(sizes)} that the driver lists is this process, as in a container"
+    del sizes[os.getpid()]
+    others = [GpuProcess(pid, _name(pid), used) for pid, used in sizes.items()]
     return sorted(others, key=lambda process: process.used_bytes or 0, reverse=True)
-
-
-def _through_nvml(index: int) -> list[GpuProcess]:
-    try:
-        import pynvml  # noqa: PLC0415, an extra
-    except ImportError:
-        raise _NotKnownError("NVML's package is missing (pip install 'lightning_memtools[nvml]')") from None
-    try:
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise _NotKnownError(str(error)) from None
-    return [GpuProcess(process.pid, _name(process.pid), process.usedGpuMemory) for process in running]
 
 
 def _name(pid: int) -> str:

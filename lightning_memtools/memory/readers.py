@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import psutil
 import torch
@@ -25,19 +24,25 @@ def reader_for(device: torch.device) -> MemoryReader | None:
     return accelerator_reader(device)
 
 
-@functools.cache
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
     """Return the reader of an accelerator, one per device and process; None where the device keeps no statistics."""
+    is_current = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(
+        device.type
+    )
+    # A device without an index is the current one, which has one reader under both names: a second would reset peaks.
+    if device.index is None and is_current:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return _reader_of(device, is_current)
+
+
+@functools.cache
+def _reader_of(device: torch.device, is_current: bool) -> MemoryReader | None:
     reader: MemoryReader
     if device.type == "cuda":
         reader = CudaReader(device)
     elif device.type == "mps":
         reader = MpsReader()
-    elif (
-        hasattr(torch.accelerator, "memory_stats")  # since torch 2.9
-        and torch.accelerator.is_available()
-        and torch.accelerator.current_accelerator() == torch.device(device.type)
-    ):
+    elif is_current and hasattr(torch.accelerator, "memory_stats"):  # since torch 2.9
         reader = AcceleratorReader(device)
     else:
         return None
@@ -54,27 +59,15 @@ class AcceleratorReader:
     simulated = False
 
     def __init__(self, device: torch.device) -> None:
-        # A device without an index means the current one.
-        self.index = device.index if device.index is not None else torch.accelerator.current_device_index()
+        self.index = device.index or 0
         self.name = f"{device.type}:{self.index}"
 
     def stats(self) -> MemoryStats:
         """Read the statistics with two host calls, neither of which waits for the device."""
         flat = torch.accelerator.memory_stats(self.index)
         free, total = _free_and_total(self.index)
-        return MemoryStats(
-            allocated=flat.get("allocated_bytes.all.current"),
-            reserved=flat.get("reserved_bytes.all.current"),
-            active=flat.get("active_bytes.all.current"),
-            inactive_split=flat.get("inactive_split_bytes.all.current"),
-            requested=flat.get("requested_bytes.all.current"),
-            peak_allocated=flat.get("allocated_bytes.all.peak"),
-            peak_reserved=flat.get("reserved_bytes.all.peak"),
-            alloc_retries=flat.get("num_alloc_retries"),
-            ooms=flat.get("num_ooms"),
-            capacity=total,
-            device_used=None if total is None or free is None else total - free,
-        )
+        counts = flat.get("num_alloc_retries"), flat.get("num_ooms")
+        return _stats_of(lambda name, kind: flat.get(f"{name}.all.{kind}"), counts, total, free)
 
     def reset_peaks(self) -> None:
         """Set both peaks to the current values."""
@@ -99,7 +92,11 @@ class CudaReader(AcceleratorReader):
     def stats(self) -> MemoryStats:
         """Read the statistics with two host calls, neither of which waits for the device."""
         free, total = torch.cuda.mem_get_info(self.index)
-        return stats_from_nested(torch.cuda.memory_stats_as_nested_dict(self.index), capacity=total, free=free)
+        nested = torch.cuda.memory_stats_as_nested_dict(self.index)
+        if not nested:  # before the first use
+            return _stats_of(lambda *_: 0, (0, 0), total, free)
+        counts = nested["num_alloc_retries"], nested["num_ooms"]
+        return _stats_of(lambda name, kind: nested[name]["all"][kind], counts, total, free)
 
     def reset_peaks(self) -> None:
         """Set both peaks to the current values."""
@@ -145,24 +142,23 @@ def allocated_bytes(reader: MemoryReader) -> int:
     return reader.stats().allocated or 0
 
 
-def stats_from_nested(nested: Mapping[str, Any], *, capacity: int | None, free: int | None) -> MemoryStats:
-    """Convert what `torch.cuda.memory_stats_as_nested_dict` returns, which is an empty dict before the first use."""
-    if not nested:
-        used = None if capacity is None or free is None else capacity - free
-        return MemoryStats(allocated=0, reserved=0, active=0, inactive_split=0, requested=0, peak_allocated=0,
-                           peak_reserved=0, alloc_retries=0, ooms=0, capacity=capacity, device_used=used)  # fmt: skip
-    allocated = nested["allocated_bytes"]["all"]
-    reserved = nested["reserved_bytes"]["all"]
+def _stats_of(
+    value: Callable[[str, str], int | None],
+    counts: tuple[int | None, int | None],
+    capacity: int | None,
+    free: int | None,
+) -> MemoryStats:
+    """Return statistics of values by torch's names and kinds, and of the counts of retries and failures."""
     return MemoryStats(
-        allocated=allocated["current"],
-        reserved=reserved["current"],
-        active=nested["active_bytes"]["all"]["current"],
-        inactive_split=nested["inactive_split_bytes"]["all"]["current"],
-        requested=nested["requested_bytes"]["all"]["current"],
-        peak_allocated=allocated["peak"],
-        peak_reserved=reserved["peak"],
-        alloc_retries=nested["num_alloc_retries"],
-        ooms=nested["num_ooms"],
+        allocated=value("allocated_bytes", "current"),
+        reserved=value("reserved_bytes", "current"),
+        active=value("active_bytes", "current"),
+        inactive_split=value("inactive_split_bytes", "current"),
+        requested=value("requested_bytes", "current"),
+        peak_allocated=value("allocated_bytes", "peak"),
+        peak_reserved=value("reserved_bytes", "peak"),
+        alloc_retries=counts[0],
+        ooms=counts[1],
         capacity=capacity,
         device_used=None if capacity is None or free is None else capacity - free,
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lightning_memtools._torch import tree_leaves
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.error_frames import forget_frames, variables_of
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
-from lightning_memtools.memory.leaks.leak_detector import LivingTensor, TensorCensus
+from lightning_memtools.memory.leaks.tensor_census import TensorCensus
 from lightning_memtools.memory.living_objects import instances_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
@@ -142,13 +141,8 @@ def _held_on(
     }
     by_holder: dict[str, int] = {}
     for one in rest[:_MOST_NAMED]:
-        found = storage_of(one.tensor)
-        who = variables.get(found[0], "") if found is not None else ""
-        who = who or _holder_of(one, names, (rest,))
+        holder = None if one.key in variables else find_holder(one.tensors[0], names, ignore=(one.tensors,))
+        nobody = "nobody that Python sees, such as an autograd graph"
+        who = variables.get(one.key) or (nobody if holder is None else holder.path + holder.place)
         by_holder[who] = by_holder.get(who, 0) + one.n_bytes
     return owned.total_bytes, [f"{format_size(n_bytes)} by {who}" for who, n_bytes in by_holder.items()]
-
-
-def _holder_of(one: LivingTensor, names: dict[int, str], ignore: tuple[Any, ...]) -> str:
-    holder = find_holder(one.tensor, names, ignore=(one, *ignore))
-    return "nobody that Python sees, such as an autograd graph" if holder is None else holder.path + holder.place

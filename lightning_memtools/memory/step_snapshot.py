@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools._torch import label_cuda_memory
 from lightning_memtools.memory.history_recording import HistoryRecording, record
-from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in
-from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address, tensors_by_owner
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.owned import CATEGORIES_OF_OWNERS, KnowsItsTensors, cuda_address
+from lightning_memtools.memory.peak_holders import block_owners
 from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.stats import MemoryReader
 
@@ -92,36 +93,12 @@ class StepSnapshot:
 
     def _addresses(self) -> dict[str, dict[int, str]]:
         """Return, for each category, the addresses of the blocks that are owned now, and the names of their tensors."""
-        names: dict[int, str] = {}
-        for name, tensor in self._named():
-            address = self._address(tensor)
-            if address is not None:
-                names.setdefault(address, name)
-        owned = tensors_by_owner(self._model, self._optimizers, self._batch)
-        return {
-            category: {
-                at: names.get(at, "")
-                for tensor in tensors
-                if isinstance(tensor, Tensor) and (at := self._address(tensor)) is not None
-            }
-            for category, tensors in owned.items()
-        }
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
-        for weight in self._model.parameters():
-            yield names[id(weight)], weight
-            yield from named_tensors(weight.grad, f"{names[id(weight)]}.grad")
-        yield from self._model.named_buffers()
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                yield from named_tensors(state, names.get(id(parameter), type(optimizer).__name__))
-        yield from named_tensors(self._batch, "batch")
-
-    def _address(self, tensor: Tensor) -> int | None:
-        if isinstance(self._reader, KnowsItsTensors):
-            return self._reader.address_of(tensor)
-        return cuda_address(tensor)
+        address_of = self._reader.address_of if isinstance(self._reader, KnowsItsTensors) else cuda_address
+        named: dict[str, dict[int, str]] = {category: {} for category in CATEGORIES_OF_OWNERS}
+        owners = block_owners(self._model, self._optimizers, self._batch, address_of=address_of)
+        for address, owner in owners.items():
+            named[owner.category][address] = owner.name
+        return named
 
 
 class ModuleLabels:

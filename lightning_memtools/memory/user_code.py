@@ -6,7 +6,7 @@ import inspect
 import linecache
 import os
 import sysconfig
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -114,21 +114,15 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
         The line, for an installed library with the user's line that called it; None where there is none.
     """
     # traceback.extract_stack would read the source of every frame.
-    frame: Any = inspect.currentframe()
     found: tuple[str, int, str] | None = None
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
+    for file, line, function in _stack():
         if file in stop_at:
             break
         owner = owner_of(file)
         if owner == "user":
-            if found is None:
-                return CodeLine(file, frame.f_lineno, code.co_name)
-            return CodeLine(*found, caller=(file, frame.f_lineno))
+            return CodeLine(file, line, function) if found is None else CodeLine(*found, caller=(file, line))
         if owner == "installed" and found is None:
-            found = file, frame.f_lineno, code.co_name
-        frame = frame.f_back
+            found = file, line, function
     return None if found is None else CodeLine(*found)
 
 
@@ -139,13 +133,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
         frames: The frames of an entry of torch's memory history, innermost first.
         stop_at: The file at whose first frame the search ends.
     """
-    for frame in frames:
-        file = frame["filename"]
-        if file == stop_at or file in _ENGINES:
-            break
-        if owner_of(file) in {"user", "installed"}:
-            return CodeLine(file, frame["line"], frame["name"])
-    return None
+    return _allocating(((frame["filename"], frame["line"], frame["name"]) for frame in frames), stop_at)
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
@@ -155,25 +143,29 @@ def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
         stop_at: The file at whose first frame the search ends.
     """
     # As line_on_stack, without the caller of an installed library, whose search would reach further up each time.
-    frame: Any = inspect.currentframe()
+    return _allocating(_stack(), stop_at)
+
+
+def _stack() -> Iterator[tuple[str, int, str]]:
+    frame = inspect.currentframe()
     while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _allocating(stack: Iterable[tuple[str, int, str]], stop_at: str) -> CodeLine | None:
+    for file, line, function in stack:
         if file == stop_at or file in _ENGINES:
             break
         if owner_of(file) in {"user", "installed"}:
-            return CodeLine(file, frame.f_lineno, code.co_name)
-        frame = frame.f_back
+            return CodeLine(file, line, function)
     return None
 
 
 def calling_package() -> str:
     """Return the package of the innermost line that is neither ours nor torch's; "" for code that is not installed."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for file, _, _ in _stack():
         if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
             parts = Path(file).parts
             return next((parts[parts.index(name) + 1] for name in _INSTALLED if name in parts), "")
-        frame = frame.f_back
     return ""

@@ -69,7 +69,7 @@ def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"
     try:
-        done.allocator.malloc(failed.n_bytes, stream=failed.stream, pool=failed.pool)
+        done.allocator.malloc(failed.n_bytes, stream=failed.stream)
     except SimulatedOutOfMemory as error:
         free = format_size(max(error.free or 0, 0))
         return False, f"only {free} would have been free for the request of {format_size(error.rounded)}"

@@ -27,7 +27,7 @@ from lightning_memtools._torch import (
     storage_id,
     without_torch_dispatch,
 )
-from lightning_memtools.memory.convolution_workspaces import memory_format_of
+from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.known_values import KnownValues
 from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments

@@ -392,12 +392,7 @@ def _cublas_workspace(device: Device) -> int:
     if device != "cuda":
         return virtual.cublas_workspace if virtual is not None and device == "cuda-like" else 0
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    try:
-        return cublas_workspace_bytes(
-            compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-        )
-    except ValueError:  # torch takes its default then
-        return cublas_workspace_bytes(compute_capability=capability)
+    return cublas_workspace_bytes(compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
 def _scalar(value: Any) -> Tensor | None:

@@ -4,10 +4,12 @@ import gc
 import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memtools.memory.peaks import peak_counter
+from lightning_memtools.memory.readers import accelerator_reader
 from tests.memory.scripted import ScriptedDevice
 
 
@@ -96,3 +98,10 @@ def test_three_windows_agree_with_a_full_record_of_events(actions):
     for i in range(3):
         expected = max(seen[i], default=None)
         assert windows[i].allocated == expected
+
+
+@pytest.mark.cuda_memory
+def test_a_device_with_and_without_its_index_has_one_owner_of_its_peaks():
+    index = torch.cuda.current_device()
+    readers = {accelerator_reader(device) for device in (torch.device("cuda"), torch.device("cuda", index))}
+    assert len({peak_counter(reader) for reader in readers}) == 1

@@ -1,46 +1,43 @@
-"""Other processes on a GPU: what the driver's library says, and why it says nothing."""
+"""Other processes on a GPU: those that torch lists, and why there are none. tests/null_cuda runs the real thing."""
 
 from __future__ import annotations
 
 import os
-import sys
-from types import SimpleNamespace
 
 import psutil
 import torch
 
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 
+MIB = 2**20
 
-def through_nvml(monkeypatch, *numbers: int) -> list[GpuProcess] | str:
-    """What is said where the driver lists processes of these numbers."""
-    running = [SimpleNamespace(pid=pid, usedGpuMemory=100 + at) for at, pid in enumerate(numbers)]
-    library = SimpleNamespace(
-        NVMLError=KeyError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda uuid: running if uuid == "GPU-12ab" else [],
-    )
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="12ab"))
-    monkeypatch.setitem(sys.modules, "pynvml", library)
+
+def listed(monkeypatch, *lines: str) -> list[GpuProcess] | str:
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda _: "\n".join(lines))
     return other_gpu_processes(0)
 
 
-def test_nvml_lists_the_others_and_not_this_process(monkeypatch):
+def uses(pid: int, mib: int) -> str:
+    """A line of torch's."""
+    return f"process {pid:>10d} uses {mib:>12.3f} MB GPU memory"
+
+
+def test_the_others_are_listed_and_this_process_is_not(monkeypatch):
     parent = os.getppid()
-    found = through_nvml(monkeypatch, os.getpid(), 2**22 + 1, parent)
-    assert isinstance(found, list)
-    assert [(one.pid, one.used_bytes) for one in found] == [(parent, 102), (2**22 + 1, 101)]
-    assert found[0].name == psutil.Process(parent).name()
-    assert not found[1].name  # it is no process of this machine
-    assert through_nvml(monkeypatch, os.getpid()) == []
+    found = listed(monkeypatch, "GPU:0", uses(os.getpid(), 100), uses(2**22 + 1, 101), uses(parent, 102))
+    assert found == [
+        GpuProcess(parent, psutil.Process(parent).name(), 102 * MIB),
+        GpuProcess(2**22 + 1, "", 101 * MIB),  # it is no process of this machine
+    ]
+    assert listed(monkeypatch, "GPU:0", uses(os.getpid(), 100)) == []
 
 
 def test_in_a_container_this_process_is_not_taken_for_another(monkeypatch):
-    numbers_outside = through_nvml(monkeypatch, 2**22 + 1, 2**22 + 2)
-    for said, listed in ((numbers_outside, "of the 2 that"), (through_nvml(monkeypatch), "lists no process")):
-        assert said.startswith("not known: ")
-        assert listed in said
+    for lines in ([uses(2**22 + 1, 5), uses(2**22 + 2, 5)], ["no processes are running"]):
+        said = listed(monkeypatch, "GPU:0", *lines)
+        assert said.startswith("not known: none of the ")
         assert "container" in said
+
+
+def test_what_torch_says_in_place_of_a_list_is_the_reason(monkeypatch):
+    assert listed(monkeypatch, "pynvml module not found") == "not known: pynvml module not found"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from tests.null_cuda.null_processes import FORKS, null_python
 
 pytestmark = pytest.mark.cuda_memory
@@ -56,6 +57,26 @@ def test_properties_are_those_of_the_gpu_that_was_asked_for():
         print(p.name, p.major, p.minor, p.multi_processor_count, p.total_memory, torch.cuda.device_count(), sep="|")
     """
     assert printed(code, "--gpu", "RTX 4090", "--devices", "3") == "RTX 4090 24GB (dry run)|8|9|128|25377888010|3"
+
+
+@pytest.mark.parametrize(("gpu", "threads"), [("GTX 1080 Ti", 2048), ("T4", 1024), ("RTX 5090", 1536)])
+def test_a_multiprocessor_has_the_threads_of_nvidias_table(gpu, threads):
+    code = "import torch; print(torch.cuda.get_device_properties(0).max_threads_per_multi_processor)"
+    assert printed(code, "--gpu", gpu) == str(threads)
+    assert GpuShape.of(find_gpu(gpu)).threads == threads
+
+
+def test_without_a_capacity_twenty_expandable_ranges_have_addresses_of_the_device(forks):
+    code = """
+        import torch
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        kept = []
+        for _ in range(20):  # one range of 1.1 TiB for each
+            with torch.cuda.stream(torch.cuda.Stream()):
+                kept.append(torch.zeros(3 * 2**20, device="cuda"))
+        print(sum(one.sum().item() for one in kept))
+    """
+    assert forks(code) == "0.0"
 
 
 def test_running_out_of_memory_is_pytorchs_own_error_after_its_own_retry():
@@ -145,6 +166,19 @@ def test_nvml_answers_for_the_pretended_gpu():
         print(pynvml.nvmlDeviceGetName(handle), info.total, info.used // 2**20)
     """
     assert printed(code, "--gpu", "RTX 3060") == "RTX 3060 12GB (dry run)|12622168064|100".replace("|", " ")
+
+
+def test_each_device_has_a_uuid_of_its_own():
+    pytest.importorskip("pynvml")
+    code = """
+        import pynvml, torch
+        pynvml.nvmlInit()
+        for index in range(3):
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            print(pynvml.nvmlDeviceGetIndex(handle), pynvml.nvmlDeviceGetUUID(handle) == uuid)
+    """
+    assert printed(code, "--devices", "3") == "0 True\n1 True\n2 True"
 
 
 def test_nvml_lists_this_process_and_no_other(forks):

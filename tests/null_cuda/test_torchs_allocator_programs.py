@@ -26,38 +26,33 @@ MIB = 2**20
 CAPACITY = 256 * MIB
 
 ON_CUDA = """
-import json, sys
-from contextlib import nullcontext
+import json
 import torch
 
 settings, steps = json.loads('''{}''')
 if settings:
     torch.cuda.memory._set_allocator_settings(settings)
-held, pools, seen = {{}}, {{}}, []
+held, seen = {{}}, []
+streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
 
 
-def request(n_bytes, pool):
-    with torch.cuda.use_mem_pool(pools[pool]) if pool else nullcontext():
+def request(n_bytes, stream):
+    with torch.cuda.stream(streams[stream]):
         return torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
 
 
 for action, *arguments in steps:
     failed = False
     if action == "request":
-        name, n_bytes, pool = arguments
+        name, n_bytes, stream = arguments
         try:
-            held[name] = request(n_bytes, pool)
+            held[name] = request(n_bytes, stream)
         except torch.OutOfMemoryError:
             failed = True
     elif action == "free":
         held.pop(arguments[0], None)
     elif action == "fraction":
         torch.cuda.set_per_process_memory_fraction(arguments[0])
-    elif action == "pool":
-        number, no_split, use_on_oom = arguments
-        pools[number] = torch.cuda.MemPool(no_split=no_split, use_on_oom=use_on_oom)
-    elif action == "drop":
-        del pools[arguments[0]]
     elif action == "reset":
         torch.cuda.reset_peak_memory_stats()
     elif action == "empty":
@@ -71,12 +66,12 @@ print(json.dumps(seen))
 """
 
 
-def allocate(name: str, n_bytes: int, pool: int = 0) -> tuple[Any, ...]:
-    return "request", name, n_bytes, pool
+def allocate(name: str, n_bytes: int, stream: int = 0) -> tuple[Any, ...]:
+    return "request", name, n_bytes, stream
 
 
-def fail(n_bytes: int, pool: int = 0) -> tuple[Any, ...]:
-    return "request", "fails", n_bytes, pool
+def fail(n_bytes: int) -> tuple[Any, ...]:
+    return "request", "fails", n_bytes, 0
 
 
 def free(*names: str) -> list[tuple[Any, ...]]:
@@ -93,9 +88,9 @@ class Program:
 
 
 def random_steps(seed: int) -> list[tuple[Any, ...]]:
-    """200 requests and frees of all sizes, in three pools, of which one never splits."""
+    """200 requests and frees of all sizes, on three streams."""
     draw = random.Random(seed)  # noqa: S311, nothing secret
-    steps: list[tuple[Any, ...]] = [("pool", 1, False, False), ("pool", 2, True, False)]
+    steps: list[tuple[Any, ...]] = []
     live: dict[str, int] = {}
     for number in range(200):
         n_bytes = draw.choice([draw.randint(1, 4096), draw.randint(1, 2 * MIB), draw.randint(MIB, 30 * MIB)])
@@ -148,30 +143,12 @@ PROGRAMS = {
         [*THREE, fail(40 * MIB), *free("a", "b", "c"), allocate("d", 120 * MIB)],
         settings="expandable_segments:True,max_split_size_mb:40", fraction=124 / 256,
     ),
-    "test_garbage_collect_expandable, segments": Program(
-        [allocate("a", 40 * MIB), allocate("b", 40 * MIB), *free("a", "b"), allocate("c", 80 * MIB)],
-        settings="garbage_collection_threshold:0.5", fraction=100 / 256,
-    ),
-    "test_garbage_collect_expandable, expandable": Program(
-        [allocate("a", 40 * MIB), allocate("b", 40 * MIB), *free("a", "b"), allocate("c", 80 * MIB)],
-        settings="expandable_segments:True,garbage_collection_threshold:0.5", fraction=100 / 256,
-    ),
     "test_memory_snapshot": Program(
         [allocate("x", 311 * 411 * 4), allocate("y", 2 * MIB), *free("x"), allocate("z", 100), *free("y"), ("empty",)]
     ),
-    "test_mempool_no_split": Program(
-        [("pool", 1, False, False), ("pool", 2, True, False), allocate("a", 4 * MIB, 1), allocate("b", 4 * MIB, 2),
-         allocate("c", 4 * MIB, 1), allocate("d", 4 * MIB, 2), *free("b", "c"), allocate("e", 2 * MIB, 2),
-         allocate("f", 1000, 2), allocate("g", 1000, 2)]
-    ),
-    "test_deleted_mempool_not_used_on_oom": Program(
-        [("pool", 1, False, True), allocate("a", 40 * MIB, 1), *free("a"), ("drop", 1), ("pool", 2, False, True),
-         allocate("b", 40 * MIB, 2), *free("b"), allocate("c", 20 * MIB), allocate("d", 20 * MIB)],
-        fraction=84 / 256,
-    ),
-    "test_mempool_expandable": Program(
-        [("pool", 1, False, False), allocate("a", 40 * MIB, 1), allocate("b", 12 * MIB, 1), *free("a"),
-         allocate("c", 5 * MIB, 1), allocate("d", 5 * MIB)],
+    "test_mempool_expandable, on another stream": Program(
+        [allocate("a", 40 * MIB, 1), allocate("b", 12 * MIB, 1), *free("a"), allocate("c", 5 * MIB, 1),
+         allocate("d", 5 * MIB)],
         settings="expandable_segments:True",
     ),
 }  # fmt: skip
@@ -183,8 +160,6 @@ FUZZED = [
     "max_split_size_mb:24,max_non_split_rounding_mb:40",
     "expandable_segments:True,max_split_size_mb:32",
     "roundup_power2_divisions:[1:2,2:4,4:8,>:1]",
-    "garbage_collection_threshold:0.5",
-    "expandable_segments:True,garbage_collection_threshold:0.6",
     "large_segment_size_mb:30",
 ]
 PROGRAMS |= {
@@ -224,13 +199,9 @@ def simulated(program: Program) -> Iterator[tuple[dict[str, int], list[list[list
         settings = f"{settings},per_process_memory_fraction:{program.fraction!r}".removeprefix(",")
     allocator, held = CachingAllocator(AllocatorConfig.parse(settings), capacity=CAPACITY), dict[str, Block]()
     actions: dict[str, Callable[..., object]] = {
-        "request": lambda name, n_bytes, pool: held.update({name: allocator.malloc(n_bytes, pool=pool)}),
-        "free": lambda name: allocator.free(held.pop(name, allocator.zero_block)),
+        "request": lambda name, n_bytes, stream: held.update({name: allocator.malloc(n_bytes, stream=stream)}),
+        "free": lambda name: allocator.free(held.pop(name)) if name in held else None,
         "fraction": lambda _share: None,  # it is one of the settings
-        "pool": lambda number, no_split, use_on_oom: allocator.set_pool_options(
-            number, no_split=no_split, use_on_oom=use_on_oom
-        ),
-        "drop": allocator.delete_pool,
         "reset": allocator.reset_peaks,
         "empty": allocator.empty_cache,
     }

@@ -6,10 +6,9 @@ from lightning_memtools.memory.allocator.allocation_trace import AllocationTrace
 from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.blocks import Block, Segment
 from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator, copy_of
-from lightning_memtools.memory.allocator.cublas import CublasWorkspaces, cublas_workspace_bytes
+from lightning_memtools.memory.allocator.cublas import cublas_workspace_bytes
 from lightning_memtools.memory.allocator.memory_snapshot import (
     AllocatorHistory,
-    save_snapshot,
     take_snapshot,
     write_snapshot,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "AllocatorHistory",
     "Block",
     "CachingAllocator",
-    "CublasWorkspaces",
     "ReplayedTrace",
     "Segment",
     "SimulatedOutOfMemory",
@@ -30,7 +28,6 @@ __all__ = [
     "cublas_workspace_bytes",
     "replay",
     "replay_on",
-    "save_snapshot",
     "take_snapshot",
     "write_snapshot",
 ]

@@ -16,8 +16,7 @@ from lightning_memtools.memory.allocator.tally import Tally
 
 FREE = 0  # cached: in its set of free blocks. The only state that is false, which the hot paths test for
 ALLOCATED = 1
-WAITING = 2  # freed, but another stream may still be using it
-UNMAPPED = 3  # a range of an expandable segment with no memory behind it
+UNMAPPED = 2  # a range of an expandable segment with no memory behind it
 
 # A free block is found by size and, among equals, by the age of its segment and then its address (in torch since
 # pull request 183591; before, by address alone). Simulated segments get rising addresses that are not reused, so here
@@ -42,13 +41,10 @@ class Block:
         segment: The segment it is part of.
         prev: The block before it in the segment.
         next: The block after it in the segment.
-        stream_uses: The other streams it was used on while allocated, or that it waits for.
-        age_base: The number of lookups in the pool when it was freed (kept only for garbage collection).
     """
 
     __slots__ = (
         "address",
-        "age_base",
         "free_blocks",
         "id",
         "label",
@@ -58,7 +54,6 @@ class Block:
         "segment",
         "size",
         "state",
-        "stream_uses",
     )
 
     def __init__(self, address: int, size: int, free_blocks: FreeBlocks, segment: Segment) -> None:
@@ -72,18 +67,11 @@ class Block:
         self.requested = 0
         self.id = 0
         self.label: str | None = None
-        self.stream_uses: set[int] | None = None
-        self.age_base = 0
 
     @property
     def allocated(self) -> bool:
         """True while the block is in use."""
         return self.state == ALLOCATED
-
-    @property
-    def stream(self) -> int:
-        """The stream it was allocated for."""
-        return self.free_blocks.stream
 
     @property
     def is_split(self) -> bool:
@@ -114,7 +102,7 @@ class Block:
             beyond.prev = self
 
     def __repr__(self) -> str:
-        state = ("free", "allocated", "waiting for another stream", "unmapped")[self.state]
+        state = ("free", "allocated", "unmapped")[self.state]
         return f"Block(address={self.address:#x}, size={self.size}, requested={self.requested}, {state})"
 
 
@@ -145,33 +133,24 @@ class Segment:
             yield block
             block = block.next
 
-    @property
-    def mapped(self) -> int:
-        """The device memory behind it, in bytes."""
-        return sum(block.size for block in self.blocks() if block.state != UNMAPPED)
-
 
 class FreeBlocks:
-    """The free blocks of one stream in one pool, small or large, in the order of the best-fit search.
+    """The free blocks of one stream, small or large, in the order of the best-fit search.
 
     Attributes:
         stream: The stream whose requests it serves.
-        pool: The private pool's number; 0 is the default pool.
         is_small: Whether it serves requests of at most 1 MiB.
-        splits: Whether blocks are cut to the size of a request.
         tally: Counts the memory of the small, or the large, pools.
         keys: One integer per free block, sorted: see `ADDRESS_BITS`.
         blocks: The free blocks, each at its key's index.
         unmapped: Ranges of expandable segments without memory behind them, by address.
     """
 
-    __slots__ = ("blocks", "is_small", "keys", "pool", "splits", "stream", "tally", "unmapped")
+    __slots__ = ("blocks", "is_small", "keys", "stream", "tally", "unmapped")
 
-    def __init__(self, *, stream: int, pool: int, is_small: bool, tally: Tally) -> None:
+    def __init__(self, *, stream: int, is_small: bool, tally: Tally) -> None:
         self.stream = stream
-        self.pool = pool
         self.is_small = is_small
-        self.splits = True
         self.tally = tally
         self.keys: list[int] = []
         self.blocks: list[Block] = []
@@ -191,65 +170,40 @@ class FreeBlocks:
         del self.keys[index]
         del self.blocks[index]
 
-    def first_of_at_least(self, size: int) -> int:
-        """Return the index of the smallest block that holds ``size`` bytes, the oldest among equals."""
-        return bisect_left(self.keys, size << ADDRESS_BITS)
-
 
 class BlockCache:
-    """All free blocks, by stream and pool.
+    """All free blocks, by stream.
 
     Attributes:
         small: Counts over all small pools.
         large: Counts over all large pools.
         whole: Counts over all pools.
-        lookups: The number of searches for a large block of the default pool; kept for garbage collection only.
-        max_split: Blocks of at least this size are not split.
-        unsplit_pools: The private pools whose blocks are never split.
     """
 
-    __slots__ = (
-        "_ages",
-        "_expandable",
-        "_plain",
-        "_pools",
-        "_rounding",
-        "large",
-        "lookups",
-        "max_split",
-        "small",
-        "unsplit_pools",
-        "whole",
-    )
+    __slots__ = ("_expandable", "_max_split", "_plain", "_pools", "_rounding", "large", "small", "whole")
 
-    def __init__(self, config: AllocatorConfig, whole: Tally, *, ages: bool) -> None:
+    def __init__(self, config: AllocatorConfig, whole: Tally) -> None:
         self.small = Tally()
         self.large = Tally()
         self.whole = whole
-        self.lookups = 0
-        self.max_split = _NO_LIMIT if config.max_split_size is None else config.max_split_size
-        self.unsplit_pools: set[int] = set()
+        self._max_split = _NO_LIMIT if config.max_split_size is None else config.max_split_size
         self._rounding = config.max_non_split_rounding or config.large_segment_size
         self._expandable = config.expandable_segments
-        self._ages = ages
-        self._pools: dict[tuple[int, int, bool], FreeBlocks] = {}
+        self._pools: dict[tuple[int, bool], FreeBlocks] = {}
         # With the default settings the smallest block that is large enough is always taken.
-        self._plain = not (ages or config.expandable_segments or config.max_split_size is not None)
+        self._plain = not config.expandable_segments and config.max_split_size is None
 
-    def pool(self, stream: int, pool: int, *, is_small: bool) -> FreeBlocks:
-        """Return the free blocks that serve a stream's requests from a pool."""
-        key = (stream, pool, is_small)
-        free_blocks = self._pools.get(key)
+    def pool(self, stream: int, *, is_small: bool) -> FreeBlocks:
+        """Return the free blocks that serve a stream's small, or large, requests."""
+        free_blocks = self._pools.get((stream, is_small))
         if free_blocks is None:
             tally = self.small if is_small else self.large
-            free_blocks = FreeBlocks(stream=stream, pool=pool, is_small=is_small, tally=tally)
-            free_blocks.splits = pool not in self.unsplit_pools
-            self._pools[key] = free_blocks
+            free_blocks = self._pools[stream, is_small] = FreeBlocks(stream=stream, is_small=is_small, tally=tally)
         return free_blocks
 
     def pools(self) -> list[FreeBlocks]:
-        """Return all pools, in the order in which `empty_cache` visits those of one kind: by stream."""
-        return [self._pools[key] for key in sorted(self._pools)]
+        """Return all pools in the order in which `empty_cache` visits them: the large ones first, then by stream."""
+        return [self._pools[key] for key in sorted(self._pools, key=lambda key: (key[1], key[0]))]
 
     def take(self, free_blocks: FreeBlocks, size: int) -> Block | None:
         """Remove and return the free block that fits ``size`` bytes best; None when there is none."""
@@ -267,11 +221,9 @@ class BlockCache:
         free_blocks = block.free_blocks
         rest = block.size - size
         was_split = block.prev is not None or block.next is not None
-        is_worth = free_blocks.is_small or self._expandable or (rest > SMALL_LIMIT and size < self.max_split)
-        if rest and is_worth and free_blocks.splits:
-            remaining = block.cut(size)
-            remaining.age_base = self.lookups
-            free_blocks.add(remaining)
+        is_worth = free_blocks.is_small or self._expandable or (rest > SMALL_LIMIT and size < self._max_split)
+        if rest and is_worth:
+            free_blocks.add(block.cut(size))
             if was_split:
                 self._count_split(free_blocks.tally, 0, -size)
             else:
@@ -297,7 +249,6 @@ class BlockCache:
             split_blocks -= 1
             split -= after.size
             block.absorb(after)
-        block.age_base = self.lookups
         free_blocks.add(block)
         if block.prev is not None or block.next is not None:
             split_blocks += 1
@@ -306,8 +257,6 @@ class BlockCache:
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
         """Return the index of the block to take under settings that refine the search; past the end for none."""
-        if self._ages and free_blocks.pool == 0 and not free_blocks.is_small:
-            self.lookups += 1
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:
@@ -317,9 +266,9 @@ class BlockCache:
             while index + 1 < none and _size_to_grow_to(blocks[index + 1]) < _size_to_grow_to(blocks[index]):
                 index += 1
         found = blocks[index].size
-        if size < self.max_split <= found:
+        if size < self._max_split <= found:
             return none
-        if size >= self.max_split and found >= size + self._rounding:
+        if size >= self._max_split and found >= size + self._rounding:
             return none
         return index
 

@@ -1,9 +1,7 @@
 """Memory snapshots: written as torch.cuda.memory._snapshot() writes them, and read back into a trace for replay.
 
-https://pytorch.org/memory_viz and torch's own tools read what is written; what is read may be torch's own.
-
-The keys and values are those that torch/csrc/cuda/memory_snapshot.cpp writes. Its blocks that wait for another stream
-are "active_pending_free", as the viewer expects, although the docstring of ``_snapshot`` names another state.
+https://pytorch.org/memory_viz and torch's own tools read what is written; what is read may be torch's own. The keys and
+values are those that torch/csrc/cuda/memory_snapshot.cpp writes.
 """
 
 from __future__ import annotations
@@ -12,19 +10,20 @@ import os
 import pickle
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lightning_memtools.memory.allocator.allocation_trace import AllocationTrace, TraceEventKind
 from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
-from lightning_memtools.memory.allocator.blocks import ALLOCATED, FREE, UNMAPPED, WAITING, Block, FreeBlocks, Segment
+from lightning_memtools.memory.allocator.blocks import UNMAPPED, Block, FreeBlocks, Segment
 from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator
 from lightning_memtools.memory.allocator.trace_replay import replay
 from lightning_memtools.tensorboard_plugin.snapshot_file import live_at_start
 
-_STATES = {ALLOCATED: "active_allocated", WAITING: "active_pending_free", FREE: "inactive"}
 _FRAME = re.compile(r"(?P<filename>.+):(?P<line>\d+):(?P<name>.*)")
 # torch writes the largest size_t for no limit, which is read as a signed number.
 _NO_MAX_SPLIT = -1
@@ -45,15 +44,12 @@ class AllocatorHistory:
 
     def __init__(self, max_entries: int | None = None) -> None:
         self.count = 0
-        self._entries: deque[tuple[str, int, int, int, int, str | None]] = deque(maxlen=max_entries)
+        self._entries: deque[tuple[str, int, int, int, str | None]] = deque(maxlen=max_entries)
 
     def __call__(self, action: str, address: int, size: int, free_blocks: FreeBlocks, label: str | None) -> None:
         """Keep an action."""
         self.count += 1
-        self._entries.append((action, address, size, free_blocks.stream, free_blocks.pool, label))
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self._entries.append((action, address, size, free_blocks.stream, label))
 
     def described(self, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
         """Return the actions as torch's snapshots describe them."""
@@ -64,13 +60,13 @@ class AllocatorHistory:
                 "device_free" if action == "oom" else "addr": address,
                 "size": size,
                 "stream": stream,
-                "pool_id": (0, pool),
+                "pool_id": (0, 0),
                 "time_us": first + at,
                 "compile_context": "N/A",
                 "user_metadata": "",
                 "frames": frames(label),
             }
-            for at, (action, address, size, stream, pool, label) in enumerate(self._entries)
+            for at, (action, address, size, stream, label) in enumerate(self._entries)
         ]
 
 
@@ -84,38 +80,39 @@ def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None 
         A dictionary with "segments", "device_traces" (of one device, 0), "allocator_settings" and
         "external_annotations".
     """
-    frames = _Frames()
+    if history is None:
+        history = AllocatorHistory()
+        if allocator.trace is not None:
+            replay(allocator.trace, observer=history)
+    # A history repeats few labels very often.
+    frames: Callable[[str | None], list[Any]] = cache(_frames)
+    config = allocator.config
     return {
-        "segments": _segments(allocator, frames),
-        "device_traces": [_device_trace(allocator, history, frames)],
-        "allocator_settings": _settings(allocator.config),
+        # An expandable segment is shown as the stretches that have memory behind them.
+        "segments": [
+            _segment(segment, list(stretch), frames)
+            for segment in allocator.segments()
+            for is_mapped, stretch in groupby(segment.blocks(), lambda block: block.state != UNMAPPED)
+            if is_mapped
+        ],
+        "device_traces": [history.described(frames)],
+        "allocator_settings": {
+            "PYTORCH_CUDA_ALLOC_CONF": config.to_string(),
+            "max_split_size": _NO_MAX_SPLIT if config.max_split_size is None else config.max_split_size,
+            "expandable_segments": config.expandable_segments,
+        },
         "external_annotations": [],
     }
 
 
-def save_snapshot(allocator: CachingAllocator, path: str | Path) -> None:
-    """Write `take_snapshot` to a file that can be dropped on https://pytorch.org/memory_viz."""
-    write_snapshot(take_snapshot(allocator), path)
-
-
 def write_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
-    """Write a snapshot, simulated or torch's own, to a file that the viewer reads."""
+    """Write a snapshot, simulated or torch's own, to a file that can be dropped on https://pytorch.org/memory_viz."""
     with Path(path).open("wb") as file:
         pickle.dump(snapshot, file, protocol=_PICKLE_PROTOCOL)
 
 
-class _Frames:
-    """Turns labels into frames, each label once: a history repeats few labels very often."""
-
-    def __init__(self) -> None:
-        self._of_label: dict[str, list[dict[str, str | int]]] = {}
-
-    def __call__(self, label: str | None) -> list[dict[str, str | int]]:
-        if label is None:
-            return []
-        if label not in self._of_label:
-            self._of_label[label] = [_frame(line) for line in label.splitlines()]
-        return self._of_label[label]
+def _frames(label: str | None) -> list[dict[str, str | int]]:
+    return [_frame(line) for line in (label or "").splitlines()]
 
 
 def _frame(line: str) -> dict[str, str | int]:
@@ -125,78 +122,31 @@ def _frame(line: str) -> dict[str, str | int]:
     return {"filename": match["filename"], "line": int(match["line"]), "name": match["name"]}
 
 
-def _segments(allocator: CachingAllocator, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
-    described = []
-    for segment in allocator.segments():
-        # An expandable segment is shown as the stretches that have memory behind them.
-        stretch: list[Block] = []
-        for block in segment.blocks():
-            if block.state != UNMAPPED:
-                stretch.append(block)
-            elif stretch:
-                described.append(_segment(segment, stretch, frames))
-                stretch = []
-        if stretch:
-            described.append(_segment(segment, stretch, frames))
-    return described
-
-
 def _segment(segment: Segment, blocks: list[Block], frames: Callable[[str | None], list[Any]]) -> dict[str, Any]:
-    free_blocks = segment.free_blocks
-    active = [block for block in blocks if block.state in {ALLOCATED, WAITING}]
+    active = [block for block in blocks if block.allocated]
+    allocated = sum(block.size for block in active)
     return {
         "device": 0,
         "address": blocks[0].address,
         "total_size": sum(block.size for block in blocks),
-        "allocated_size": sum(block.size for block in blocks if block.state == ALLOCATED),
-        "active_size": sum(block.size for block in active),
+        "allocated_size": allocated,
+        "active_size": allocated,
         "requested_size": sum(block.requested for block in active),
-        "stream": free_blocks.stream,
-        "segment_type": "small" if free_blocks.is_small else "large",
-        "segment_pool_id": (0, free_blocks.pool),
+        "stream": segment.free_blocks.stream,
+        "segment_type": "small" if segment.free_blocks.is_small else "large",
+        "segment_pool_id": (0, 0),
         "is_expandable": segment.page_size is not None,
         "frames": [],
         "blocks": [
             {
                 "address": block.address,
                 "size": block.size,
-                "requested_size": block.requested if block.state in {ALLOCATED, WAITING} else 0,
-                "state": _STATES[block.state],
-                "frames": frames(block.label) if block.state in {ALLOCATED, WAITING} else [],
+                "requested_size": block.requested if block.allocated else 0,
+                "state": "active_allocated" if block.allocated else "inactive",
+                "frames": frames(block.label) if block.allocated else [],
             }
             for block in blocks
         ],
-    }
-
-
-def _device_trace(
-    allocator: CachingAllocator, history: AllocatorHistory | None, frames: Callable[[str | None], list[Any]]
-) -> list[dict[str, Any]]:
-    if history is not None:
-        return history.described(frames)
-    return [] if allocator.trace is None else _history(allocator.trace, frames)
-
-
-def _history(trace: AllocationTrace, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
-    history = AllocatorHistory()
-    replay(trace, observer=history)
-    return history.described(frames)
-
-
-def _settings(config: AllocatorConfig) -> dict[str, Any]:
-    return {
-        "PYTORCH_CUDA_ALLOC_CONF": config.to_string(),
-        "max_split_size": _NO_MAX_SPLIT if config.max_split_size is None else config.max_split_size,
-        "garbage_collection_threshold": config.garbage_collection_threshold,
-        "expandable_segments": config.expandable_segments,
-        "pinned_num_register_threads": 1,
-        "release_lock_on_cudamalloc": False,
-        "pinned_use_cuda_host_register": False,
-        "graph_capture_record_stream_reuse": False,
-        "roundup_power2_divisions": {
-            str(2**interval): divisions
-            for interval, divisions in enumerate(config.roundup_power2_divisions or (0,) * 16)
-        },
     }
 
 
@@ -221,15 +171,13 @@ class FailedRequest:
         trace: The requests of the program until then. Blocks that are older than the history come first, by address:
             their position among blocks that were freed is not known.
         n_bytes: The requested size, as the allocator rounds it.
-        stream: The stream of the request.
-        pool: The pool of the request, by its number in the trace.
+        stream: The stream of the request, by its number in the trace.
         is_complete: Whether the history goes back to an empty device.
     """
 
     trace: AllocationTrace
     n_bytes: int
     stream: int
-    pool: int
     is_complete: bool
 
 
@@ -243,8 +191,6 @@ def failed_request(
 ) -> FailedRequest | None:
     """Return the last out-of-memory error of a snapshot's history; None where the history holds none.
 
-    Streams are not simulated: a block is free as soon as its streams have finished with it.
-
     Args:
         snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.
         config: The allocator's settings.
@@ -252,18 +198,16 @@ def failed_request(
         used_by_others: The bytes of it that others than the allocator held.
         device: The device's index.
     """
-    entries: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device]
+    entries = snapshot["device_traces"][device]
     last = max((at for at, entry in enumerate(entries) if entry["action"] == "oom"), default=None)
     if last is None:
         return None
-    writer = _started_writer(
-        snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device
-    )
+    writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     is_complete = not len(writer.trace)
     for entry in entries[:last]:
         writer.add(entry)
     failed = entries[last]
-    return FailedRequest(writer.trace, failed["size"], failed["stream"], writer.pool_of(failed), is_complete)
+    return FailedRequest(writer.trace, failed["size"], writer.stream_of(failed), is_complete)
 
 
 def trace_until(
@@ -279,24 +223,12 @@ def trace_until(
 
     The other arguments are those of `failed_request`.
     """
-    writer = _started_writer(
-        snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device
-    )
+    writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:
         if entry["time_us"] >= until and entry["action"] not in _RELEASES:
             break
         writer.add(entry)
     return writer.trace
-
-
-def _started_writer(snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> _Writer:
-    """Return the writer of a trace that starts with the blocks in use when the history begins."""
-    writer = _Writer(trace)
-    live = live_at_start(snapshot, snapshot["device_traces"][device], device)
-    for address in sorted(live):
-        block = live[address]
-        writer.malloc(address, block.n_bytes, block.stream, block.pool)
-    return writer
 
 
 def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
@@ -305,15 +237,22 @@ def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
     return entries[0]["time_us"] if entries else None
 
 
-class _Writer:
-    """Writes the trace of blocks that are identified by their addresses."""
+class _TraceWriter:
+    """Writes the trace of blocks that are identified by their addresses, first of those older than the history.
 
-    def __init__(self, trace: AllocationTrace) -> None:
+    A block is free as soon as its streams have finished with it. A private pool counts as a stream of its own: blocks
+    of either serve no other's requests.
+    """
+
+    def __init__(self, snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> None:
         self.trace = trace
         self._number_at: dict[int, int] = {}
         self._n_allocations = 0
-        self._pools: dict[Any, int] = {(0, 0): 0}
+        self._streams: dict[Any, int] = {(0, (0, 0)): 0}
         self._released = False
+        live = live_at_start(snapshot, snapshot["device_traces"][device], device)
+        for address, block in sorted(live.items()):
+            self._malloc(address, block.n_bytes, self._stream(block.stream, block.pool))
 
     def add(self, entry: Mapping[str, Any]) -> None:
         action = entry["action"]
@@ -325,23 +264,19 @@ class _Writer:
             return
         self._released = False
         if action == "alloc":
-            self.malloc(entry["addr"], entry["size"], entry["stream"], entry.get("pool_id"))
-        elif action == "free_completed":
-            number = self._number_at.pop(entry["addr"], None)
-            if number is not None:
-                self.trace.add_free(number)
+            self._malloc(entry["addr"], entry["size"], self.stream_of(entry))
+        elif action == "free_completed" and entry["addr"] in self._number_at:
+            self.trace.add(TraceEventKind.FREE, self._number_at.pop(entry["addr"]))
         elif action == "oom":
-            self.trace.add_failed_malloc(entry["size"], entry["stream"], self.pool_of(entry), None)
+            self.trace.add_failed_malloc(entry["size"], self.stream_of(entry), None)
 
-    def malloc(self, address: int, n_bytes: int, stream: int, pool_id: Any) -> None:
+    def stream_of(self, entry: Mapping[str, Any]) -> int:
+        return self._stream(entry["stream"], entry.get("pool_id"))
+
+    def _stream(self, stream: int, pool_id: Any) -> int:
+        return self._streams.setdefault((stream, tuple(pool_id or (0, 0))), len(self._streams))
+
+    def _malloc(self, address: int, n_bytes: int, stream: int) -> None:
         self._n_allocations += 1
         self._number_at[address] = self._n_allocations
-        self.trace.add_malloc(n_bytes, stream, self._pool(pool_id), None)
-
-    def pool_of(self, entry: Mapping[str, Any]) -> int:
-        return self._pool(entry.get("pool_id"))
-
-    def _pool(self, pool_id: Any) -> int:
-        if pool_id is None:
-            return 0
-        return self._pools.setdefault(tuple(pool_id), len(self._pools))
+        self.trace.add_malloc(n_bytes, stream, None)

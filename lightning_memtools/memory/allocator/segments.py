@@ -1,20 +1,20 @@
 """The segments that the allocator holds of the simulated device: how they are allocated, extended and released.
 
-An expandable segment is one range of addresses per stream and pool, with memory mapped behind it page by page. Where
-its rules stand in c10/cuda/CUDACachingAllocator.cpp: find_expandable_block, try_allocate_expandable_block, map_block,
-unmap_block and release_expandable_segment.
+An expandable segment is one range of addresses per stream, small or large, with memory mapped behind it page by page.
+Where its rules stand in c10/cuda/CUDACachingAllocator.cpp: find_expandable_block, try_allocate_expandable_block,
+map_block, unmap_block and release_expandable_segment.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.block_rounding import SEGMENT_STEP, SMALL_SEGMENT, round_up
-from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED, Block, FreeBlocks, Segment
-from lightning_memtools.memory.allocator.tally import Count, Tally
+from lightning_memtools.memory.allocator.blocks import ADDRESS_BITS, FREE, UNMAPPED, Block, FreeBlocks, Segment
+from lightning_memtools.memory.allocator.tally import Tally
 from lightning_memtools.memory.sizes import GIB
 
 # The first simulated address: not zero, which a reader could take for a null pointer.
@@ -38,7 +38,6 @@ class DeviceSegments:
         whole: Counts over all pools.
         device_allocs: The number of successful requests to the device.
         device_frees: The number of times that memory was released.
-        oversize: The number of segments of at least ``max_split_size``.
         observer: Called for every segment that is reserved or released, and for every page that is mapped or unmapped.
     """
 
@@ -57,13 +56,10 @@ class DeviceSegments:
         self.segments: dict[int, Segment] = {}
         self.device_allocs = 0
         self.device_frees = 0
-        self.oversize = Count()
         self.observer = observer
         fraction = config.per_process_memory_fraction
         self.allowed = None if capacity is None or fraction >= 1 else int(fraction * capacity)
-        self._max_split = config.max_split_size
         self._next_address = _FIRST_ADDRESS
-        self._spare_ranges: dict[int, int] = {}
 
     @property
     def device_free(self) -> int | None:
@@ -84,61 +80,33 @@ class DeviceSegments:
         """Reserve a segment (cudaMalloc), and return the block that covers it; None when the device has too little."""
         if not self.device_has(size):
             return None
-        segment = Segment(self._new_addresses(size), size, free_blocks)
-        self.segments[segment.address] = segment
-        if self._max_split is not None and size >= self._max_split:
-            self.oversize.add()
-        self.count_taken("segment_alloc", segment.address, size, free_blocks)
+        segment = self.new_segment(free_blocks, size)
+        self.count("segment_alloc", segment.address, size, free_blocks)
         return segment.first
 
     def give_back_segment(self, block: Block) -> None:
         """Release the segment of a free block that covers it (cudaFree)."""
         block.free_blocks.remove(block)
         del self.segments[block.segment.address]
-        if self._max_split is not None and block.size >= self._max_split:
-            self.oversize.remove()
-        self.count_given_back("segment_free", block.address, block.size, block.free_blocks)
+        self.count("segment_free", block.address, block.size, block.free_blocks)
 
-    def take_range(self, free_blocks: FreeBlocks, size: int, page_size: int) -> Segment:
-        """Create an expandable segment: a range of addresses with no memory behind it yet."""
-        spares = [address for address, spare_size in self._spare_ranges.items() if spare_size == size]
-        address = min(spares, default=None)
-        if address is None:
-            address = self._new_addresses(size)
-        else:
-            del self._spare_ranges[address]
-        segment = Segment(address, size, free_blocks, page_size)
+    def count(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
+        """Count memory that was reserved or released, and call the observer."""
+        segments = 1 if action in {"segment_alloc", "segment_free"} else 0
+        is_taken = action in {"segment_alloc", "segment_map"}
+        self.device_allocs += is_taken
+        self.device_frees += not is_taken
+        for held in (free_blocks.tally, self.whole):
+            (held.add_reserved if is_taken else held.remove_reserved)(segments, size)
+        if self.observer is not None:
+            self.observer(action, address, size, free_blocks, None)
+
+    def new_segment(self, free_blocks: FreeBlocks, size: int, page_size: int | None = None) -> Segment:
+        """Return a segment at new addresses; for an expandable one there is no memory behind it yet."""
+        segment = Segment(self._next_address, size, free_blocks, page_size)
+        self._next_address += round_up(size, SEGMENT_STEP)
         self.segments[segment.address] = segment
         return segment
-
-    def give_up_range(self, segment: Segment) -> None:
-        """Delete an expandable segment that has no memory behind it any more."""
-        del self.segments[segment.address]
-        # Ranges are as large as the device: a long run could use up the addresses if they were not reused.
-        self._spare_ranges[segment.address] = segment.size
-
-    def count_taken(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
-        """Count memory that was reserved, and call the observer."""
-        segments = 1 if action == "segment_alloc" else 0
-        self.device_allocs += 1
-        for held in (free_blocks.tally, self.whole):
-            held.add_reserved(segments, size)
-        if self.observer is not None:
-            self.observer(action, address, size, free_blocks, None)
-
-    def count_given_back(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
-        """Count memory that was released, and call the observer."""
-        segments = 1 if action == "segment_free" else 0
-        self.device_frees += 1
-        for held in (free_blocks.tally, self.whole):
-            held.remove_reserved(segments, size)
-        if self.observer is not None:
-            self.observer(action, address, size, free_blocks, None)
-
-    def _new_addresses(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += round_up(size, SEGMENT_STEP)
-        return address
 
 
 # --- expandable segments
@@ -185,7 +153,7 @@ def map_pages(reserve: DeviceSegments, block: Block, size: int) -> Block | None:
     free_blocks.unmapped.remove(block)
     if size < block.size:
         _add_unmapped(free_blocks, block.cut(size))
-    reserve.count_taken("segment_map", block.address, size, free_blocks)
+    reserve.count("segment_map", block.address, size, free_blocks)
     before, after = block.prev, block.next
     if before is not None and before.state == FREE:
         free_blocks.remove(before)
@@ -219,10 +187,10 @@ def unmap_pages(reserve: DeviceSegments, block: Block) -> None:
         free_blocks.unmapped.remove(after)
         block.absorb(after)
     _add_unmapped(free_blocks, block)
-    reserve.count_given_back("segment_unmap", start, size, free_blocks)
+    reserve.count("segment_unmap", start, size, free_blocks)
     if not block.is_split:
         free_blocks.unmapped.remove(block)
-        reserve.give_up_range(segment)
+        del reserve.segments[segment.address]
 
 
 def whole_pages(block: Block) -> tuple[int, int]:
@@ -255,7 +223,7 @@ def _new_range(reserve: DeviceSegments, free_blocks: FreeBlocks) -> Block:
     page = SMALL_SEGMENT if free_blocks.is_small else reserve.large_segment_size
     # 1 1/8 of the device, so that a block can grow at the end while released pages before it are unused.
     total = _UNLIMITED_RANGE if reserve.capacity is None else reserve.capacity + reserve.capacity // 8
-    segment = reserve.take_range(free_blocks, round_up(total, page), page)
+    segment = reserve.new_segment(free_blocks, round_up(total, page), page)
     _add_unmapped(free_blocks, segment.first)
     return segment.first
 
@@ -278,18 +246,6 @@ def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None
                 reserve.give_back_segment(block)
 
 
-def reclaimable(pools: Iterable[FreeBlocks]) -> int:
-    """Return the number of bytes that `release_cached` would release."""
-    total = 0
-    for free_blocks in pools:
-        for block in free_blocks.blocks:
-            if block.is_expandable:
-                total += whole_pages(block)[1]
-            elif not block.is_split:
-                total += block.size
-    return total
-
-
 def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
     """Release oversize cached blocks of one stream, just enough for a request (release_available_cached_blocks).
 
@@ -299,8 +255,8 @@ def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int
         Whether as much as the request needs was released.
     """
     wanted = max(size, max_split)
-    index = free_blocks.first_of_at_least(wanted)
     blocks = free_blocks.blocks
+    index = bisect_left(free_blocks.keys, wanted << ADDRESS_BITS)
     if index < len(blocks) and not blocks[index].is_expandable:
         # A block of at least max_split_size is never split, so it is a whole segment.
         reserve.give_back_segment(blocks[index])
@@ -313,33 +269,3 @@ def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int
             released += block.size
             reserve.give_back_segment(block)
     return released >= wanted
-
-
-def collect_garbage(reserve: DeviceSegments, pools: Iterable[FreeBlocks], lookups: int, threshold: float) -> None:
-    """Release large cached segments that have been unused for long, once more than the threshold is in use.
-
-    Segments at least as old as the average are released, in rounds, until it is enough; a block's age is the number of
-    lookups since it was freed (garbage_collect_cached_blocks).
-
-    Args:
-        reserve: The segments held of the device; it must have an allowance.
-        pools: The default pool's large free blocks, one set per stream.
-        lookups: The number of lookups in these pools.
-        threshold: The share of the allowance above which memory is released.
-    """
-    assert reserve.allowed is not None
-    target = reserve.whole.reserved - int(threshold * reserve.allowed)
-    # torch counts whole expandable blocks here too, but never releases them; there are none, since such a segment
-    # always ends in an unmapped range.
-    candidates = [block for free_blocks in pools for block in free_blocks.blocks if not block.is_split]
-    total_age = sum(lookups - block.age_base for block in candidates)
-    released = 0
-    while released < target and candidates:
-        average_age = total_age / len(candidates)
-        # The oldest is never younger than the average, so every round releases something.
-        old = [block for block in candidates if lookups - block.age_base >= average_age]
-        candidates = [block for block in candidates if lookups - block.age_base < average_age]
-        for block in old:
-            released += block.size
-            total_age -= lookups - block.age_base
-            reserve.give_back_segment(block)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lightning_memtools.memory.sizes import format_size
 
 
+@dataclass(eq=False)
 class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, as torch.OutOfMemoryError is
     """Raised where the simulated device has no room for another segment after the allocator released all it could.
 
@@ -18,41 +21,23 @@ class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, a
         allocated: Held by tensors.
         reserved: Held in segments, used or not.
         allowed: The most that ``per_process_memory_fraction`` lets the allocator reserve; None without such a limit.
-        private_pools: The figure that CUDA's message calls "allocated in private pools". As in torch's source it is the
-            free memory in these pools (of CUDA graphs and ``torch.cuda.MemPool``).
-        stream: The stream that the request was for.
     """
 
-    def __init__(
-        self,
-        *,
-        requested: int,
-        rounded: int,
-        segment_size: int,
-        capacity: int | None,
-        free: int | None,
-        used_by_others: int,
-        allocated: int,
-        reserved: int,
-        allowed: int | None,
-        private_pools: int,
-        stream: int,
-    ) -> None:
-        self.requested = requested
-        self.rounded = rounded
-        self.segment_size = segment_size
-        self.capacity = capacity
-        self.free = free
-        self.used_by_others = used_by_others
-        self.allocated = allocated
-        self.reserved = reserved
-        self.allowed = allowed
-        self.private_pools = private_pools
-        self.stream = stream
-        total = "unlimited" if capacity is None else format_size(capacity)
-        super().__init__(
-            f"Simulated device out of memory: {format_size(requested)} needs a segment of {format_size(segment_size)}, "
-            f"and of the capacity of {total} {format_size(max(free or 0, 0))} are free "
-            f"({format_size(reserved)} reserved, {format_size(allocated)} of them allocated; "
-            f"{format_size(used_by_others)} used by others)."
+    requested: int
+    rounded: int
+    segment_size: int
+    capacity: int | None
+    free: int | None
+    used_by_others: int
+    allocated: int
+    reserved: int
+    allowed: int | None
+
+    def __str__(self) -> str:
+        total = "unlimited" if self.capacity is None else format_size(self.capacity)
+        return (
+            f"Simulated device out of memory: {format_size(self.requested)} needs a segment of "
+            f"{format_size(self.segment_size)}, and of the capacity of {total} {format_size(max(self.free or 0, 0))} "
+            f"are free ({format_size(self.reserved)} reserved, {format_size(self.allocated)} of them allocated; "
+            f"{format_size(self.used_by_others)} used by others)."
         )

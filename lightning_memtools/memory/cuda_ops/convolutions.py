@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.cuda_ops.kernels import (
     Run,
     Workspace,
@@ -16,6 +15,7 @@ from lightning_memtools.memory.cuda_ops.kernels import (
     nbytes,
 )
 from lightning_memtools.memory.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten

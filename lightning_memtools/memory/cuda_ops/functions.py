@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_memtools._torch import ENGINE_RUN, GROUP_NORM_KEEPS_COPY, kept_in_backward, without_autocast_on_cpu
-from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.cuda_ops.attention import attention
 from lightning_memtools.memory.cuda_ops.autocast import cast
 from lightning_memtools.memory.cuda_ops.losses import FusedBce
 from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm, is_native_batch_norm
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
+from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.patches import Patches
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_memtools._torch import FOREACH_NORM_TAKES_ADDRESSES, GROUP_NORM_IS_CHANNELS_LAST, FakeTensor
-from lightning_memtools.memory.convolution_workspaces import memory_format_of
+from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.virtual.module_scopes import stores_gradient
 
 aten = torch.ops.aten

@@ -292,6 +292,23 @@ def find_holder(
     return None if outermost is None else _holder(outermost, type(outermost).__name__, held_by)
 
 
+def all_tensors() -> list[Tensor]:
+    """Return all tensors that Python has an object of."""
+    # The referrers of a class are its instances and a few others. Finding them takes a third of the time of looking at
+    # all objects in Python. Types are compared exactly: isinstance would run code of proxies and mocks.
+    kinds = {kind for kind in _with_subclasses(Tensor) if _has_storage(kind)}
+    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
+
+
+def _has_storage(kind: type) -> bool:
+    # Torch's other subclasses wrap tensors, which are found by themselves; every further class costs time.
+    return not kind.__module__.startswith("torch.") or issubclass(kind, nn.Parameter)
+
+
 def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     """Return the first of the candidates that another Python object holds; None if there is none.
 
@@ -302,28 +319,6 @@ def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     referrers = [one for one in _referrers(candidates) if id(one) not in ignored and _counts(one)]
     held = {id(one) for referrer in referrers for one in gc.get_referents(referrer)}
     return next((one for one in candidates if id(one) in held), None)
-
-
-def arrays_over(tensors: Sequence[Any]) -> dict[int, Any]:
-    """Return the NumPy arrays that keep tensors alive, by the tensors' identity.
-
-    An array refers to the tensor that it is a view of, but Python's garbage collector does not know arrays. This looks
-    at what every object that it knows refers to, which takes a second for a million of them.
-    """
-    wanted = {id(one) for one in tensors}
-    found: dict[int, Any] = {}
-    for one in gc.get_objects():
-        for referent in gc.get_referents(one):
-            if type(referent).__name__ == "ndarray" and id(base := tensor_behind(referent)) in wanted:
-                found[id(base)] = referent
-    return found
-
-
-def tensor_behind(held: Any) -> Any:
-    """Return what a NumPy array is a view of; anything else as it is."""
-    while type(held).__name__ == "ndarray" and type(held).__module__ == "numpy":
-        held = held.base
-    return held
 
 
 def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> TensorHolder:

@@ -6,10 +6,10 @@ import gc
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FunctionType, GeneratorType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,27 +17,17 @@ from torch.optim import Optimizer
 
 from lightning_memtools.memory.error_frames import variables_of
 from lightning_memtools.memory.leaks.growing_graphs import tensors_saved_by
-from lightning_memtools.memory.leaks.holders import (
-    TensorHolder,
-    arrays_over,
-    find_holder,
-    first_held,
-    is_a,
-    tensor_behind,
-)
-from lightning_memtools.memory.leaks.leak_detector import (
+from lightning_memtools.memory.leaks.holder_search import (
     MAX_CANDIDATES,
     MAX_LOOKUPS,
-    LivingTensor,
-    SearchScope,
-    TensorCensus,
-    all_tensors,
-    bytes_of,
-    count_by_kind,
+    HolderSearch,
+    finding_of,
     is_expected,
-    largest_signatures,
 )
+from lightning_memtools.memory.leaks.holders import TensorHolder, is_a
+from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.leaks.leak_report import LeakFinding
+from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of, largest_signatures
 from lightning_memtools.memory.living_objects import instances_of, outermost
 from lightning_memtools.memory.owned import OnDevice, block_bytes, owned_by, storage_of
 from lightning_memtools.memory.user_code import owner_of
@@ -136,7 +126,7 @@ def find_holdings(
     end = time.thread_time() + seconds
     notes = notes or BlockNotes()
     left_out = owned_by(model, optimizers, on_device, inputs=batch).storages
-    before = dict(_bytes_by_storage(on_device, left_out, notes))
+    before = {one.key: one.n_bytes for one in _settled(on_device, left_out, notes)}
     gc.collect()
     search = _HoldingSearch(on_device, left_out, scope, notes)
     after = set(search.remaining)
@@ -144,39 +134,28 @@ def find_holdings(
     search.find_piles(end)
     search.weigh_graphs()
     search.find_piles(end)
-    unheld = sum(one.n_bytes for one in search.remaining.values()) + sum(search.unheld.values())
+    unheld = bytes_of([*search.remaining.values()]) + sum(search.unheld.values())
     garbage = sum(n_bytes for key, n_bytes in before.items() if key not in after)
     return Holdings(tuple(search.joined()), garbage, unheld)
 
 
-def _bytes_by_storage(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> Iterator[tuple[int, int]]:
-    for one in TensorCensus(on_device).take(left_out):
-        found = storage_of(one.tensor)
-        if found is not None and not notes.is_young(one.tensor):
-            yield found[0], one.n_bytes
+def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> list[LivingTensor]:
+    """Return the tensors that are older than the present batch."""
+    return [one for one in TensorCensus(on_device).take(left_out) if not any(map(notes.is_young, one.tensors))]
 
 
 class _HoldingSearch:
-    """Takes tensors out of `remaining`, by storage, and puts what holds them into `_found`.
+    """Takes tensors out of `remaining`, and puts what holds them into `_found`.
 
     Those that only C++ holds go to `unheld`. They may be part of a graph, and are then counted with its tensor.
     """
 
     def __init__(self, on_device: OnDevice, left_out: Collection[int], scope: SearchScope, notes: BlockNotes) -> None:
         self._scope, self._notes, self._on_device = scope, notes, on_device
-        self._names = _names_of_variables() | scope.names
-        self.remaining: dict[int, LivingTensor] = {}
-        for one in TensorCensus(on_device).take(left_out):
-            found = storage_of(one.tensor)
-            if found is not None and not notes.is_young(one.tensor):
-                self.remaining[found[0]] = one
-        # Of tensors that share a storage, Python may hold any.
-        self._sharing: dict[int, list[Tensor]] = {}
-        for tensor in all_tensors():
-            if on_device(tensor) and (found := storage_of(tensor)) is not None and found[0] in self.remaining:
-                self._sharing.setdefault(found[0], []).append(tensor)
+        self._search = HolderSearch(_settled(on_device, left_out, notes), _names_of_variables() | scope.names)
+        self.remaining = self._search.remaining
         self._known = {*left_out, *self.remaining}
-        self._least = _LEAST_SHARE * sum(one.n_bytes for one in self.remaining.values())
+        self._least = _LEAST_SHARE * bytes_of([*self.remaining.values()])
         self.unheld: dict[int, int] = {}
         self._nodes: set[Any] = set()
         self._found: list[Holding] = []
@@ -192,9 +171,12 @@ class _HoldingSearch:
             owned = self._owned_by(owner)
             if bytes_of(owned) <= self._least or time.thread_time() > end:
                 continue
-            ignore = (living, modules, optimizers, owners, owned, self._found)
-            holder = self._named(owner) or find_holder(owner, self._names, ignore=ignore, past_functions=True)
+            holder = self._search.holder_of(
+                owner, ignore=(living, modules, optimizers, owners, self._found), past_functions=True
+            )
             kind = f"{'model' if isinstance(owner, nn.Module) else 'optimizer'} {type(owner).__name__}"
+            for one in owned:
+                del self.remaining[one.key]
             self._add(holder, owned, {kind: 1})
 
     def _owned_by(self, owner: nn.Module | Optimizer) -> list[LivingTensor]:
@@ -211,79 +193,35 @@ class _HoldingSearch:
                 keys = [key for key, one in self.remaining.items() if one.signature == signature]
                 if sum(self.remaining[key].n_bytes for key in keys) <= self._least or time.thread_time() > end:
                     break
-                tensors = [one for key in keys[-MAX_CANDIDATES:] for one in self._sharing.get(key, ())]
-                tensor, holder = self._holder_of_one(tensors)
-                if tensor is None or holder is None:
-                    # More may be held by others, but not among those tried.
-                    for key in keys[-MAX_CANDIDATES:]:
-                        self.unheld[key] = self.remaining.pop(key).n_bytes
-                    continue
-                self._add(holder, self._in_place_of(holder, tensor))
+                found = self._search.take_pile(keys, lambda pile: len(pile) > 1)
+                if found is None:  # more may be held by others, but not among those tried
+                    found = None, [self.remaining.pop(key) for key in keys[-MAX_CANDIDATES:]]
+                self._add(*found)
 
     def weigh_graphs(self) -> None:
         """Count what graphs have saved with the remaining tensors, which may be tiny themselves."""
         for key, one in list(self.remaining.items()):
-            if n_bytes := self._take_saved_by(self._sharing.get(key, ())):
+            if n_bytes := self._take_saved_by(one.tensors):
                 self.remaining[key] = replace(one, n_bytes=one.n_bytes + n_bytes)
         self._least = _LEAST_SHARE * sum(one.n_bytes for one in self.remaining.values())
-
-    def _holder_of_one(self, tensors: list[Tensor]) -> tuple[Tensor | None, TensorHolder | None]:
-        named = next((one for one in tensors if id(one) in self._names), None)
-        if named is not None:
-            return named, self._named(named)
-        mine = self._own_containers()
-        tensor = first_held(tensors, ignore=mine)
-        if tensor is None:
-            arrays = arrays_over(tensors)
-            tensor = next((one for one in tensors if id(one) in arrays), None)
-            if tensor is None:
-                return None, None
-            return tensor, find_holder(arrays[id(tensor)], self._names, ignore=(arrays, *mine), past_functions=True)
-        ignore = (tensors, *mine)
-        holder = find_holder(tensor, self._names, ignore=ignore)
-        is_function = holder is not None and is_a(holder.root, (FunctionType, GeneratorType))
-        if is_function and len(self._in_place_of(holder, tensor)) == 1:
-            # Each of many functions may hold one: then what holds these functions is of interest.
-            holder = None  # it refers to what is searched for
-            holder = find_holder(tensor, self._names, ignore=ignore, past_functions=True)
-        return tensor, holder
-
-    def _named(self, one: Any) -> TensorHolder | None:
-        name = self._names.get(id(one))
-        return None if name is None else TensorHolder(one, name, (), ())
-
-    def _own_containers(self) -> tuple[Any, ...]:
-        return (self._found, self._sharing, self.remaining, *self._sharing.values(), *self.remaining.values())
-
-    def _in_place_of(self, holder: TensorHolder | None, tensor: Tensor) -> list[LivingTensor]:
-        """Return the remaining tensors that are held for the same reason as this one, itself among them."""
-        held = [tensor] if holder is None else [*map(tensor_behind, holder.holds()), tensor]
-        found = (storage_of(one) for one in held if is_a(one, Tensor))
-        keys = dict.fromkeys(one[0] for one in found if one is not None)
-        return [self.remaining[key] for key in keys if key in self.remaining]
 
     def _add(
         self, holder: TensorHolder | None, pile: Sequence[LivingTensor], owners: dict[str, int] | None = None
     ) -> None:
-        keys = [found[0] for one in pile if (found := storage_of(one.tensor)) is not None]
-        for key in keys:
-            self.remaining.pop(key, None)
         if holder is None:
-            self.unheld |= {key: one.n_bytes for key, one in zip(keys, pile, strict=True)}
+            self.unheld |= {one.key: one.n_bytes for one in pile}
             return
-        # Of tensors that share a storage, one may have been detached from the graph of another.
-        shared = [self._sharing.get(key, []) for key in keys]
-        with_graph = sum(any(one.grad_fn is not None for one in those) for those in shared)
-        n_bytes = bytes_of(pile) + sum(self._take_saved_by(those) for those in shared if with_graph)
-        is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
+        saved = sum(self._take_saved_by(one.tensors) for one in pile)
+        finding = finding_of(holder, pile, saved_bytes=saved)
+        is_pile = finding.with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         largest = max(pile, key=lambda one: one.n_bytes)
         self._found.append(
             Holding(
-                LeakFinding(holder, count_by_kind(one.tensor for one in pile), n_bytes, with_graph),
+                finding,
                 owners or {},
                 piles_up=is_pile and not owners and not is_expected(holder, pile),
                 is_of_run=id(holder.root) in self._scope.names,
-                made_at=self._notes.made_at(largest.tensor),
+                made_at=next(filter(None, map(self._notes.made_at, largest.tensors)), ""),
             )
         )
 

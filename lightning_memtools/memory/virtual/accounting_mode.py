@@ -23,7 +23,6 @@ from lightning_memtools._torch import (
     without_torch_function,
 )
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
-from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, workspaces_of
 from lightning_memtools.memory.cuda_ops.kernel_table import kernels_on
 from lightning_memtools.memory.cuda_ops.kernels import ON_HOST
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -127,15 +126,11 @@ class AccountingMode(OperatorMode):
         if kind is not OperatorKind.FRESH or self.silent or (func is _ZEROS and self._is_count_of_steps(args)):
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
-        workspaces = workspaces_of(func, args, out, self.gpu) if self._cuda_like and func in CONVOLUTIONS else iter(())
         is_one = isinstance(out, torch.Tensor)
         # Once for all: operators on lists make hundreds of tensors of hundreds of others.
         given = None if is_one else storages_of(args, kwargs)
         for tensor in (out,) if is_one else flat(out):
             self._enter(tensor, args, kwargs, given)
-            # Each gradient is computed, with its workspace, before the next one is allocated.
-            if n_bytes := next(workspaces, 0):
-                self._ledger.note_library_workspace(n_bytes)
         if self._cublas_workspace and is_matmul(func):
             self._take_workspace(func, args, kwargs)
         return out

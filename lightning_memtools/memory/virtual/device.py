@@ -341,16 +341,9 @@ class VirtualDevice:
         self._ledger.empty_cache()
 
     def summary(self) -> str:
-        """Return the table of ``torch.cuda.memory_summary``; its title says that it is simulated.
-
-        With ``cuda_like``, a line below it has the largest workspace of a convolution, which is not counted.
-        """
+        """Return the table of ``torch.cuda.memory_summary``; its title says that it is simulated."""
         self._ledger.settle()
-        table = summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
-        largest = self._ledger.largest_library_workspace
-        if not largest:
-            return table
-        return f"{table}convolution workspaces, up to {format_size(largest)} at a time (by rule, not counted above)\n"
+        return summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
 
     def composition(self) -> Composition:
         """Return every allocated byte by category and by module."""

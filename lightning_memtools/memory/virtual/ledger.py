@@ -56,9 +56,6 @@ class DeviceListener:
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         """Called after a block was freed, with the last category and module that were known."""
 
-    def on_library_workspace(self, n_bytes: int) -> None:
-        """Called where a library would allocate a short-lived workspace that the device does not count."""
-
 
 class VirtualLedger:
     """Holds the storages on the device by identity, a block of the allocator for each, and the bytes per category.
@@ -71,14 +68,12 @@ class VirtualLedger:
         allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.
         held: The bytes that belong to no storage (see `hold`).
         listener: Told of every allocation and free; None for no listener.
-        largest_library_workspace: The largest of `note_library_workspace`.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.held = 0
         self.listener: DeviceListener | None = None
-        self.largest_library_workspace = 0
         self._entries: dict[int, LedgerEntry] = {}
         self._dead: deque[LedgerEntry] = deque()
         self._lock = threading.Lock()
@@ -133,12 +128,6 @@ class VirtualLedger:
             block = self.allocator.malloc(n_bytes, label="workspace")
             self._count(block, Category.OTHER, "workspace")
             self.held += block.size
-
-    def note_library_workspace(self, n_bytes: int) -> None:
-        """Note a workspace that a library would take for a moment. It does not count: another engine needs none."""
-        self.largest_library_workspace = max(self.largest_library_workspace, n_bytes)
-        if self.listener is not None and n_bytes:
-            self.listener.on_library_workspace(n_bytes)
 
     def exceeds_free(self, n_bytes: int) -> bool:
         """Return whether this many bytes would not fit even if all memory without tensors were one free block."""

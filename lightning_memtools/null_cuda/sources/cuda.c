@@ -24,7 +24,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)16
 int cuGetErrorString(int error, const char **text) { *text = "driver error"; return 0; }
 int cuPointerGetAttribute(void *value, int attribute, Address pointer) { *(Address *)value = 0; return 0; }
 
-int cuMemAddressReserve(Address *at, size_t bytes, size_t alignment, Address hint, Address flags) { *at = null_reserve_addresses(bytes); return 0; }
+int cuMemAddressReserve(Address *at, size_t bytes, size_t alignment, Address hint, Address flags) { *at = null_reserve_addresses(bytes); return *at ? 0 : OUT_OF_MEMORY; }
 int cuMemAddressFree(Address at, size_t bytes) { null_free_addresses(at, bytes); return 0; }
 // struct CUmemAllocationProp: type, requestedHandleTypes, then the location's type and id.
 int cuMemCreate(Address *handle, size_t bytes, const int *properties, Address flags) {

@@ -169,7 +169,7 @@ Error cudaGetDeviceProperties(char *properties, int index) {
   #define INT(in12, in13, value) *(int *)(properties + (CUDA_MAJOR >= 13 ? (in13) : (in12))) = (value)
   #define SIZE(in12, in13, value) *(size_t *)(properties + (CUDA_MAJOR >= 13 ? (in13) : (in12))) = (value)
   strncpy(properties, device->name, 255);
-  memset(properties + 256, 7 + index, 16);                        // uuid
+  memset(properties + 256, NULL_UUID_BYTE + index, 16);           // uuid
   SIZE(288, 288, device->total);
   SIZE(296, 296, 49152);                                          // sharedMemPerBlock
   INT(304, 304, 65536);                                           // regsPerBlock

@@ -15,7 +15,7 @@
 #include "null_device.h"
 
 // Between the heap of a program at a fixed address and that of one at a random address (0x55...), far below mmap (0x7f...).
-static const uintptr_t FIRST = 0x200000000000ull, LAST = 0x2f0000000000ull;
+static const uintptr_t FIRST = 0x200000000000ull, LAST = 0x500000000000ull;
 
 typedef struct FreeRange { uintptr_t at; size_t bytes; struct FreeRange *next; } FreeRange;
 
@@ -78,13 +78,13 @@ uintptr_t null_reserve_addresses(size_t bytes) {
   FreeRange **best = NULL;
   for (FreeRange **range = &free_ranges; *range; range = &(*range)->next)
     if ((*range)->bytes == bytes && (!best || (*range)->at < (*best)->at)) best = range;
-  uintptr_t at;
+  uintptr_t at = 0;  // where no addresses are left
   if (best) {
     FreeRange *found = *best;
     at = found->at;
     *best = found->next;
     free(found);
-  } else {
+  } else if (bytes <= LAST - next_address) {
     at = next_address;
     next_address += bytes;
   }
@@ -130,6 +130,12 @@ void null_copy(void *to, const void *from, size_t bytes) {
 
 void *null_handle(void) { return (void *)__sync_add_and_fetch(&next_handle, 16); }
 
+// "Maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
+static int threads_per_multiprocessor(int capability) {
+  if (capability == 75) return 1024;
+  return (capability > 80 && capability < 90) || capability >= 120 ? 1536 : 2048;
+}
+
 // The numbers are those of enum cudaDeviceAttr, which CUdevice_attribute shares (CUDA runtime API reference, 12 and 13).
 int null_device_attribute(int attribute, const NullDevice *device) {
   switch (attribute) {
@@ -146,7 +152,7 @@ int null_device_attribute(int attribute, const NullDevice *device) {
     case 31: case 41: case 95: return 1;              // concurrent kernels, unified addressing, cooperative launch
     case 36: return 7501000;                          // memory clock rate in kHz
     case 38: return (int)(3 * MIB);                   // L2 cache
-    case 39: return device->major == 8 && device->minor == 0 || device->major >= 9 ? 2048 : device->major < 8 && device->minor ? 1024 : device->major < 8 ? 2048 : 1536;  // threads per multiprocessor
+    case 39: return threads_per_multiprocessor(device->major * 10 + device->minor);
     case 75: return device->major;
     case 76: return device->minor;
     case 81: return 102400;                           // shared memory per multiprocessor

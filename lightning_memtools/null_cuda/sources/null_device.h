@@ -21,6 +21,7 @@ extern int null_device_count;
 
 int null_take(int device, size_t bytes);       // 1: the device had the bytes; 0: it is full
 void null_give(int device, size_t bytes);
+enum { NULL_UUID_BYTE = 7 };  // each byte of the first device's UUID; the next device has the next number
 uintptr_t null_reserve_addresses(size_t bytes);
 void null_free_addresses(uintptr_t at, size_t bytes);
 int null_is_device_address(const void *pointer);

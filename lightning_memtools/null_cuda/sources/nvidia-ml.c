@@ -18,7 +18,11 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *handle) {
   *handle = (Handle)(uintptr_t)(index + 1);
   return SUCCESS;
 }
-int nvmlDeviceGetHandleByUUID(const char *uuid, Handle *handle) { return nvmlDeviceGetHandleByIndex_v2(0, handle); }
+int nvmlDeviceGetHandleByUUID(const char *uuid, Handle *handle) {
+  unsigned byte = 0;
+  if (!sscanf(uuid, "GPU-%2x", &byte) || byte < NULL_UUID_BYTE || (int)(byte - NULL_UUID_BYTE) >= null_device_count) return NOT_FOUND;
+  return nvmlDeviceGetHandleByIndex_v2(byte - NULL_UUID_BYTE, handle);
+}
 int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Handle *handle) {
   unsigned number = 1;
   sscanf(bus, "%*x:%x", &number);
@@ -26,7 +30,13 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Handle *handle) {
 }
 int nvmlDeviceGetIndex(Handle handle, unsigned *index) { *index = (unsigned)(uintptr_t)handle - 1; return SUCCESS; }
 int nvmlDeviceGetName(Handle handle, char *name, unsigned size) { snprintf(name, size, "%s", device_of(handle)->name); return SUCCESS; }
-int nvmlDeviceGetUUID(Handle handle, char *text, unsigned size) { snprintf(text, size, "GPU-%08lx-0000-0000-0000-000000000000", (unsigned long)(uintptr_t)handle); return SUCCESS; }
+int nvmlDeviceGetUUID(Handle handle, char *text, unsigned size) {
+  unsigned byte = NULL_UUID_BYTE + (unsigned)(uintptr_t)handle - 1;
+  char hex[33];
+  for (int i = 0; i < 16; i++) snprintf(hex + 2 * i, 3, "%02x", byte);
+  snprintf(text, size, "GPU-%.8s-%.4s-%.4s-%.4s-%.12s", hex, hex, hex, hex, hex);
+  return SUCCESS;
+}
 int nvmlDeviceGetMemoryInfo(Handle handle, unsigned long long *memory) {  // total, free, used
   NullDevice *device = device_of(handle);
   memory[0] = device->total;

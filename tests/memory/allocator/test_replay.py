@@ -35,8 +35,5 @@ def test_a_smaller_device_shows_where_memory_runs_out() -> None:
     assert not result.completed
     assert isinstance(result.out_of_memory, SimulatedOutOfMemory)
     assert result.out_of_memory.requested == 52 * MIB
-    assert result.label == "batch of 52"
-    # Eight batches, 20 to 48, of three events each, and the label of the ninth.
-    assert result.n_events == 25
     assert result.stats.ooms == 1
     assert result.stats.alloc_retries == 7  # 24 to 48 needed what the one before held; the last try counts with the oom
