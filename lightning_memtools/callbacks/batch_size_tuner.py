@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import EitherCallback, end_the_call, running_stage
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import TunerSettings
@@ -201,7 +200,6 @@ def tune_batch_size(
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
         TypeError: An argument has a wrong type.
     """
-    check_types(tune_batch_size, {"worst_case": worst_case})
     if not hasattr(trainer, "fit_loop"):
         raise TypeError(f"trainer must be a Trainer of Lightning, got {type(trainer).__name__}.")
     if not is_lightning_module(model):

@@ -19,7 +19,6 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.compiled_budget import CompiledBudget
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_units
-from lightning_memtools.ending_signals import ended_by_signals
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.user_code import CodeLine, user_line_of
@@ -213,10 +212,13 @@ class CheckpointingRun:
         planner = StepPlanner(step, measures_rates=True)
         try:
             told = progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}")
-            with ended_by_signals(SIGTERMException), told:
+            with told:
                 refuse_peaks(self._options, module)
                 plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
-                return planner.with_advice(plan)
+                plan = planner.with_advice(plan)
+            if self._trainer.received_sigterm:  # Lightning itself would look after the next batch
+                raise SIGTERMException
+            return plan
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.allocator import (
     AllocationTrace,
     AllocatorConfig,
@@ -97,7 +96,6 @@ class VirtualDevice:
             "cuda_like": cuda_like,
             "record": record,
         }
-        check_types(VirtualDevice.__init__, self._options)
         self._set_up(**self._options)
 
     def _set_up(
