@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 
-
 def twins(*classes: type) -> tuple[type, ...]:
     """Return classes of `lightning`, and those of the same names in `pytorch_lightning` if the program has imported it.
 
