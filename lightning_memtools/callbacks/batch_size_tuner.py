@@ -119,7 +119,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
         if self.ends_before_training:
             self._tuning.optimizer_setup.restore_random_streams()
-            raise end_the_call(trainer)
+            raise end_the_call()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search again in the epochs that were asked for."""

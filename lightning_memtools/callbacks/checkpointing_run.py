@@ -75,6 +75,8 @@ class CheckpointingRun:
         if not self._is_planned:
             self._is_planned = True
             self._plan_and_apply(module, batch, batch_idx)
+            if self._trainer.received_sigterm:  # Lightning itself would look after the batch
+                raise SIGTERMException
         elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
             self._plan_again(self._applied, module, batch, batch_idx)
         elif self._applied is not None and any(head.is_off for head in self._applied.heads.values()):
@@ -215,10 +217,7 @@ class CheckpointingRun:
             with told:
                 refuse_peaks(self._options, module)
                 plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
-                plan = planner.with_advice(plan)
-            if self._trainer.received_sigterm:  # Lightning itself would look after the next batch
-                raise SIGTERMException
-            return plan
+                return planner.with_advice(plan)
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error

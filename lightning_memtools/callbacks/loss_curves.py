@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
     EitherCallback,
-    EvaluationBatchEnd,
     training_step,
     values_logged_in_evaluation,
 )
@@ -157,13 +156,21 @@ class LossCurves(EitherCallback, Neighbour):
         if self._val_names is not None:
             self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Add the losses that the step returns; a logged metric may replace them in on_validation_end."""
-        end = EvaluationBatchEnd(*args, **kwargs)
-        if end.trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
-        for name, loss, weight in returned_losses(end, self._val_names):
-            self._val.add(name, loss, weight)
+        suffix = loader_suffixes(trainer)[dataloader_idx]
+        for name, loss, weight in returned_losses(outputs, batch, self._val_names):
+            self._val.add(name + suffix, loss, weight)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the run's loss."""

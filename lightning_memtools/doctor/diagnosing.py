@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memtools._lightning import Callback
 from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport

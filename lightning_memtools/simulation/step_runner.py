@@ -10,21 +10,22 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import STEP_NAMES, ReplayLoop, StepLoop, loss_of, twin_of
+from lightning_memtools._lightning import Callback, LightningModule, refuse_other_package
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.known_values import note_values
+from lightning_memtools.simulation.replay_loop import ReplayLoop
+from lightning_memtools.simulation.step_loop import STEP_NAMES, LoopSettings, StepLoop, precision_plugin
 
 Stage = Literal["train", "val", "test", "predict"]
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
@@ -33,9 +34,6 @@ _TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 StepFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], Any]
-
-# What Lightning's Trainer is told of an epoch's length: schedules over it and warm-ups work as in a long training.
-_BATCHES_OF_EPOCH = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,22 +129,18 @@ class StepRunner:
         self.n_losses = 0
         self._n_batches = 0
         with _quiet():
-            self._loop = StepLoop(
-                module,
-                recipe.stage,
-                self._batches(),
-                original=trainer,
-                n_batches=_BATCHES_OF_EPOCH,
-                precision=recipe.precision or _precision_like(trainer, device),
+            named = recipe.precision
+            settings = LoopSettings(
+                stage=recipe.stage,
                 device=device,
+                precision=_precision_like(trainer, device) if named is None else precision_plugin(named, device),
                 accumulate=recipe.accumulate,
                 clip=recipe.clip,
-                on_phase=listener.begin,
-                run_step=self._run_step,
                 callbacks=callbacks,
-                place=listener.place,
-                set_up=None if set_up is None else lambda: self._set_up(set_up),
+                original=trainer,
             )
+            put = None if set_up is None else lambda: self._set_up(set_up)
+            self._loop = StepLoop(module, self._batches(), self, settings, put)
             if recipe.stage == "train":
                 for optimizer in self._loop.optimizers:
                     _refuse_lbfgs(optimizer)
@@ -201,7 +195,16 @@ class StepRunner:
             self._n_batches += 1
             yield self._listener.next_batch()
 
-    def _run_step(self, own: Callable[[], Any]) -> Any:
+    def begin(self, phase: str) -> None:
+        """Pass on to the listener that a phase begins."""
+        self._listener.begin(phase)
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch where the listener puts it."""
+        return self._listener.place(batch, move)
+
+    def run_step(self, own: Callable[[], Any]) -> Any:
+        """Run the step as Lightning does, and count losses."""
         self._listener.begin("forward")
         with self.around_step():
             out = own()
@@ -291,8 +294,9 @@ def replay_loop(module: nn.Module, **arguments: Any) -> ReplayLoop:
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule, of `lightning` or of `pytorch_lightning`."""
-    return isinstance(model, nn.Module) and twin_of(model) is not None
+    """Return whether this is a LightningModule; raise if it is one of the package that is not in use."""
+    refuse_other_package(model)
+    return isinstance(model, LightningModule)
 
 
 def step_name(stage: str) -> str:
@@ -332,7 +336,7 @@ def _has_loss(out: Any) -> bool:
     Raises:
         TypeError: The result is something else.
     """
-    loss = loss_of(out)
+    loss = out.get("loss") if isinstance(out, Mapping) else out
     if out is None:
         return False
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
