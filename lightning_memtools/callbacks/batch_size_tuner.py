@@ -15,7 +15,7 @@ from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
 from lightning_memtools.memory.error_frames import in_one_line
-from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.simulation.step_runner import is_lightning_module
 
@@ -103,18 +103,16 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
         self._tuning = SizeTuning(TunerSettings(**given))
-        self._carried = CarriedDevice()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Observe the setup of optimizers, to repeat it with the same random numbers."""
         self._tuning.undo(trainer)
-        self._carried.enter()
         if stage == "fit":
             self._tuning.optimizer_setup.observe(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the sizes, or use those of the run that is resumed."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
         if self.ends_before_training:
@@ -143,12 +141,10 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found."""
         self._tuning.undo(trainer)
-        self._carried.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Do what teardown does."""
         self._tuning.undo(trainer)
-        self._carried.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes, for a run that is resumed."""

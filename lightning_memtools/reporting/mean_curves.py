@@ -16,7 +16,7 @@ from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
-from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
+from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 
 # With a large log_every_n_steps, values are added up before their mean is taken.
 _MOST_KEPT = 256
@@ -42,7 +42,7 @@ class MeanCurves:
         self.names = names
         self._means = RunningMeans()
         self._arriving: ArrivingValues[_PendingPoint] = ArrivingValues()
-        self._points: RankPoints | None = None
+        self._points: RankPosts | None = None
         self._tag_of: dict[str, str] = {}
         self._ever_seen: set[str] = set()
         self._is_first_warning = FirstTime()
@@ -56,7 +56,7 @@ class MeanCurves:
         """Begin a run, without any value of an earlier one. Call it on every rank."""
         self._means.clear()
         self._arriving.clear()
-        self._points = RankPoints(f"LossCurves ({self.tag})")
+        self._points = RankPosts(f"LossCurves ({self.tag})")
         self._tag_of = {}
         self._ever_seen = set()
         if self.names is not None:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -510,3 +510,13 @@ def host_memory() -> AbstractContextManager[None]:
     """Return a context in which new tensors are host memory; it does nothing without an active virtual device."""
     device = VirtualDevice.current()
     return nullcontext() if device is None else device.host()
+
+
+def put_on_device(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Count a model and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be. Idempotent.
+
+    Call it when fit, validation, test or predict begins, and again once optimizer state is restored.
+    """
+    device = VirtualDevice.current()
+    if device is not None:
+        device.track(model, *optimizers)
