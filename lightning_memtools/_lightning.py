@@ -166,6 +166,15 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
+def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the counters that a training step moves, in total and at present: batches, epochs, then updates."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    by_lightning = loop.automatic_optimization.optim_progress.optimizer
+    updates = [by_lightning.step, by_lightning.zero_grad, loop.manual_optimization.optim_step_progress]
+    progresses = [loop.batch_progress, trainer.fit_loop.epoch_progress, loop.scheduler_progress, *updates]
+    return [vars(counts) for progress in progresses for counts in (progress.total, progress.current)]
+
+
 class LoopMarker:
     """Saves every counter that a training step moves, and the state of every scheduler, to restore them.
 
@@ -178,17 +187,9 @@ class LoopMarker:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        epoch_loop = self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._batches = epoch_loop.batch_progress
-        progresses: list[Any] = [
-            self._batches,
-            trainer.fit_loop.epoch_progress,
-            epoch_loop.scheduler_progress,
-            epoch_loop.automatic_optimization.optim_progress.optimizer.step,
-            epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad,
-            epoch_loop.manual_optimization.optim_step_progress,
-        ]
-        self._counters: list[dict[str, Any]] = [vars(one) for each in progresses for one in (each.total, each.current)]
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._batches = self._epoch_loop.batch_progress
+        self._counters = _counters_of(trainer)
 
     def mark_updates(self) -> Callable[[], None]:
         """Save the counters of updates and the schedulers alone, and return the function that restores them.
@@ -628,8 +629,8 @@ def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def begin_training(trainer: Trainer, *, runs_hooks: bool) -> None:
-    """Begin an epoch in the loop of a Trainer that is attached; see `attach`."""
+def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
+    """Begin an epoch in the loop of a Trainer that is attached; return the object that the loop takes batches from."""
     loop: Any = trainer.fit_loop
     loop.min_epochs, loop.max_epochs = 0, 1
     loop.setup_data()
@@ -638,11 +639,7 @@ def begin_training(trainer: Trainer, *, runs_hooks: bool) -> None:
         part_of_lightning("trainer.call")._call_lightning_module_hook(trainer, hook)
     loop.epoch_loop.reset()
     loop.epoch_loop.on_run_start(loop._data_fetcher)
-
-
-def fetcher_of(trainer: Trainer) -> Any:
-    """Return the object from which the training loop takes its batches."""
-    return trainer.fit_loop._data_fetcher
+    return loop._data_fetcher
 
 
 def step_arguments(trainer: Trainer, batch: Any, index: int) -> list[Any]:
@@ -652,17 +649,11 @@ def step_arguments(trainer: Trainer, batch: Any, index: int) -> list[Any]:
 
 
 def count_as(trainer: Trainer, original: Trainer) -> None:
-    """Set a Trainer's counters to those of another."""
-    loop, other = trainer.fit_loop, original.fit_loop
-    loop.epoch_progress.current.processed = other.epoch_progress.current.processed
-    steps, others = loop.epoch_loop, other.epoch_loop
-    steps._batches_that_stepped = others._batches_that_stepped
-    steps.automatic_optimization.optim_progress.optimizer.step.total.completed = (
-        others.automatic_optimization.optim_progress.optimizer.step.total.completed
-    )
-    steps.manual_optimization.optim_step_progress.total.completed = (
-        others.manual_optimization.optim_step_progress.total.completed
-    )
+    """Set a Trainer's counters of epochs and updates to those of another."""
+    for counts, others in zip(_counters_of(trainer)[2:], _counters_of(original)[2:], strict=True):
+        counts.update(others)
+    steps: Any = original.fit_loop.epoch_loop
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps._batches_that_stepped
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:

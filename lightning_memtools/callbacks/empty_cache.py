@@ -47,14 +47,7 @@ class EmptyCache(EitherCallback):
     then not fit beside it. At each of these boundaries unreachable objects are collected, and segments that are wholly
     free are released, if they are large enough: what is released has to be requested again.
 
-    | logged | meaning |
-    | --- | --- |
-    | `memory/cache/freed_gib` | memory that the boundary released |
-    | `memory/cache/ms` | time that it took |
-    | `memory/retained_gib` | memory that stays allocated in fit, without the batch that is in use (with `ledger`) |
-    | `memory/retained/<category>_gib` | its parts: parameters, gradients, optimizer, other (with `ledger`) |
-    | `memory/leaks` | the number of leaks that a warning names, at its step (with `ledger`) |
-    | `memtools/leak` (text), `<log_dir>/memtools/leak.md` | the warning (with `ledger`) |
+    docs/empty-cache.md has the tags.
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
     If they would fit until the run ends, it is given after twelve epochs or in the last one: a cache may be filling.

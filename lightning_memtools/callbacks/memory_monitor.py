@@ -43,28 +43,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
     too. A summary ends every fit, validate, test and predict call: on the console, as the file
     `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
 
-    | tag | unit | meaning |
-    | --- | --- | --- |
-    | `memory/<stage>/allocated_gib`, `memory/<stage>/reserved_gib` | GiB | of tensors, and reserved, at the point |
-    | `memory/<stage>/peak_allocated_gib`, `memory/<stage>/peak_reserved_gib` | GiB | highest since the last point |
-    | `memory/<stage>/peak_used_pct` | % | peak reserved as a share of the device |
-    | `memory/<stage>/fragmentation_pct` | % | share of reserved memory that is free and cannot be released |
-    | `memory/capacity_gib`, `memory/device_used_gib` | GiB | of the device; used by all processes |
-    | `memory/composition/<category>_gib` | GiB | parameters, gradients, optimizer, activations, inputs, other at peak |
-    | `memory/alloc_retries`, `memory/ooms` | count | allocation retries and out-of-memory errors since the call began |
-    | `memory/train/peak_<phase>_gib` | GiB | with `phases`: the highest of forward, backward and optimizer |
-    | `time/<phase>_ms`, `time/data_ms` | ms | with `phases`: host time per step; data: from a batch's end to the next |
-    | `device/utilization_pct`, `device/utilization_pct_max` | % | with `load`: mean and highest since the last point |
-    | `device/power_w`, `device/power_w_max` | W | with `load`, likewise |
-    | `device/temperature_c`, `device/temperature_c_max` | °C | with `load`, likewise |
-    | `memory/host_rss_gib` | GiB | resident memory of the process |
-    | `memory/host/process_gib`, `memory/host/unique_gib` | GiB | the process: shared pages divided, or left out |
-    | `memory/host/workers_gib`, `memory/host/pinned_gib` | GiB | loader workers (PSS); pinned memory that torch holds |
-    | `memory/host/used_gib`, `memory/host/limit_gib` | GiB | of the container, or of the machine |
-    | `memory/host/shared_gib` | GiB | the used part of /dev/shm |
-    | `time/step_ms`, `time/sanity_check_ms` | ms | host time of a step (mean), and of the sanity check |
-    | `memory/<stage>/peak_allocated_gib_min` | GiB | several ranks: the smallest peak |
-    | `memory/<stage>/peak_rank` | rank | several ranks: the one with the largest peak |
+    docs/memory-monitor.md has the tags.
 
     Nothing waits for the device, since statistics are host counters, and no rank waits for another one: rank 0 writes a
     point once the figures of all ranks have arrived, and leaves out ranks that have fewer batches or have ended.

@@ -18,9 +18,6 @@ from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 
-# With a large log_every_n_steps, values are added up before their mean is taken.
-_MOST_KEPT = 256
-
 
 @dataclass(frozen=True, slots=True)
 class _PendingPoint:
@@ -75,10 +72,6 @@ class MeanCurves:
     def drop(self, name: str) -> None:
         """Drop a name's values since the last point."""
         self._means.drop(name)
-
-    def without_values(self) -> list[str]:
-        """Return the names of curves that have no value since the last point."""
-        return [name for name in self.names or () if name not in self._means]
 
     def log(self, trainer: Trainer, step: int) -> None:
         """End a point; it is written once the values of all ranks have arrived. No rank waits."""
@@ -144,35 +137,32 @@ class RunningMeans:
     """The weighted mean of each named scalar since it was last taken. Nothing here waits for the device."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, float] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return name in self._sums
 
     @property
     def names(self) -> list[str]:
         """The names that have values, in the order in which they were first added."""
-        return list(self._values)
+        return list(self._sums)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add one scalar; 512 bytes of the device are kept for each until the mean is taken, 128 kB at most."""
-        # A copy: the tensor may be written again (in place, or as a CUDA graph's output), or keep a larger one alive.
-        value = value.detach()
-        values = self._values.setdefault(name, [])
-        values.append(value.clone() if weight == 1.0 else value * weight)
-        if len(values) == _MOST_KEPT:
-            values[:] = [_sum(values, value.device)]
+        """Add one scalar."""
+        # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
+        weighted = value.detach().reshape(()).float() * weight
+        self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def drop(self, name: str) -> None:
         """Drop the values of one name."""
-        self._values.pop(name, None)
+        self._sums.pop(name, None)
         self._weights.pop(name, None)
 
     def clear(self) -> None:
         """Drop all values."""
-        self._values.clear()
+        self._sums.clear()
         self._weights.clear()
 
     def take(self, names: Sequence[str], device: torch.device) -> Tensor:
@@ -185,15 +175,9 @@ class RunningMeans:
         Returns:
             float32 of shape (2, number of names) on the device: means, then weights.
         """
-        sums = torch.stack([self._sum(name, device) for name in names])
+        nothing = torch.zeros((), device=device)
+        sums = torch.stack([self._sums.get(name, nothing).to(device) for name in names])
         # `full` for each and not one `tensor`: a list has to be copied to the device, and that waits for it.
         weights = torch.stack([torch.full((), self._weights.get(name, 0.0), device=device) for name in names])
         self.clear()
         return torch.stack([sums / weights, weights])
-
-    def _sum(self, name: str, device: torch.device) -> Tensor:
-        return _sum(self._values[name], device) if name in self._values else torch.zeros((), device=device)
-
-
-def _sum(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([value.reshape(()).to(device).float() for value in values]).sum()

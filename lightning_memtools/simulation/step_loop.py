@@ -14,7 +14,6 @@ from lightning_memtools._lightning import (
     attach,
     begin_training,
     count_as,
-    fetcher_of,
     part_of_lightning,
     step_arguments,
     watch_updates,
@@ -109,7 +108,7 @@ class StepLoop:
             count_as(self.trainer, original)
             self.set_schedulers(original.lr_scheduler_configs)
         if settings.stage == "train":
-            begin_training(self.trainer, runs_hooks=original is None and facts is None)
+            self._fetcher = begin_training(self.trainer, runs_hooks=original is None and facts is None)
         self.trainer.facts = facts
 
     @property
@@ -146,10 +145,6 @@ class StepLoop:
         predict.return_predictions = False  # they are kept on the host
         validate.verbose = test.verbose = False
         {"val": validate, "test": test, "predict": predict}[self._stage].run()
-
-    @property
-    def _fetcher(self) -> Any:
-        return fetcher_of(self.trainer)
 
 
 def precision_plugin(name: str, device: str) -> Any:
