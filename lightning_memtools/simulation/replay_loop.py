@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._lightning import Callback, accumulate_while, callbacks_of, part_of_lightning
-from lightning_memtools.simulation.step_loop import LoopSettings, StepLoop
+from lightning_memtools.simulation.step_runner import Recipe, StepListener, StepRunner
 
 
 class _StepEndsError(BaseException):
@@ -21,7 +21,7 @@ class _NoUpdateError(BaseException):
     """Raised inside an optimizer's step, to leave it before it updates anything."""
 
 
-class ReplayLoop:
+class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
     Nothing is logged. The batches have been on the device before, so that no hook moves or changes them again. The
@@ -59,19 +59,21 @@ class ReplayLoop:
         self._module, self._scale, self._batch = module, scale, None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._plugin = _precision(device.type, scale, forward)
-        vars(module).update({"print": _nothing, "on_before_batch_transfer": _same_batch})
-        if optimizers is not None:
-            vars(module)["configure_optimizers"] = lambda: list(optimizers) or None
-        hooks = _ReplayHooks(on_loss, before_update)
-        settings = LoopSettings(
-            stage="train", device=str(device), precision=self._plugin, accumulate=accumulate, callbacks=[hooks],
-            original=original, facts=facts,
-        )  # fmt: skip
-        self._loop = StepLoop(module, self._batches(), self, settings)
-        trainer, strategy = self._loop.trainer, self._loop.trainer.strategy
+        vars(module)["on_before_batch_transfer"] = _same_batch
+        self._runner = StepRunner(
+            module,
+            Recipe(precision=self._plugin, accumulate=accumulate),
+            self,
+            device=str(device),
+            make_optimizer=None if optimizers is None else lambda _parameters: list(optimizers) or None,
+            trainer=original,
+            callbacks=[_ReplayHooks(on_loss, before_update)],
+            replay=facts,
+        )
+        trainer, strategy = self._runner.trainer, self._runner.trainer.strategy
         if original is None:
             self.schedulers = strategy.lr_scheduler_configs if optimizers is None else schedulers
-            self._loop.set_schedulers(self.schedulers)
+            self._runner.set_schedulers(self.schedulers)
         else:
             trainer.callbacks += [_SilentCallback(callback) for callback in callbacks_of(original)]
             trainer.loggers = trainer.loggers if original.loggers else []
@@ -81,12 +83,14 @@ class ReplayLoop:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers."""
-        return self._loop.optimizers
+        return self._runner.optimizers
 
     def detach(self) -> None:
         """Give a module that had no Trainer its own methods back, where its optimizers were configured."""
         self._module.trainer = None
-        del vars(self._module)["print"], vars(self._module)["on_before_batch_transfer"]
+        del vars(self._module)["on_before_batch_transfer"]
+        for part in self._module.modules():
+            vars(part).pop("print", None)
 
     def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
         """Run a batch; return whether the step ended within it.
@@ -97,30 +101,23 @@ class ReplayLoop:
             is_last: Whether it is the last batch of the step.
         """
         self._batch = batch
-        accumulate_while(self._loop.trainer, not is_last)
+        accumulate_while(self._runner.trainer, not is_last)
         try:
-            self._loop.advance(index)
+            self._runner.advance(index)
         except _StepEndsError:
             return True
         except StopIteration:  # a hook said that the rest of the epoch is to be left out
             return False
         return False
 
-    def begin(self, phase: str) -> None:
-        """Do nothing: phases are not measured."""
-
-    def run_step(self, own: Callable[[], Any]) -> Any:
-        """Run the step as Lightning does."""
-        return own()
+    def next_batch(self) -> Any:
+        """Return the batch that runs."""
+        return self._batch
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Return the batch, which is on the device."""
         del move
         return batch
-
-    def _batches(self) -> Iterator[Any]:
-        while True:
-            yield self._batch
 
     def _without_update(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
@@ -169,10 +166,6 @@ class _SilentCallback:
 
     def __getattr__(self, name: str) -> Any:
         return None if name.startswith("on_") else getattr(self._callback, name)
-
-
-def _nothing(*_args: Any, **_options: Any) -> None:
-    """Do nothing, in place of LightningModule.print."""
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:
