@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.inheritance import get_all_subclasses
@@ -36,7 +36,9 @@ def part_of_lightning(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback as Callback  # noqa: PLC0414, other files import it from here
+    from lightning.pytorch import LightningModule as LightningModule  # noqa: PLC0414, as above
+    from lightning.pytorch import Trainer as Trainer  # noqa: PLC0414, as above
 else:
     Callback = part_of_lightning("callbacks").Callback
     LightningModule = part_of_lightning("core").LightningModule
@@ -76,24 +78,11 @@ class EitherCallback(Callback):
     """
 
     parts_of_a_run: ClassVar[tuple[str, ...]] = ()
-    _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "setup" in vars(cls):
             cls.setup = _refusing_other_package(cls.setup)  # type: ignore[method-assign]
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Keep what was given, for `repr`."""
-        made = super().__new__(cls)
-        if arguments or options:
-            made._given = (arguments, options)
-        return made
-
-    def __repr__(self) -> str:
-        arguments, options = self._given
-        given = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
-        return f"{type(self).__name__}({', '.join(given)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | dict.fromkeys(self.parts_of_a_run)

@@ -101,6 +101,7 @@ class StepTrainer(Trainer):
             read from `original` too.
     """
 
+    callbacks: list[Any]
     facts: Mapping[str, Any] | None = None
     original: Any = None
 
