@@ -176,8 +176,6 @@ class LoopMarker:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._batches = self._epoch_loop.batch_progress
         self._counters = _counters_of(trainer)
 
     def mark_updates(self) -> Callable[[], None]:
@@ -185,39 +183,35 @@ class LoopMarker:
 
         The batches and the x axis of the logs go on: the batches whose updates are taken back count as seen.
         """
-        counters = self._counters[4:]
-        return partial(self._put_back, counters, list(map(dict.copy, counters)), self._states_of_schedulers())
+        return self._saved(self._counters[4:])
 
     def mark(self) -> Callable[[], None]:
         """Save them now, and return the function that restores them; the data loaders are not set back."""
-        return partial(
-            self._turn_back,
-            list(map(dict.copy, self._counters)),
-            self._states_of_schedulers(),
-            self._epoch_loop._batches_that_stepped,
-            self._batches.is_last_batch,
-        )
+        loop, restore = self._trainer.fit_loop.epoch_loop, self._saved(self._counters)
+        stepped, is_last = loop._batches_that_stepped, loop.batch_progress.is_last_batch
 
-    def _turn_back(
-        self, counts: list[dict[str, Any]], schedulers: list[tuple[Any, Any]], stepped: int, is_last: bool
-    ) -> None:
-        for values in counts[:2]:
-            # As if the batch had not begun: otherwise, a run that resumes from here counts one step too many.
-            values.update(dict.fromkeys(values, values["completed"]))
-        self._put_back(self._counters, counts, schedulers)
-        self._epoch_loop._batches_that_stepped, self._batches.is_last_batch = stepped, is_last
+        def turn_back() -> None:
+            restore()
+            for counts in self._counters[:2]:
+                # As if the batch had not begun: otherwise, a run that resumes from here counts one step too many.
+                counts.update(dict.fromkeys(counts, counts["completed"]))
+            loop._batches_that_stepped, loop.batch_progress.is_last_batch = stepped, is_last
 
-    def _states_of_schedulers(self) -> list[tuple[Any, Any]]:
-        return [(config.scheduler, config.scheduler.state_dict()) for config in self._trainer.lr_scheduler_configs]
+        return turn_back
 
-    @staticmethod
-    def _put_back(
-        counters: list[dict[str, Any]], counts: list[dict[str, Any]], schedulers: list[tuple[Any, Any]]
-    ) -> None:
-        for held, values in zip(counters, counts, strict=True):
-            held.update(values)
-        for scheduler, state in schedulers:
-            scheduler.load_state_dict(state)
+    def _saved(self, counters: list[dict[str, Any]]) -> Callable[[], None]:
+        saved = [(counts, dict(counts)) for counts in counters]
+        schedulers = [
+            (config.scheduler, config.scheduler.state_dict()) for config in self._trainer.lr_scheduler_configs
+        ]
+
+        def restore() -> None:
+            for counts, values in saved:
+                counts.update(values)
+            for scheduler, state in schedulers:
+                scheduler.load_state_dict(state)
+
+        return restore
 
 
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:
@@ -263,11 +257,6 @@ class _ReplacedMethod:
         if not self._is_active:
             return self._original(*args, **options)
         return self._replacement(self._original, *args, **options)
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """The method as a function of its owner, which torch's schedulers put into a function of their own."""
-        return lambda _owner, *args, **options: self(*args, **options)
 
     def undo(self) -> None:
         """Put the method back. Idempotent."""
