@@ -84,6 +84,12 @@ class EitherCallback(Callback):
         if "setup" in vars(cls):
             cls.setup = _refusing_other_package(cls.setup)  # type: ignore[method-assign]
 
+    def __repr__(self) -> str:
+        arguments = inspect.signature(type(self).__init__).parameters.items()
+        values = {name: getattr(self, name, argument.default) for name, argument in arguments if name != "self"}
+        given = [f"{name}={value!r}" for name, value in values.items() if value != dict(arguments)[name].default]
+        return f"{type(self).__name__}({', '.join(given)})"
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | dict.fromkeys(self.parts_of_a_run)
 
