@@ -32,13 +32,12 @@ def run(chosen: argparse.Namespace) -> None:
         UsageError: The file is no snapshot, or the page cannot be written.
     """
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
-    from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot  # noqa: PLC0415, as above
-    from lightning_memtools.tensorboard_plugin.snapshot_timeline import checked_timeline  # noqa: PLC0415, as above
+    from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, as above
+    from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above
 
     try:
         with working("The snapshot is read"):
-            snapshot = read_snapshot(chosen.file)
-            timeline = checked_timeline(snapshot, chosen.file, with_blocks=True)
+            timeline = timeline_from(chosen.file, with_blocks=True)
     except NotASnapshotError as error:
         raise UsageError(str(error)) from error
     output: Path = chosen.output or chosen.file.with_suffix(".html")

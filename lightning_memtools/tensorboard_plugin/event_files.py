@@ -9,18 +9,14 @@ import os
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 PREFIXES = ("memory/", "loss/", "grad/", "time/", "device/", "nonfinite/", "spikes/", "memtools/")
 """The prefixes of this library's tags."""
 
-_PREFIX_BYTES = tuple(prefix.encode() for prefix in PREFIXES)
-_PEEK_BYTES = 1 << 24
-_PEEK_FILES = 20
 # TensorBoard puts this behind the tag of a text.
 _TEXT_SUFFIX = "/text_summary"
 
@@ -109,9 +105,9 @@ class _RunReader:
         tags = self._events.Tags()
         for logged in tags["scalars"]:
             events = self._events.Scalars(logged)
-            _add_points(run, _without_logger_prefix(logged), events, [event.value for event in events])
+            _add_points(run, without_logger_prefix(logged), events, (event.value for event in events))
         for logged in tags["tensors"]:
-            tag = _without_logger_prefix(logged)
+            tag = without_logger_prefix(logged)
             events = self._events.Tensors(logged)
             contents = [_number_or_text(event.tensor_proto) for event in events] if tag else []
             if tag and tag.startswith("memtools/"):
@@ -125,16 +121,12 @@ class _RunReader:
         self.run = run
 
 
-def _add_points(run: LoggedRun, tag: str | None, events: Sequence[Any], values: Sequence[Any]) -> None:
+def _add_points(run: LoggedRun, tag: str | None, events: Sequence[Any], values: Iterable[Any]) -> None:
     if tag is None or tag.startswith("memtools/"):
         return
-    steps, times = [event.step for event in events], [event.wall_time for event in events]
-    if all(before <= after for before, after in pairwise(steps)):
-        run.curves[tag] = Curve(array("q", steps), array("d", times), array("d", values))
-        return
     curve = run.curves.setdefault(tag, Curve())
-    for point in zip(steps, times, values, strict=True):
-        curve.add(*point)
+    for event, value in zip(events, values, strict=True):
+        curve.add(event.step, event.wall_time, value)
 
 
 def _number_or_text(proto: Any) -> float | str | None:
@@ -169,11 +161,6 @@ class EventDirectory:
                     self._readers[name] = _RunReader(directory, name)
                 self._readers[name].refresh()
 
-    def starts_with_points(self) -> bool:
-        """Return True if one of the newest event files has tags of this library in its first 16 MiB."""
-        newest = sorted(_event_files(self.log_dir), key=_changed, reverse=True)[:_PEEK_FILES]
-        return any(_starts_with_points(path) for path in newest)
-
     def runs(self) -> dict[str, LoggedRun]:
         """Return the runs that have something of this library, by name."""
         with self._lock:
@@ -193,23 +180,7 @@ def _event_files(directory: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if "tfevents" in name)
 
 
-def _starts_with_points(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_PEEK_BYTES)
-    except OSError:  # it was removed, or is not ours to read
-        return False
-    return any(prefix in data for prefix in _PREFIX_BYTES)
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # it was removed
-        return 0.0
-
-
-def _without_logger_prefix(tag: str) -> str | None:
+def without_logger_prefix(tag: str) -> str | None:
     """Return a tag without the prefix of a Lightning logger ("prefix-memory/..."); None if not of this library."""
     if tag.startswith(PREFIXES):
         return tag

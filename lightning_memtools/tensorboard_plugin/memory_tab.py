@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.backend import http_util
+from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from lightning_memtools.tensorboard_plugin.event_files import (
     EventDirectory,
     LoggedRun,
+    without_logger_prefix,
 )
 from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
@@ -33,7 +35,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     """TensorBoard's plugin.
 
     Args:
-        context: TensorBoard's own; `logdir` is used.
+        context: TensorBoard's own; `logdir` and `data_provider` are used.
     """
 
     plugin_name = "lightning_memtools"
@@ -42,6 +44,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         log_dir = context.logdir or ""
         local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
         self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
+        self._logs = context.data_provider
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
@@ -55,15 +58,25 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True where a run has points or texts of this library. Never waits until all is read.
+        """Return True where a run has points or texts of this library, as far as TensorBoard has read the logs.
 
         False for a log directory that is not on a disk of this machine, such as ``gs://...``: nothing is read there.
         """
-        if not self._is_active and self._directory is not None and self._directory.starts_with_points():
+        if not self._is_active and self._directory is not None and self._has_tags():
             self._is_active = True
             # So that the curves are there when the tab is opened.
             threading.Thread(target=self._directory.refresh, daemon=True).start()
         return self._is_active
+
+    def _has_tags(self) -> bool:
+        tags_of = ((self._logs.list_scalars, "scalars"), (self._logs.list_tensors, "text"))
+        context = RequestContext()
+        return any(
+            without_logger_prefix(tag) is not None
+            for tags, kind in tags_of
+            for run in tags(context, experiment_id="", plugin_name=kind).values()
+            for tag in run
+        )
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Return the tab's name and its module."""

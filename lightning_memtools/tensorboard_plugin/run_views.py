@@ -26,7 +26,9 @@ _COUNTS = {
     "spikes/found": ("spike", "loss spike", "loss spikes"),
     "nonfinite/skipped": ("nonfinite", "step skipped because of NaN or Inf", "steps skipped because of NaN or Inf"),
 }
-_GRAVEST_FIRST = ("oom", "leak", "retry", "nonfinite", "spike", "cache")
+# Reports of these kinds come first, in this order; what found nothing and all other reports come last.
+_GRAVEST_FIRST = ("ended", "nonfinite_report", "oom_report", "leak", "doctor", "loss_spike")
+_FOUND_NOTHING = "Nothing was found."
 _MAX_MARKS = 500
 _MAX_RUNS = 200
 _DIGITS = 7
@@ -49,7 +51,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
         "evaluations": evaluations_of(run),
         "summary": summary_of(run),
         "notes": list(run.notes),
-        "n_reports": len(run.texts),
+        "reports": [_said(text) for text in _by_importance(run)],
     }
 
 
@@ -141,8 +143,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
         for step, count in zip(curve.steps, curve.values, strict=True):
             if count > before:
                 n = int(count - before)
-                mark = {"step": step, "kind": kind, "count": n, "words": one if n == 1 else several}
-                marks.append(mark | _reserved_around(run, step, kind))
+                marks.append({"step": step, "kind": kind, "count": n, "words": one if n == 1 else several})
             before = count
     for tag, curve in run.curves.items():
         if tag.startswith("loss/") and not _is_finite(curve.values):
@@ -150,18 +151,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
             marks.extend(
                 {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
             )
-    if len(marks) > _MAX_MARKS:  # an error at the end of a long run has to stay
-        marks = sorted(marks, key=lambda mark: _GRAVEST_FIRST.index(mark["kind"]))[:_MAX_MARKS]
-    return sorted(marks, key=lambda mark: mark["step"])
-
-
-def _reserved_around(run: LoggedRun, step: int, kind: str) -> dict[str, Any]:
-    """Return reserved memory at the point before an event and at its own: a retry returns the cache to the device."""
-    curve = run.curves.get("memory/train/reserved_gib", Curve())
-    at = bisect_left(curve.steps, step)
-    if kind in {"nonfinite", "spike"} or not 0 < at < len(curve.steps) or curve.steps[at] != step:
-        return {}
-    return {"reserved_gib": [_json(curve.values[at - 1]), _json(curve.values[at])]}
+    return sorted(marks, key=lambda mark: mark["step"])[-_MAX_MARKS:]
 
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
@@ -206,7 +196,8 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "retries": _highest_value(_first_curve(run, "memory/alloc_retries")),
         "ooms": _highest_value(_first_curve(run, "memory/ooms")),
         "last_step": max((curve.steps[-1] for tag, curve in run.curves.items() if "/batch_" not in tag), default=None),
-        "batch_sizes": _batch_sizes(_headline(run, "memtools/batch_size") or ""),
+        "recoveries": _highest_value(_first_curve(run, "memory/oom_recoveries")),
+        "batch_size": _headline(run, "memtools/batch_size"),
         "checkpoint_plan": _headline(run, "memtools/checkpoint_plan"),
     }
 
@@ -248,14 +239,11 @@ def _with_prefix(run: LoggedRun, prefix: str) -> Iterable[Curve]:
 
 
 def _highest(curve: Curve) -> dict[str, Any] | None:
-    if _is_finite(curve.values):
-        at = curve.values.index(max(curve.values))
-        return {"gib": _json(curve.values[at]), "step": curve.steps[at]}
-    finite = [at for at, value in enumerate(curve.values) if math.isfinite(value)]
-    if not finite:
-        return None
-    at = max(finite, key=curve.values.__getitem__)
-    return {"gib": _json(curve.values[at]), "step": curve.steps[at]}
+    finite: Sequence[int] = range(len(curve.values))
+    if not _is_finite(curve.values):
+        finite = [at for at in finite if math.isfinite(curve.values[at])]
+    at = max(finite, key=curve.values.__getitem__, default=None)
+    return None if at is None else {"gib": _json(curve.values[at]), "step": curve.steps[at]}
 
 
 def _highest_value(curve: Curve | None) -> float | None:
@@ -276,23 +264,36 @@ def _median(curve: Curve | None) -> float | None:
 
 def _headline(run: LoggedRun, tag: str) -> str | None:
     """Return the first sentence of the latest report of a kind."""
-    texts = [text.text for text in run.texts if text.tag == tag]
-    lines = [line for line in (texts[-1].splitlines() if texts else []) if line.strip("#* ")]
-    # The first sentence; a heading only repeats the kind of report, and a row of a table says nothing alone.
+    return next((_first_sentence(text.text) for text in reversed(run.texts) if text.tag == tag), None)
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first line that is a sentence: a heading repeats the kind of report, and a row says nothing alone."""
+    lines = [line for line in text.splitlines() if line.strip("#* ")]
     lines.sort(key=lambda line: line.startswith(("#", "|")))
-    return lines[0].strip("#*- ")[:200] if lines else None
+    return lines[0].strip("#*- ") if lines else ""
 
 
-def _batch_sizes(sentence: str) -> dict[str, int]:
-    """Return stage to batch size, read off the sentence that BatchSizeTuner writes ("train 96, val 128 (in ...")."""
-    found = re.findall(rf"\b({'|'.join(STAGES)}) (\d+)", sentence.partition("(")[0])
-    return {stage: int(size) for stage, size in found}
+def _by_importance(run: LoggedRun) -> list[LoggedText]:
+    """Return the reports: those that ended a run, findings, then the others; of a kind the newest first."""
+    newest_first = sorted(run.texts, key=lambda text: text.time, reverse=True)
+    return sorted(newest_first, key=_rank)
+
+
+def _rank(text: LoggedText) -> int:
+    kind = text.tag.removeprefix("memtools/")
+    if kind not in _GRAVEST_FIRST or _FOUND_NOTHING in text.text:
+        return len(_GRAVEST_FIRST) + (_FOUND_NOTHING in text.text)
+    return _GRAVEST_FIRST.index(kind)
+
+
+def _said(text: LoggedText) -> dict[str, Any]:
+    """Return a report in a line: its title where that says what happened, such as "Out of memory on ...: ..."."""
+    first = text.text.strip().partition("\n")[0]
+    words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
+    return {"tag": text.tag, "step": text.step, "words": words, "found_nothing": _FOUND_NOTHING in text.text}
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the reports as HTML, newest first."""
-    newest_first: Sequence[LoggedText] = sorted(run.texts, key=lambda text: text.time, reverse=True)
-    return [
-        {"tag": text.tag, "step": text.step, "time": text.time, "html": report_as_html(text.text)}
-        for text in newest_first
-    ]
+    """Return the reports as HTML, the gravest first."""
+    return [{**_said(text), "time": text.time, "html": report_as_html(text.text)} for text in _by_importance(run)]

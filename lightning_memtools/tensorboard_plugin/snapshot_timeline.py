@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ _MOST_FRAMES = 24
 _GRANULE = 512
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _BORN_IN = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries"}
+_BY_MODULE = {"activations", "temporaries"}
 _REST = "everything else"
 _LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_memtools/", "/contextlib.py")
+_NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "device": 0, "step": None, "rank": None, "name": ""}
 
 
 @dataclass(slots=True)
@@ -52,56 +54,53 @@ class BlockLife:
     part: str = ""
     name: str = ""
 
+    def is_alive(self, event: int) -> bool:
+        """Return True if the block is in use after this event."""
+        return self.born <= event and (self.died is None or self.died > event)
+
 
 def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
-    """Return the timeline of a snapshot in a file, as `timeline_of` does.
-
-    Raises:
-        NotASnapshotError: The file is no snapshot.
-    """
-    return checked_timeline(read_snapshot(path), path, with_blocks=with_blocks)
-
-
-def checked_timeline(snapshot: Mapping[str, Any], path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
-    """Return the timeline of a snapshot that was read from a path.
-
-    Raises:
-        NotASnapshotError: Its entries make no sense.
-    """
-    try:
-        return timeline_of(snapshot, with_blocks=with_blocks)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise NotASnapshotError(f"{path} is no memory snapshot: its entries make no sense ({error}).") from error
-
-
-def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> dict[str, Any]:
-    """Return a snapshot's timeline as plain values for JSON.
+    """Return the timeline of a snapshot in a file, as plain values for JSON.
 
     An event is an allocation or a freeing. A snapshot that MemoryMonitor took shows its step only, divided into
     categories; any other shows all of its history, divided by the lines of the program that allocated most.
 
     Args:
-        snapshot: As `read_snapshot` returns it.
+        path: The file.
         with_blocks: Also return every block with its stack.
+
+    Raises:
+        NotASnapshotError: The file is no snapshot, or its entries make no sense.
     """
+    snapshot = read_snapshot(path)
+    try:
+        return _timeline(snapshot, with_blocks=with_blocks)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NotASnapshotError(f"{path} is no memory snapshot: its entries make no sense ({error}).") from error
+
+
+def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, Any]:
     marks = _marks_of(snapshot)
     device = marks["device"]
     entries: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device] if snapshot["device_traces"] else []
     phases = [(_event_at(entries, time), str(name)) for time, name in marks["phases"]]
     owned = [(_event_at(entries, time), addresses) for time, addresses in marks["owned"]]
+    is_marked = bool(owned)
     blocks = _blocks_of(snapshot, entries, device, owned)
     first = phases[0][0] if phases else 0
-    _divide(blocks, phases, first, is_marked=bool(owned))
+    for block in blocks:
+        block.part = block.part or _part_of(block, phases, first, is_marked=is_marked)
     total, reserved = _totals(blocks, len(entries)), _reserved(snapshot, entries, device)
     shown = range(first, len(entries) + 1)
     peak = max(shown, key=total.__getitem__)
-    names = _names(blocks, peak)
-    kept = [block for block in blocks if block.died is None or block.died > first]
-    top = _top(kept, peak, total[peak], is_marked=bool(owned))
-    holders = _holders_at(blocks, peak, is_marked=bool(owned))
+    at_peak = [block for block in blocks if block.is_alive(peak)]
+    top = _top(at_peak, is_marked=is_marked)
+    names = _names(blocks, at_peak)
     for block in blocks:
         block.part = block.part if block.part in names else _REST
     columns = _columns(shown, total)
+    kept = [block for block in blocks if block.died is None or block.died > first]
+    values = {name: _totals([block for block in kept if block.part == name], len(entries)) for name in names}
     return {
         "title": f"step {marks['step']}" if marks["step"] is not None else "",
         "rank": marks["rank"],
@@ -112,25 +111,27 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
         "columns": [event - first for event in columns],
         "total": [total[event] for event in columns],
         "reserved": [reserved[event] for event in columns],
-        "parts": {name: _values(kept, name, len(entries), columns) for name in names},
+        "parts": {name: [sizes[event] for event in columns] for name, sizes in values.items()},
         "phases": [[event - first, name] for event, name in phases],
         "peak": {"at": peak - first, "bytes": total[peak], "phase": _phase_at(phases, peak)},
         "top": top,
-        "holders_at_peak": holders,
+        "holders_at_peak": {
+            "modules": _held(at_peak, lambda block: _module_or_part(block, is_marked=is_marked)),
+            "lines": _held(at_peak, lambda block: _line_of(block, _LIBRARIES)),
+        },
         # A VirtualDevice's only frame is a module, which has no line.
-        "holders": "modules" if owned or not any(":" in name for one in top for name in one["names"]) else "lines",
+        "holders": "modules" if owned or not any(":" in name for held in top for name in held["names"]) else "lines",
         **(_block_table(kept, first) if with_blocks else {}),
-    }
+    }  # fmt: skip
 
 
 def _marks_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what MemoryMonitor wrote into its snapshot; of another snapshot, the first device that did anything."""
     marks = snapshot.get("memtools")
-    if isinstance(marks, dict) and {"phases", "owned", "device", "step", "rank", "name"} <= set(marks):
+    if isinstance(marks, dict) and set(_NO_MARKS) <= set(marks):
         return marks
-    # The first device that did anything.
-    traces = snapshot["device_traces"]
-    device = next((index for index, trace in enumerate(traces) if trace), 0)
-    return {"phases": [], "owned": [], "device": device, "step": None, "rank": None, "name": f"device {device}"}
+    device = next((index for index, trace in enumerate(snapshot["device_traces"]) if trace), 0)
+    return _NO_MARKS | {"device": device, "name": f"device {device}"}
 
 
 def _event_at(entries: Sequence[Mapping[str, Any]], time: int) -> int:
@@ -142,11 +143,11 @@ def _blocks_of(
     snapshot: Mapping[str, Any],
     entries: Sequence[Mapping[str, Any]],
     device: int,
-    owned: Sequence[tuple[int, Mapping[str, Mapping[int, str] | Sequence[int]]]],
+    owned: Sequence[tuple[int, Mapping[str, Mapping[int, str]]]],
 ) -> list[BlockLife]:
-    """Return all blocks; those that have an owner at one of the moments of `owned` know their part."""
+    """Return all blocks; those that have an owner at one of the moments of `owned` know their part and name."""
     live = {
-        address: BlockLife(0, None, _rounded(block.n_bytes), address, _stack(block.source), _label(block.source))
+        address: _block(0, address, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
     }
     blocks = list(live.values())
@@ -154,28 +155,24 @@ def _blocks_of(
     moment, owners = next(moments)
     for at, entry in enumerate([*entries, {"action": "end"}]):
         while moment == at:
-            for name, addresses in owners.items():
-                tensors = addresses if isinstance(addresses, dict) else {}  # snapshots of older versions have no names
-                for address in addresses:
+            for part, tensors in owners.items():
+                for address, name in tensors.items():
                     if address in live and not live[address].part:
-                        live[address].part = name if name in PARTS else "other"
-                        live[address].name = tensors.get(address, "")
+                        live[address].part, live[address].name = part if part in PARTS else "other", name
             moment, owners = next(moments)
         if entry["action"] == "alloc":
-            address = entry["addr"]
-            live[address] = BlockLife(at + 1, None, _rounded(entry["size"]), address, _stack(entry), _label(entry))
-            blocks.append(live[address])
+            live[entry["addr"]] = _block(at + 1, entry["addr"], entry["size"], entry)
+            blocks.append(live[entry["addr"]])
         elif entry["action"] == "free_completed" and entry["addr"] in live:
             live.pop(entry["addr"]).died = at + 1
     return blocks
 
 
-def _rounded(n_bytes: int) -> int:
-    return -(-n_bytes // _GRANULE) * _GRANULE
-
-
-def _stack(source: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(_frame(frame) for frame in (source.get("frames") or [])[:_MOST_FRAMES])
+def _block(born: int, address: int, n_bytes: int, source: Mapping[str, Any]) -> BlockLife:
+    stack = tuple(_frame(frame) for frame in (source.get("frames") or [])[:_MOST_FRAMES])
+    label = source.get("user_metadata")
+    rounded = -(-n_bytes // _GRANULE) * _GRANULE
+    return BlockLife(born, None, rounded, address, stack, label if isinstance(label, str) else "")
 
 
 def _frame(frame: Mapping[str, Any]) -> str:
@@ -183,129 +180,17 @@ def _frame(frame: Mapping[str, Any]) -> str:
     return f"{frame['filename']}:{frame.get('line')} {name}" if frame.get("filename") else name
 
 
-def _label(source: Mapping[str, Any]) -> str:
-    label = source.get("user_metadata")
-    return label if isinstance(label, str) else ""
+def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
+    """Return the category of a block without an owner by the phase that made it, or the line that asked for it."""
+    if not is_marked:
+        line = _line_of(block, ("/torch/",))
+        return block.label or line or (block.stack[0] if block.stack else "(no stack)")
+    return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
-def _divide(blocks: Sequence[BlockLife], phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> None:
-    """Give each block that has no part yet one: by the phase in which it was made, or by the line that asked for it."""
-    for block in blocks:
-        if block.part:
-            continue
-        if not is_marked:
-            block.part = block.label or _line_of(block)
-        elif block.born <= first:
-            block.part = "other"
-        else:
-            block.part = _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
-
-
-def _line_of(block: BlockLife) -> str:
-    """Return the innermost frame that is not torch's own."""
-    own = (frame for frame in block.stack if "/torch/" not in frame and not frame.startswith("<"))
-    return next(own, block.stack[0] if block.stack else "(no stack)")
-
-
-def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
-    return next((name for begin, name in reversed(phases) if begin <= event), "")
-
-
-def _changes(blocks: Sequence[BlockLife], n_events: int) -> list[int]:
-    changes = [0] * (n_events + 2)
-    for block in blocks:
-        changes[block.born] += block.size
-        changes[n_events + 1 if block.died is None else block.died] -= block.size
-    return changes
-
-
-def _totals(blocks: Sequence[BlockLife], n_events: int) -> list[int]:
-    total, found = 0, []
-    for change in _changes(blocks, n_events)[: n_events + 1]:
-        total += change
-        found.append(total)
-    return found
-
-
-def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int) -> list[int]:
-    now = sum(segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device)
-    found = [now]
-    for entry in reversed(entries):
-        now -= _RESERVES.get(entry["action"], 0) * entry["size"]
-        found.append(now)
-    return found[::-1]
-
-
-def _names(blocks: Sequence[BlockLife], peak: int) -> list[str]:
-    """Return the parts to show: the categories, or the largest of others and one for the rest."""
-    at_peak: dict[str, int] = defaultdict(int)
-    for block in blocks:
-        at_peak[block.part] += block.size * _is_alive(block, peak)
-    if set(at_peak) <= set(PARTS):
-        return [name for name in PARTS if name in at_peak]
-    largest = sorted(at_peak, key=lambda name: -at_peak[name])[:_MOST_GROUPS]
-    return [*largest, _REST] if len(at_peak) > len(largest) else largest
-
-
-def _is_alive(block: BlockLife, event: int) -> bool:
-    return block.born <= event and (block.died is None or block.died > event)
-
-
-def _columns(shown: range, total: Sequence[int]) -> list[int]:
-    """Return the event of each column: of those that share one, that with most memory, so that no peak is lost."""
-    n_columns = min(_COLUMNS, len(shown))
-    bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
-    return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
-
-
-def _values(blocks: Sequence[BlockLife], part: str, n_events: int, columns: Sequence[int]) -> list[int]:
-    totals = _totals([block for block in blocks if block.part == part], n_events)
-    return [totals[event] for event in columns]
-
-
-def _top(blocks: Sequence[BlockLife], peak: int, total: int, *, is_marked: bool) -> list[dict[str, Any]]:
-    """Return who holds the peak, largest share first, the rest last; together they are the total.
-
-    Holders are modules, tensors with a name, or lines of the program. Those of one part that hold equally much come
-    together.
-    """
-    held: dict[tuple[str, str], int] = defaultdict(int)
-    for block in blocks:
-        if _is_alive(block, peak):
-            held[(block.part, _holder_of(block)) if is_marked else ("", block.part)] += block.size
-    ties: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for (part, name), size in sorted(held.items()):
-        ties[part, size].append(name)
-    ranked = sorted(ties.items(), key=lambda one: -one[0][1] * len(one[1]))[:_MOST_TOP]
-    top = [{"part": part, "bytes": size, "names": names} for (part, size), names in ranked]
-    rest = total - sum(size * len(names) for (_, size), names in ranked)
-    return [*top, {"part": "", "bytes": rest, "names": [_REST]}] if rest else top
-
-
-def _holder_of(block: BlockLife) -> str:
-    return block.name or (_module_of(block) if block.part in {"activations", "temporaries"} else "(no name)")
-
-
-def _holders_at(blocks: Sequence[BlockLife], peak: int, *, is_marked: bool) -> dict[str, dict[str, int]]:
-    """Return the bytes at the peak by part, by module, and by line of the program; largest first."""
-    found: dict[str, dict[str, int]] = {"parts": {}, "modules": {}, "lines": {}}
-    for block in blocks:
-        if _is_alive(block, peak):
-            own = not is_marked or block.part in {"activations", "temporaries"}
-            names = (
-                ("parts", block.part if is_marked else ""),
-                ("modules", _module_of(block) if own else f"({block.part})"),
-                ("lines", _program_line(block)),
-            )
-            for what, name in names:
-                if name:
-                    found[what][name] = found[what].get(name, 0) + block.size
-    return {what: dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))) for what, sizes in found.items()}
-
-
-def _program_line(block: BlockLife) -> str:
-    """Return the innermost line that is neither torch's nor Lightning's; "" for blocks without lines."""
-    own = (frame for frame in block.stack if ":" in frame and not any(one in frame for one in _LIBRARIES))
+def _line_of(block: BlockLife, libraries: Sequence[str]) -> str:
+    """Return the innermost line that is in none of these libraries; "" for a block without lines."""
+    own = (frame for frame in block.stack if ":" in frame and not any(library in frame for library in libraries))
     return next(own, "").rpartition("site-packages/")[2]
 
 
@@ -313,6 +198,76 @@ def _module_of(block: BlockLife) -> str:
     phase, _, module = block.label.partition(" | ")
     # A VirtualDevice's only frame is the module.
     return module or (f"({phase})" if phase else "") or (block.stack[0] if block.stack else "(not known)")
+
+
+def _module_or_part(block: BlockLife, *, is_marked: bool) -> str:
+    return f"({block.part})" if is_marked and block.part not in _BY_MODULE else _module_of(block)
+
+
+def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
+    return next((name for begin, name in reversed(phases) if begin <= event), "")
+
+
+def _totals(blocks: Iterable[BlockLife], n_events: int) -> list[int]:
+    """Return the bytes in use after each event; the first is before all of them."""
+    changes = [0] * (n_events + 1)
+    for block in blocks:
+        changes[block.born] += block.size
+        if block.died is not None:
+            changes[block.died] -= block.size
+    return list(accumulate(changes))
+
+
+def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int) -> list[int]:
+    at_end = sum(segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device)
+    changes = (-_RESERVES.get(entry["action"], 0) * entry["size"] for entry in reversed(entries))
+    return list(accumulate(changes, initial=at_end))[::-1]
+
+
+def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[Any, int]:
+    """Return the bytes of blocks by a key, largest first; blocks whose key is empty are left out."""
+    held: dict[Any, int] = defaultdict(int)
+    for block in blocks:
+        if name := key(block):
+            held[name] += block.size
+    return dict(sorted(held.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[str]:
+    """Return the parts to show: the categories, or those that hold most at the peak and a last for the rest."""
+    parts = {block.part for block in blocks}
+    if parts <= set(PARTS):
+        return [name for name in PARTS if name in parts]
+    largest = list(_held(at_peak, lambda block: block.part))[:_MOST_GROUPS]
+    return [*largest, _REST] if len(parts) > len(largest) else largest
+
+
+def _columns(shown: range, total: Sequence[int]) -> list[int]:
+    """Return the event of each column: of those that share a column, that with most memory, so that no peak is lost."""
+    n_columns = min(_COLUMNS, len(shown))
+    bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
+    return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
+
+
+def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
+    """Return who holds the peak, largest share first, the rest last; together they are the total.
+
+    Holders are modules, tensors with a name, or lines of the program. Those of one part that hold equally much come
+    together.
+    """
+
+    def holder(block: BlockLife) -> tuple[str, str]:
+        if not is_marked:
+            return "", block.part
+        return block.part, block.name or (_module_of(block) if block.part in _BY_MODULE else "(no name)")
+
+    ties: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for (part, name), size in _held(at_peak, holder).items():
+        ties[part, size].append(name)
+    ranked = sorted(ties.items(), key=lambda item: -item[0][1] * len(item[1]))
+    top = [{"part": part, "bytes": size, "names": names} for (part, size), names in ranked[:_MOST_TOP]]
+    rest = sum(size * len(names) for (_, size), names in ranked[_MOST_TOP:])
+    return [*top, {"part": "", "bytes": rest, "names": [_REST]}] if rest else top
 
 
 def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
@@ -338,23 +293,22 @@ def step_view(run_directory: Path, name: str | None = None) -> dict[str, Any]:
         run_directory: The directory of the run's event files.
         name: The one to show; None, or a name that is not among them, for the last step's first rank.
     """
-    found = {path.name: path for path in (run_directory / "memtools").glob("memory_snapshot_step*.pickle")}
-    ranked = sorted((-int(match[1]), int(match[2]), match[0]) for one in found if (match := _NAME.fullmatch(one)))
-    names = [one for *_, one in ranked]
+    files = {path.name: path for path in (run_directory / "memtools").glob("memory_snapshot_step*.pickle")}
+    matches = [match for file in files if (match := _NAME.fullmatch(file))]
+    names = [match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), int(match[2])))]
     if not names:
         return {"names": []}
     shown = name if name in names else names[0]
-    path = found[shown]
-    size = path.stat()
-    if size.st_size > _MOST_BYTES:
+    status = files[shown].stat()
+    if status.st_size > _MOST_BYTES:
         problem = f"{shown} is too large to be shown here: memtools snapshot {shown} shows it."
         return {"names": names, "shown": shown, "problem": problem}
     try:
-        return {"names": names, "shown": shown, "timeline": _timeline(path, size.st_mtime_ns)}
+        return {"names": names, "shown": shown, "timeline": _cached_timeline(files[shown], status.st_mtime_ns)}
     except NotASnapshotError as error:
         return {"names": names, "shown": shown, "problem": str(error)}
 
 
 @lru_cache(maxsize=8)
-def _timeline(path: Path, _changed: int) -> dict[str, Any]:
+def _cached_timeline(path: Path, _changed: int) -> dict[str, Any]:
     return timeline_from(path)

@@ -14,7 +14,7 @@ from lightning_memtools import MemoryMonitor
 from lightning_memtools._torch import is_cuda_history_recorded
 from lightning_memtools.cli.main import main
 from lightning_memtools.tensorboard_plugin.snapshot_file import read_snapshot
-from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from, timeline_of
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from
 from tests.null_cuda.null_processes import Classifier
 from tests.zoo import torchvision_models
 
@@ -51,7 +51,7 @@ def test_a_real_step_has_its_phases_its_modules_and_what_each_block_is(tmp_path)
     snapshot = read_snapshot(path)
     labels = {entry["user_metadata"] for entry in snapshot["device_traces"][0]}
     assert {"forward | net.layer1.0.conv1", "backward | net.layer4.1.conv2"} <= labels
-    view = timeline_of(snapshot)
+    view = timeline_from(path)
     json.dumps(view)
     assert [name for _, name in view["phases"]] == ["forward", "backward", "optimizer"]
     weights = sum(-(-p.nbytes // 512) * 512 for p in model.parameters())

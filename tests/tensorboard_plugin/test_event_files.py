@@ -33,18 +33,6 @@ def test_tags_of_others_are_left_out(tmp_path):
     assert read(tmp_path) == {}
 
 
-def test_a_short_look_finds_out_if_there_is_anything_to_show(tmp_path):
-    directory = EventDirectory(tmp_path)
-    assert not directory.starts_with_points()
-    (tmp_path / "events.out.tfevents.0").write_bytes(os.urandom(5000))
-    with SummaryWriter(str(tmp_path / "other")) as writer:
-        writer.add_scalar("accuracy", 1.0, 0)
-    assert not directory.starts_with_points()
-    write_small_run(tmp_path / "run")
-    assert directory.starts_with_points()
-    assert directory.runs() == {}  # nothing was kept: the whole is read later
-
-
 @pytest.mark.parametrize(("prefix", "new_style"), [("mine-", False), ("", True)])
 def test_a_logger_s_prefix_is_taken_off_and_new_style_scalars_are_numbers_too(prefix, new_style, tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:

@@ -81,27 +81,6 @@ def test_marks_say_what_happened():
     ]  # fmt: skip
 
 
-def test_a_retry_says_what_it_did_to_reserved_memory():
-    run = run_with(**{
-        "memory/train/reserved_gib": [(4, 8.0), (5, 6.0)],
-        "memory/alloc_retries": [(4, 0.0), (5, 1.0)],
-        "memory/ooms": [(4, 0.0), (5, 2.0)],
-    })  # fmt: skip
-    retry, oom = marks_of(run)
-    assert retry == {"step": 5, "kind": "retry", "count": 1, "words": "allocation retry", "reserved_gib": [8.0, 6.0]}
-    assert (oom["words"], oom["count"]) == ("out-of-memory errors", 2)
-
-
-def test_of_very_many_marks_the_gravest_stay():
-    run = run_with(**{
-        "memory/cache/freed_gib": [(step, 1.0) for step in range(2000)],
-        "memory/ooms": [(0, 0.0), (1999, 1.0)],
-    })  # fmt: skip
-    marks = marks_of(run)
-    assert len(marks) == 500
-    assert (marks[-1]["step"], marks[-1]["kind"]) == (1999, "oom")
-
-
 def test_runs_come_in_the_order_of_their_numbers_and_the_newest_is_named():
     curves = {f"version_{n}": Curve() for n in (10, 9, 2)}
     for (_, curve), time in zip(curves.items(), (5.0, 9.0, 7.0), strict=True):
@@ -152,18 +131,32 @@ def test_the_figures_of_a_run():
     summary = summary_of(run)
     assert summary["stages"]["train"]["peak_allocated"] == {"gib": 3.0, "step": 1}
     assert (summary["capacity_gib"], summary["step_ms"], summary["loss_train"]) == (8.0, 11.0, 0.5)
-    assert summary["batch_sizes"] == {"train": 96, "val": 128}
+    assert summary["batch_size"] == "Batch size: train 96, val 128 (in 9 trials, 2.0 s); test 7."
     assert summary["last_step"] == 3
 
 
-def test_reports_come_newest_first_as_html_that_runs_nothing():
-    texts = [
-        "old",
-        "# A title\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n<script>x</script> ![](http://x) [y](javascript:z)",
+def test_reports_are_html_that_runs_nothing():
+    text = "# A title\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n<script>x</script> ![](http://x) [y](javascript:z)"
+    (report,) = reports_of(LoggedRun("run", texts=[LoggedText("memtools/doctor", 3, 1.0, text)]))
+    assert report["step"] == 3
+    assert "<h4>A title</h4>" in report["html"]
+    assert '<td style="text-align:right">2</td>' in report["html"]
+    assert not re.search(r"<script|<img|href=.(?!http)", report["html"])
+
+
+def test_what_ended_a_run_comes_first_then_findings_then_the_rest_and_what_found_nothing_last():
+    kinds = ["doctor", "memory_summary", "leak", "oom_report", "memory_summary", "ended"]
+    run = LoggedRun("run", texts=[LoggedText(f"memtools/{kind}", i, float(i), kind) for i, kind in enumerate(kinds)])
+    run.texts.append(LoggedText("memtools/doctor", 9, 9.0, "# TrainingDoctor\n\n18 checks. Nothing was found."))
+    found = [(report["tag"].removeprefix("memtools/"), report["step"]) for report in reports_of(run)]
+    wanted = [("ended", 5), ("oom_report", 3), ("leak", 2), ("doctor", 0), ("memory_summary", 4), ("memory_summary", 1)]
+    assert found == [*wanted, ("doctor", 9)]
+    assert [(one["words"], one["found_nothing"]) for one in run_view(run)["reports"][-1:]] == [
+        ("18 checks. Nothing was found.", True)
     ]
-    run = LoggedRun("run", texts=[LoggedText("memtools/doctor", i, float(i), text) for i, text in enumerate(texts)])
-    newest, oldest = reports_of(run)
-    assert (newest["step"], oldest["html"]) == (1, "<p>old</p>\n")
-    assert "<h4>A title</h4>" in newest["html"]
-    assert '<td style="text-align:right">2</td>' in newest["html"]
-    assert not re.search(r"<script|<img|href=.(?!http)", newest["html"])
+
+
+def test_a_report_whose_title_says_what_happened_is_named_by_it():
+    text = "# Out of memory on a device: tried 20 MiB.\n\n## What to do\n\n1. Less."
+    run = LoggedRun("run", texts=[LoggedText("memtools/oom_report", 0, 1.0, text)])
+    assert run_view(run)["reports"][0]["words"] == "Out of memory on a device: tried 20 MiB."

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.cli.main import main
 from lightning_memtools.memory.sizes import MIB
-from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot
+from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view, timeline_from
 from tests.browser import chromium, open_page
 from tests.lightning_models import Regression, loader, trainer
@@ -115,7 +115,7 @@ class Harmful:
         (pickle.dumps(Harmful()), "wants to load posix.system"),
         (pickle.dumps(OrderedDict(segments=[], device_traces=[])), "wants to load collections.OrderedDict"),
         (pickle.dumps({"weights": [1, 2]}), "has no segments and device_traces"),
-        (pickle.dumps({"segments": [{"blocks": 3}], "device_traces": []}), "a segment of it lacks"),
+        (pickle.dumps({"segments": [{"blocks": 3}], "device_traces": []}), "entries make no sense"),
         (b"PK\x03\x04 a zip", "is no pickle"),
         (b"", "is no pickle"),
     ],
@@ -124,7 +124,7 @@ def test_what_is_no_snapshot_is_refused_and_never_run(content, words, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.pickle").write_bytes(content)
     with pytest.raises(NotASnapshotError, match=words):
-        read_snapshot(tmp_path / "file.pickle")
+        timeline_from(tmp_path / "file.pickle")
     assert main(["snapshot", "file.pickle"]) == 1
     assert "is no memory snapshot" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"file.pickle"}

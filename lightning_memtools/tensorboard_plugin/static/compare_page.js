@@ -46,7 +46,6 @@ function figures() {
   rows.push(["last step", (run) => run.last_step, whole, true]);
   rows.push(["allocation retries", (run) => run.retries, whole, true]);
   rows.push(["out-of-memory errors", (run) => run.ooms, whole, true]);
-  for (const stage of STAGES) rows.push([`batch size, ${stage}`, (run) => run.batch_sizes[stage] ?? null, whole, true]);
   return rows;
 }
 
@@ -89,12 +88,15 @@ export function comparison(runs) {
       }),
     ),
   );
-  const plans = runs.filter((run) => run.checkpoint_plan !== null);
+  const sentences = runs.flatMap((run) => [
+    run.checkpoint_plan === null ? [] : `Checkpoint plan of ${run.run}: ${run.checkpoint_plan}`,
+    run.batch_size === null ? [] : `${run.run}: ${run.batch_size}`,
+  ]);
   return h(
     "div",
     {},
     h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, body))),
-    plans.map((run) => h("p", { class: "remark" }, `Checkpoint plan of ${run.run}: ${run.checkpoint_plan}`)),
+    sentences.flat().map((words) => h("p", { class: "remark" }, words)),
   );
 }
 

@@ -12,6 +12,7 @@ const MODULES = [
   "step_chart",
   "theme",
   "uPlot.esm",
+  "verdict",
 ];
 const STYLES = ["./uPlot.min.css", "./memory_tab.css"];
 

@@ -5,6 +5,7 @@ import { clear, h } from "./dom.js";
 import { bytesOf, milliseconds, number, percent, size, threeDigits, whole } from "./format.js";
 import { stepChart } from "./step_chart.js";
 import { colours } from "./theme.js";
+import { verdict } from "./verdict.js";
 
 const STAGE_NAMES = {
   train: "training",
@@ -406,8 +407,7 @@ function compositionTable(view) {
 function wordsOf(mark) {
   if (mark.kind === "cache")
     return `Cache emptied: ${size(bytesOf(mark.gib))} released${mark.ms === null ? "" : ` in ${milliseconds(mark.ms)}`}.`;
-  const [before, now] = (mark.reserved_gib ?? []).map((gib) => size(bytesOf(gib)));
-  return `${whole(mark.count)} ${mark.words}${before ? `; reserved memory was ${before} at the point before and is ${now} at this one` : ""}.`;
+  return `${whole(mark.count)} ${mark.words}.`;
 }
 
 function eventsTable(view) {
@@ -486,6 +486,7 @@ export class RunPage {
     const step = this.kind === "composition" ? this.oneStep(view.run) : null;
     clear(
       this.container,
+      this.kind === "run" ? verdict(view) : null,
       this.kind === "run" ? cards(view.summary) : null,
       this.kind === "run" ? compositionBar(view.summary) : null,
       this.parts.length
