@@ -13,11 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import (
-    EitherCallback,
-    training_step,
-    values_logged_in_evaluation,
-)
+from lightning_memtools._lightning import EitherCallback, training_step, values_logged_in_evaluation
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
 from lightning_memtools.reporting.loss_names import (
     checked_names,
@@ -171,8 +167,7 @@ class LossCurves(EitherCallback, Neighbour):
             self._val.clear()
         for name in names:
             if name in logged:
-                self._val.drop(name)
-                self._val.add(name, logged[name])
+                self._val.replace(name, logged[name])
         self._val.log(trainer, training_step(trainer))
         self._val.write_arrived(wait=True)
         if trainer.is_global_zero:
