@@ -9,7 +9,6 @@ from typing import Any, Literal, Self, get_args, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.budgets.current_test import current_test
 from lightning_memtools.budgets.judgement import judge, named_test, parse_budget
 from lightning_memtools.budgets.measuring import MeasuredCode, device_matches, peak_of_estimate
@@ -85,7 +84,6 @@ def assert_peak_memory(
             nothing is trained or allocated.
     """
     __tracebackhide__ = True
-    check_types(assert_peak_memory, {"model": model, "gpu": gpu})
     if stage not in get_args(Stage):
         raise ValueError(f"{named_test()}stage is {stage!r}. Accepted are {', '.join(map(repr, get_args(Stage)))}.")
     budget = None if at_most is None else parse_budget(at_most)

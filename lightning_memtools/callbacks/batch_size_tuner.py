@@ -10,13 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import EitherCallback, end_the_call, running_stage
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
 from lightning_memtools.memory.error_frames import in_one_line
-from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.simulation.step_runner import is_lightning_module
 
@@ -104,23 +103,21 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
         self._tuning = SizeTuning(TunerSettings(**given))
-        self._carried = CarriedDevice()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Observe the setup of optimizers, to repeat it with the same random numbers."""
         self._tuning.undo(trainer)
-        self._carried.enter()
         if stage == "fit":
             self._tuning.optimizer_setup.observe(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the sizes, or use those of the run that is resumed."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
         if self.ends_before_training:
             self._tuning.optimizer_setup.restore_random_streams()
-            raise end_the_call(trainer)
+            raise end_the_call()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search again in the epochs that were asked for."""
@@ -144,12 +141,10 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found."""
         self._tuning.undo(trainer)
-        self._carried.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Do what teardown does."""
         self._tuning.undo(trainer)
-        self._carried.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes, for a run that is resumed."""
@@ -201,7 +196,6 @@ def tune_batch_size(
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
         TypeError: An argument has a wrong type.
     """
-    check_types(tune_batch_size, {"worst_case": worst_case})
     if not hasattr(trainer, "fit_loop"):
         raise TypeError(f"trainer must be a Trainer of Lightning, got {type(trainer).__name__}.")
     if not is_lightning_module(model):

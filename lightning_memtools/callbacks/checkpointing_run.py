@@ -19,7 +19,6 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.compiled_budget import CompiledBudget
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_units
-from lightning_memtools.ending_signals import ended_by_signals
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.user_code import CodeLine, user_line_of
@@ -76,6 +75,8 @@ class CheckpointingRun:
         if not self._is_planned:
             self._is_planned = True
             self._plan_and_apply(module, batch, batch_idx)
+            if self._trainer.received_sigterm:  # Lightning itself would look after the batch
+                raise SIGTERMException
         elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
             self._plan_again(self._applied, module, batch, batch_idx)
         elif self._applied is not None and any(head.is_off for head in self._applied.heads.values()):
@@ -213,7 +214,7 @@ class CheckpointingRun:
         planner = StepPlanner(step, measures_rates=True)
         try:
             told = progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}")
-            with ended_by_signals(SIGTERMException), told:
+            with told:
                 refuse_peaks(self._options, module)
                 plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
                 return planner.with_advice(plan)

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lightning_memtools._lightning import EitherCallback, callbacks_of, running_stage, training_step
-from lightning_memtools._torch import tree_leaves
 from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.leaks.growth_watch import EVERY, GrowthWatch, room_of
-from lightning_memtools.memory.leaks.holdings import find_holdings
+from lightning_memtools.memory.leaks.growth_watch import room_of
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
-from lightning_memtools.memory.owned import bytes_on_device, on_device_of
-from lightning_memtools.memory.readers import allocated_bytes, reader_for
+from lightning_memtools.memory.owned import on_device_of
+from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.stats import MemoryReader
-from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
-from lightning_memtools.reporting.held_words import growth_warning
 from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
 
 Evaluation = Literal["val", "test", "predict"]
@@ -39,37 +34,23 @@ class _ReleasingRun:
     """The state of one run of the Trainer."""
 
     releaser: MemoryReleaser
-    in_fit: bool
+    keeps_ledger: bool
     directory: Path | NotWritten
     has_evaluated: bool = False  # and the work at the end of the evaluation is not done yet
     epoch_has_evaluation: bool = False
-    releases_at_the_end: bool = False
-    inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
-    growth: GrowthWatch | None = None
-    n_batches: int = 0
 
 
 class EmptyCache(EitherCallback):
-    """Releases cached memory at the start and end of evaluation and at the end of fit, and watches what stays.
+    """Releases cached memory at the start and end of evaluation and at the end of fit, and names what piles up.
 
     PyTorch keeps the memory that it has once requested, cut for the shapes of training. Evaluation at other shapes may
     then not fit beside it. At each of these boundaries unreachable objects are collected, and segments that are wholly
     free are released, if they are large enough: what is released has to be requested again.
 
-    | logged | meaning |
-    | --- | --- |
-    | `memory/cache/freed_gib` | memory that the boundary released |
-    | `memory/cache/ms` | time that it took |
-    | `memory/retained_gib` | memory that stays allocated, without the batch that is in use (with `ledger`) |
-    | `memory/retained/<category>_gib` | its parts: parameters, gradients, optimizer, other (with `ledger`) |
-    | `memory/leaks` | the number of leaks that a warning names, at its step (with `ledger`) |
-    | `memtools/leak` (text), `<log_dir>/memtools/leak.md` | the warning (with `ledger`) |
+    docs/empty-cache.md has the tags.
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
     If they would fit until the run ends, it is given after twelve epochs or in the last one: a cache may be filling.
-    Memory that rises steadily from batch to batch within an epoch is noticed after 300 batches: if it would fill the
-    device before the epoch ends (or the run, where it went on over the end of an epoch), a warning names its holder
-    and the batch at which the device is full.
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is left
     out where all allocated memory belongs to the model and its optimizers, or was there after the last one: a healthy
@@ -85,7 +66,7 @@ class EmptyCache(EitherCallback):
             the capacity is not known), or a size such as "512MiB". With 0, all that can be released is.
         always: Whether garbage is collected and the cache emptied at every boundary, however long it takes and however
             little it brings, as with a call of `torch.cuda.empty_cache()` there. `min_reclaimable` then has no effect.
-        ledger: Whether to log the retained memory and to warn of growth.
+        ledger: Whether to log the retained memory of fit and to warn of growth.
         warn_after: The number of epochs of growth in a row before the warning. Where the run has fewer epochs,
             evaluations are counted instead.
 
@@ -105,26 +86,15 @@ class EmptyCache(EitherCallback):
         ledger: bool = True,
         warn_after: int = 3,
     ) -> None:
-        is_list = isinstance(stages, Iterable) and not isinstance(stages, str)
-        unknown = [stage for stage in stages if stage not in EVALUATIONS] if is_list else []
-        if unknown or not is_list:
-            what = f"holds {unknown[0]!r}, which is not a stage" if unknown else "is not a list of stages"
-            raise ValueError(
-                f"stages={stages!r} {what}. Accepted are {', '.join(map(repr, EVALUATIONS))}, in a list: "
-                'stages=["val", "test"]. The end of fit always counts.'
-            )
-        if not isinstance(always, bool):
-            raise TypeError(f"always must be True or False, got {always!r}.")
         if not is_count(warn_after):
             raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
         ReleaseThreshold(min_reclaimable)  # raises for what is none
-        self.stages = stages
+        self.stages = _checked_stages(stages)
         self.collect_garbage = collect_garbage
         self.min_reclaimable = min_reclaimable
         self.always = always
         self.ledger = ledger
         self.warn_after = warn_after
-        self._carried = CarriedDevice()
         self._is_new = FirstTime()
         self._run: _ReleasingRun | None = None
 
@@ -138,20 +108,19 @@ class EmptyCache(EitherCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it keeps no cache."""
-        self._forget()
-        self._carried.enter()
+        self.stop_watching()
         reader = reader_for(device := trainer.strategy.root_device)
         if reader is None:
             self._say(f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
             return
-        on_device, in_fit = on_device_of(reader, device), stage == TrainerFn.FITTING
-        detector, datamodule = None, getattr(trainer, "datamodule", None)
-        if self.ledger and in_fit:
+        on_device, detector = on_device_of(reader, device), None
+        if self.ledger and stage == TrainerFn.FITTING:
+            others = [*callbacks_of(trainer), getattr(trainer, "datamodule", None)]
             detector = LeakDetector(
                 on_device,
                 warn_after=self.warn_after,
                 # The model first, then what else belongs to the user.
-                find_scope=lambda: SearchScope.around(pl_module, [*callbacks_of(trainer), datamodule], stop_at=trainer),
+                find_scope=lambda: SearchScope.around(pl_module, others, stop_at=trainer),
                 may_wait=lambda per_epoch: self._may_wait(trainer, reader, per_epoch),
             )
         releaser = MemoryReleaser(
@@ -162,8 +131,7 @@ class EmptyCache(EitherCallback):
             always=self.always,
             leak_detector=detector,
         )
-        growth = GrowthWatch() if self.ledger and in_fit else None
-        self._run = _ReleasingRun(releaser, in_fit, report_directory(trainer), growth=growth)
+        self._run = _ReleasingRun(releaser, detector is not None, report_directory(trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
@@ -176,20 +144,13 @@ class EmptyCache(EitherCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the first reading, the baseline of the others."""
-        put_on_device(trainer, pl_module)
-        if self._run is not None and self.ledger:
-            self._warn_of_leak(trainer, self._collect(trainer))
+        put_on_device(pl_module, trainer.optimizers)
+        self._warn_of_leak(trainer, self._collect(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """End an evaluation inside the epoch: at on_validation_end Lightning still held its last batch."""
-        run = self._run
-        if run is None:
-            return
-        if run.has_evaluated:
+        if self._run is not None and self._run.has_evaluated:
             self._end_evaluation(trainer, batch)
-        run.n_batches += 1
-        if run.growth is not None and run.n_batches % EVERY == 0:
-            self._watch_growth(run, run.growth, trainer, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End an evaluation at the epoch's end, and take the epoch's reading."""
@@ -201,7 +162,7 @@ class EmptyCache(EitherCallback):
         retained = None
         if run.has_evaluated:
             retained = self._end_evaluation(trainer)
-        elif reads and self.ledger:
+        elif reads:
             retained = self._collect(trainer)
         if reads and not self._counts_evaluations(trainer):
             self._warn_of_leak(trainer, retained)
@@ -213,66 +174,31 @@ class EmptyCache(EitherCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory before an evaluation or the sanity check."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
         if running_stage(trainer) in self.stages:
             self._release(trainer)
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
-                                *args: Any, **kwargs: Any) -> None:  # fmt: skip
-        """Remember the batch: outside of fit it is still there when the run ends."""
-        if self._run is not None and not self._run.in_fit:
-            self._run.inputs = [weakref.ref(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end of an evaluation. In fit, the work waits until Lightning has dropped the last batch.
-
-        Outside of fit, the reading is taken now, while the model is on the device; memory is released at the run's end.
-        """
-        run = self._run
-        if run is None or trainer.sanity_checking or running_stage(trainer) not in self.stages:
-            return
-        if run.in_fit:
-            run.has_evaluated = run.epoch_has_evaluation = True
-            return
-        run.releases_at_the_end = True
-        inputs = [tensor for reference in run.inputs if (tensor := reference()) is not None]
-        self._collect(trainer, [inputs, _predictions(trainer)])
+        """Note the end of an evaluation. The work waits until Lightning has dropped the last batch."""
+        if self._run is not None and not trainer.sanity_checking and running_stage(trainer) in self.stages:
+            self._run.has_evaluated = self._run.epoch_has_evaluation = True
 
     on_test_start = on_predict_start = on_validation_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release what a run outside of fit held until its end, and forget everything."""
-        if self._run is not None and self._run.releases_at_the_end:
-            self._release(trainer, _predictions(trainer))
-        self._forget()
+        """Release memory after an evaluation outside of fit, and forget everything."""
+        if self._run is not None and self._run.has_evaluated:
+            self._release(trainer)
+        self.stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget everything."""
-        self._forget()
+        self.stop_watching()
 
-    def _watch_growth(
-        self, run: _ReleasingRun, watch: GrowthWatch, trainer: Trainer, batch: Any, batch_idx: int
-    ) -> None:
-        """Warn once of memory that rises so steadily that it fills the device before it can stop by itself."""
-        releaser, module = run.releaser, trainer.lightning_module
-        inputs = bytes_on_device(tree_leaves(batch), releaser.on_device, set())
-        if not watch.read(allocated_bytes(releaser.reader) - inputs, run.n_batches, trainer.current_epoch):
-            return
-        growth = watch.growth(releaser.reader.stats())
-        # What an epoch collects is dropped at its end; growth that went on over one goes on.
-        left = trainer.num_training_batches - batch_idx
-        if trainer.max_epochs is not None and growth.has_lasted:
-            left += (max(trainer.max_epochs, 0) - trainer.current_epoch - 1) * trainer.num_training_batches
-        if growth.n_left is None or growth.n_left >= left:
-            return
-        run.growth = None  # said once
-        scope = SearchScope.around(module, [*callbacks_of(trainer), getattr(trainer, "datamodule", None)], trainer)
-        held = find_holdings(releaser.on_device, module, trainer.optimizers, batch, scope)
-        found = [one for one in held.found if one.piles_up and 10 * one.n_bytes >= growth.n_bytes]
-        text = growth_warning(growth, found, device=_name_of_device(trainer, releaser.reader), batch=run.n_batches)
-        self._tell_leak(trainer, text, max(1, len(found)))
+    def stop_watching(self) -> None:
+        """Forget everything. Idempotent."""
+        self._run = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
         """Release memory after an evaluation in fit, and count its reading if evaluations are counted."""
@@ -287,20 +213,20 @@ class EmptyCache(EitherCallback):
         """Collect garbage and empty the cache where that is worth it, and log both. `inputs` are expected to stay."""
         if self._run is None:
             return None
-        releaser = self._run.releaser
+        releaser, detector = self._run.releaser, self._run.releaser.leak_detector
         # After the warning, garbage that is not worth releasing is not worth a collection either.
-        exact = self.ledger and (releaser.leak_detector is None or not releaser.leak_detector.has_reported)
+        exact = detector is not None and not detector.has_reported
         released, retained = releaser.release(trainer.lightning_module, trainer.optimizers, inputs=inputs, exact=exact)
-        self._log(trainer, released.scalars() | (retained.scalars() if self.ledger else {}))
+        self._log(trainer, released.scalars() | (retained.scalars() if self._run.keeps_ledger else {}))
         self._say(releaser.cannot_empty)
         return retained
 
-    def _collect(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory:
-        """Collect garbage where that is worth it, and log what stays."""
-        assert self._run is not None
-        retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers, inputs=inputs)
-        if self.ledger:
-            self._log(trainer, retained.scalars())
+    def _collect(self, trainer: Trainer) -> RetainedMemory | None:
+        """Collect garbage where that is worth it, and log what stays; None without a ledger."""
+        if self._run is None or not self._run.keeps_ledger:
+            return None
+        retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers)
+        self._log(trainer, retained.scalars())
         return retained
 
     def _log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
@@ -308,21 +234,20 @@ class EmptyCache(EitherCallback):
 
     def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
         """Give a reading to the detector, and pass on its report."""
-        if self._run is None or retained is None:
+        run = self._run
+        report = None if run is None or retained is None else run.releaser.find_leak(retained)
+        if run is None or report is None:
             return
-        report = self._run.releaser.find_leak(retained)
-        if report is not None:
-            readings = "evaluations" if self._counts_evaluations(trainer) else "epochs"
-            device = _name_of_device(trainer, self._run.releaser.reader)
-            text = report.text(device=device, readings=readings)
-            self._tell_leak(trainer, text, len(report.findings))
-
-    def _tell_leak(self, trainer: Trainer, text: str, n_leaks: int) -> None:
+        name = run.releaser.reader.name
+        text = report.text(
+            device=f"{name} of rank {trainer.global_rank}" if trainer.world_size > 1 else name,
+            readings="evaluations" if self._counts_evaluations(trainer) else "epochs",
+        )
         warnings.warn(text, stacklevel=2)
-        self._log(trainer, {"memory/leaks": float(n_leaks)})
+        self._log(trainer, {"memory/leaks": float(len(report.findings))})
         log_text(trainer, "memtools/leak", text, training_step(trainer))
-        if self._run is not None and trainer.is_global_zero:
-            write_report_or_warn(self._run.directory, "leak.md", text)
+        if trainer.is_global_zero:
+            write_report_or_warn(run.directory, "leak.md", text)
 
     def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
         """Return whether memory that grows so much in each epoch fits until the run ends, and this is not its end."""
@@ -343,14 +268,20 @@ class EmptyCache(EitherCallback):
         if message and self._is_new(message):
             rank_zero_info(message)
 
-    def _forget(self) -> None:
-        self._carried.leave()
-        self._run = None
 
+def _checked_stages(stages: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
+    """Return the stages; they may be given in any order, and by a generator.
 
-def _name_of_device(trainer: Trainer, reader: MemoryReader) -> str:
-    return f"{reader.name} of rank {trainer.global_rank}" if trainer.world_size > 1 else reader.name
-
-
-def _predictions(trainer: Trainer) -> Any:
-    return trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else None
+    Raises:
+        ValueError: They are no list, or one is no evaluation.
+    """
+    is_list = hasattr(stages, "__iter__") and not isinstance(stages, str)
+    given = tuple(stages) if is_list else ()
+    unknown = [stage for stage in given if stage not in EVALUATIONS]
+    if unknown or not is_list:
+        what = f"holds {unknown[0]!r}, which is not a stage" if unknown else "is not a list of stages"
+        raise ValueError(
+            f"stages={list(given) if is_list else stages!r} {what}. Accepted are {', '.join(map(repr, EVALUATIONS))}, "
+            'in a list: stages=["val", "test"]. The end of fit always counts.'
+        )
+    return given

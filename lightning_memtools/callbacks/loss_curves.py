@@ -13,12 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import (
-    EitherCallback,
-    EvaluationBatchEnd,
-    training_step,
-    values_logged_in_evaluation,
-)
+from lightning_memtools._lightning import EitherCallback, training_step, values_logged_in_evaluation
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
 from lightning_memtools.reporting.loss_names import (
     checked_names,
@@ -35,12 +30,7 @@ from lightning_memtools.reporting.ranks import PATIENCE_S
 class LossCurves(EitherCallback, Neighbour):
     """Logs `loss/train` and `loss/val` on the same axis and in one chart.
 
-    | tag | value |
-    | --- | --- |
-    | `loss/train` | mean of the training loss since the last point, as the step computed it |
-    | `loss/val` | mean of the validation loss over the validation run |
-    | `loss/train/<name>`, `loss/val/<name>` | instead, where there are several losses |
-    | `grad/norm`, `grad/norm/optimizer_<i>` | mean norm of the gradients before clipping, with `grad_norm=True` |
+    docs/loss-curves.md has the tags.
 
     The division of the loss by gradient accumulation is undone. With several ranks, all values are means over the
     ranks. Every epoch ends with a point. Values stay on the device until a point is due, and are then copied without
@@ -77,8 +67,9 @@ class LossCurves(EitherCallback, Neighbour):
         self.grad_norm = grad_norm
         self._train = MeanCurves("loss/train", checked_names("train", train))
         self._val = MeanCurves("loss/val", None)
-        self._val_names = checked_names("val", val)
         self._norms = MeanCurves("grad/norm", None)
+        self._curves = (self._train, self._val, self._norms)
+        self._val_names = checked_names("val", val)
         self._last_step = -1
         self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
 
@@ -86,14 +77,12 @@ class LossCurves(EitherCallback, Neighbour):
         """Training and validation share one chart."""
         if trainer.state.fn != TrainerFn.FITTING:
             return {}  # no curve: a chart would stay empty
-        charts = {"training and validation": ["loss/train(/.+)?", "loss/val(/.+)?"]}
-        if self.grad_norm:
-            charts["gradient norm"] = ["grad/norm(/.+)?"]
-        return {"loss": charts}
+        norm = {"gradient norm": ["grad/norm(/.+)?"]} if self.grad_norm else {}
+        return {"loss": {"training and validation": ["loss/train(/.+)?", "loss/val(/.+)?"], **norm}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin a run."""
-        for curves in self._all_curves():
+        for curves in self._curves:
             curves.begin()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,19 +114,14 @@ class LossCurves(EitherCallback, Neighbour):
         self._other_names |= names
         for name, loss in losses.items():
             self._train.add(name, loss)
-        self._train.write_arrived()
-        self._norms.write_arrived()
-        self._val.write_arrived()
+        for curves in self._curves:
+            curves.write_arrived()
         if is_due(trainer, self.every_n_steps):
             self._log_training(trainer, training_step(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one, and wait until all points are written."""
         last = training_step(trainer) - 1  # the axis is already one ahead here
-        for name in self._train.without_values():
-            # A loss that is logged per epoch only has no value in any step.
-            if (value := trainer.callback_metrics.get(name)) is not None:
-                self._train.add(name, value)
         if last > self._last_step:
             self._log_training(trainer, last)
         self._train.write_arrived(wait=True)
@@ -157,13 +141,20 @@ class LossCurves(EitherCallback, Neighbour):
         if self._val_names is not None:
             self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Add the losses that the step returns; a logged metric may replace them in on_validation_end."""
-        end = EvaluationBatchEnd(*args, **kwargs)
-        if end.trainer.sanity_checking:
-            return
-        for name, loss, weight in returned_losses(end, self._val_names):
-            self._val.add(name, loss, weight)
+        if not trainer.sanity_checking:
+            suffix = loader_suffixes(trainer)[dataloader_idx]
+            for name, loss, weight in returned_losses(outputs, batch, self._val_names):
+                self._val.add(name + suffix, loss, weight)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the run's loss."""
@@ -176,8 +167,7 @@ class LossCurves(EitherCallback, Neighbour):
             self._val.clear()
         for name in names:
             if name in logged:
-                self._val.drop(name)
-                self._val.add(name, logged[name])
+                self._val.replace(name, logged[name])
         self._val.log(trainer, training_step(trainer))
         self._val.write_arrived(wait=True)
         if trainer.is_global_zero:
@@ -185,22 +175,20 @@ class LossCurves(EitherCallback, Neighbour):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drop the values that are still on the device, which may have failed, and wait for no rank."""
-        self._finish(patience_s=0.0)
+        self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write what is left, and release all tensors."""
-        self._finish(patience_s=PATIENCE_S)
+        self.stop_watching(patience_s=PATIENCE_S)
+
+    def stop_watching(self, *, patience_s: float = 0.0) -> None:
+        """Write the values that have arrived, and release all tensors. Idempotent."""
+        end = time.monotonic() + patience_s
+        for curves in self._curves:
+            curves.finish(patience_s=max(end - time.monotonic(), 0.0))
 
     def _log_training(self, trainer: Trainer, step: int) -> None:
         self._last_step = step
         self._train.log(trainer, step)
         if self.grad_norm:
             self._norms.log(trainer, step)
-
-    def _all_curves(self) -> tuple[MeanCurves, ...]:
-        return self._train, self._val, self._norms
-
-    def _finish(self, *, patience_s: float) -> None:
-        end = time.monotonic() + patience_s
-        for curves in self._all_curves():
-            curves.finish(patience_s=max(end - time.monotonic(), 0.0))

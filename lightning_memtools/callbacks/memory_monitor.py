@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.gpu_load import GpuLoad
-from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
-from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.console import end_progress_bar, print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
@@ -41,32 +39,11 @@ class MemoryMonitor(EitherCallback, Neighbour):
     """Logs allocated and reserved memory, their peaks and their composition, for every stage, to every logger.
 
     With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
-    spike is never lost between two points. A summary ends every fit, validate, test and predict call: on the console,
-    as the file `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
+    spike is never lost between two points; other readers of `torch.cuda.max_memory_allocated` see the peak since then
+    too. A summary ends every fit, validate, test and predict call: on the console, as the file
+    `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
 
-    | tag | unit | meaning |
-    | --- | --- | --- |
-    | `memory/<stage>/allocated_gib`, `memory/<stage>/reserved_gib` | GiB | of tensors, and reserved, at the point |
-    | `memory/<stage>/peak_allocated_gib`, `memory/<stage>/peak_reserved_gib` | GiB | highest since the last point |
-    | `memory/<stage>/peak_used_pct` | % | peak reserved as a share of the device |
-    | `memory/<stage>/fragmentation_pct` | % | share of reserved memory that is free and cannot be released |
-    | `memory/capacity_gib`, `memory/device_used_gib` | GiB | of the device; used by all processes |
-    | `memory/composition/<category>_gib` | GiB | parameters, gradients, optimizer, activations, inputs, other at peak |
-    | `memory/alloc_retries`, `memory/ooms` | count | allocation retries and out-of-memory errors since the call began |
-    | `memory/train/peak_<phase>_gib` | GiB | with `phases`: the highest of forward, backward and optimizer |
-    | `time/<phase>_ms`, `time/data_ms` | ms | with `phases`: host time per step; data: from a batch's end to the next |
-    | `device/utilization_pct`, `device/utilization_pct_max` | % | with `load`: mean and highest since the last point |
-    | `device/power_w`, `device/power_w_max` | W | with `load`, likewise |
-    | `device/temperature_c`, `device/temperature_c_max` | °C | with `load`, likewise |
-    | `memory/host_rss_gib` | GiB | resident memory of the process |
-    | `memory/host/process_gib`, `memory/host/unique_gib` | GiB | the process: shared pages divided, or left out |
-    | `memory/host/workers_gib`, `memory/host/pinned_gib` | GiB | loader workers (PSS); pinned memory that torch holds |
-    | `memory/host/used_gib`, `memory/host/limit_gib` | GiB | of the container, or of the machine |
-    | `memory/host/shared_gib` | GiB | the used part of /dev/shm |
-    | `time/step_ms`, `time/sanity_check_ms` | ms | host time of a step (mean), and of the sanity check |
-    | `memory/<stage>/peak_allocated_gib_min` | GiB | several ranks: the smallest peak |
-    | `memory/<stage>/peak_rank` | rank | several ranks: the one with the largest peak |
-    | `memory/<stage>/batch_<figure>_gib` | GiB | with `eval_batches`: the first four figures, per evaluation batch |
+    docs/memory-monitor.md has the tags.
 
     Nothing waits for the device, since statistics are host counters, and no rank waits for another one: rank 0 writes a
     point once the figures of all ranks have arrived, and leaves out ranks that have fewer batches or have ended.
@@ -79,12 +56,6 @@ class MemoryMonitor(EitherCallback, Neighbour):
             backward is the time to queue kernels, and what waits for the device counts where it waits.
         load: Also log the GPU's utilization, power and temperature, which a thread reads from NVML twice a second.
             Needs nvidia-ml-py (`lightning_memtools[nvml]`).
-        per_rank: With several ranks, also log every rank's own values, as `<tag>/rank<r>`.
-        eval_batches: Besides the point of each evaluation run, log a point per evaluation batch over the count of that
-            stage's batches (rank 0's own values).
-        reset_peaks: Reset the device's peak counters at every point. Other readers of
-            `torch.cuda.max_memory_allocated` then see the peak since the last point. With False the counters are not
-            reset, and the logged peaks are the device's running maximum over all stages.
         snapshot_at_step: Write a memory snapshot of this training step on every rank, as
             `<log_dir>/memtools/memory_snapshot_step<n>_rank<r>.pickle`, with its phases and modules marked. The Memory
             tab, `memtools snapshot` and https://pytorch.org/memory_viz show it. Recording slows that one step down.
@@ -102,9 +73,6 @@ class MemoryMonitor(EitherCallback, Neighbour):
         every_n_steps: int | None = None,
         phases: bool = False,
         load: bool = False,
-        per_rank: bool = False,
-        eval_batches: bool = False,
-        reset_peaks: bool = True,
         snapshot_at_step: int | None = None,
     ) -> None:
         if snapshot_at_step is not None and not is_count(snapshot_at_step, least=0):
@@ -114,25 +82,19 @@ class MemoryMonitor(EitherCallback, Neighbour):
         self.every_n_steps = checked_interval(every_n_steps)
         self.phases = phases
         self.load = load
-        self.per_rank = per_rank
-        self.eval_batches = eval_batches
-        self.reset_peaks = reset_peaks
         self.snapshot_at_step = snapshot_at_step
         self._run: MemoryRun | None = None
         self._step_snapshot: StepSnapshot | None = None
         self._directory: Path | NotWritten = NO_RUN
         self._device = torch.device("cpu")
         self._sanity_check_began = 0.0
-        self._carried = CarriedDevice()
-        self._host = HostWatch()
-        # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So these counts
-        # go on over all calls of the Trainer.
-        self._n_batches: dict[Stage, int] = {}
+        # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So this count
+        # goes on over all calls of the Trainer.
         self._summary_step = -1
 
     def charts(self, trainer: Trainer) -> Charts:
         """Return one chart per stage for allocated and reserved memory, one for the composition, and so on."""
-        return self._running().charts(validates=trainer.enable_validation)
+        return {} if self._run is None else self._run.charts(validates=trainer.enable_validation)
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
         """Do not count events of a trial; BatchSizeTuner calls this."""
@@ -141,35 +103,37 @@ class MemoryMonitor(EitherCallback, Neighbour):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device, and warn if it keeps no statistics or no peaks."""
-        self._stop()
-        self._carried.enter()
-        self._device = trainer.strategy.root_device
-        reader = reader_for(self._device)
+        self.stop_watching()
+        device = self._device = trainer.strategy.root_device
+        reader = reader_for(device)
+        load = None
+        if self.load and device.type == "cuda" and torch.version.hip is None:
+            load = GpuLoad.begin(device.index or 0)
+        elif self.load:
+            self._warn(trainer, f"load=True: NVML tells nothing of {device}, so no device/* is logged.")
         self._run = MemoryRun(
             reader,
+            partial(log_scalars, trainer),
             call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
-            device=reader.name if reader else str(self._device),
-            reset_peaks=self.reset_peaks,
+            device=reader.name if reader else str(device),
             phases=self.phases and stage == "fit",
-            per_rank=self.per_rank,
-            eval_batches=self.eval_batches,
             has_trained=training_step(trainer) > 0,
-            load=self._begin_load(trainer),
+            load=load,
         )
         self._directory = report_directory(trainer)
         if self._run.shortcoming:
-            self._warn(trainer, [self._run.shortcoming])
-        if trainer.is_global_zero and reader is None and self._device.type == "cpu":
+            self._warn(trainer, self._run.shortcoming)
+        if trainer.is_global_zero and reader is None and device.type == "cpu":
             _say_that_there_is_no_gpu()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout of TensorBoard's custom scalars."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
         write_layout(trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimizer state that was restored from a checkpoint."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
         self._sanity_check_began = time.perf_counter()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -179,9 +143,9 @@ class MemoryMonitor(EitherCallback, Neighbour):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the train stage."""
-        put_on_device(trainer, pl_module)  # the sanity check may have been skipped
+        put_on_device(pl_module, trainer.optimizers)  # the sanity check may have been skipped
         between: Phase | None = None if pl_module.automatic_optimization else "forward"
-        self._running().begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
+        self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward phase, and the snapshot if it is this step's; later batches of a step continue it."""
@@ -189,7 +153,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
             self._step_snapshot = StepSnapshot.begin(reader_for(self._device), pl_module, trainer.optimizers, batch)
             if self._step_snapshot is None:
                 text = f"snapshot_at_step: {self._device} keeps no history of its allocator, so none is taken."
-                self._warn(trainer, [text])
+                self._warn(trainer, text)
         self._begin_phase("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -198,7 +162,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the backward phase."""
-        self._running().leave_backward()
+        self._running.leave_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Begin the optimizer phase."""
@@ -208,90 +172,75 @@ class MemoryMonitor(EitherCallback, Neighbour):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log a point if one is due."""
-        run = self._running()
         if self._step_snapshot is not None and not is_accumulating(trainer):
             self._write_snapshot(trainer, self._step_snapshot)
-        run.switch_phase(None)
-        run.write_arrived()
+        self._running.switch_phase(None)
+        self._running.write_arrived()
         # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
         if is_due(trainer, self.every_n_steps) or trainer.is_last_batch:
-            self._log_training(trainer, training_step(trainer), batch)
+            self._log(trainer, "train", training_step(trainer), batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one."""
         last = training_step(trainer) - 1  # the axis is already one ahead here
-        if last > self._running().last_step:
-            self._log_training(trainer, last)
+        if last > self._running.last_step:
+            self._log(trainer, "train", last)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the train stage."""
-        self._running().leave("train")
+        self._running.leave("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an evaluation stage."""
         if not trainer.sanity_checking:
-            put_on_device(trainer, pl_module)
+            put_on_device(pl_module, trainer.optimizers)
             write_layout(trainer)  # a test after fit adds a chart of its own
-            self._running().enter(running_stage(trainer))
-
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log a point of the batch, with `eval_batches=True`."""
-        if self.eval_batches and not trainer.sanity_checking:
-            stage = running_stage(trainer)
-            index = self._n_batches.get(stage, 0)
-            self._n_batches[stage] = index + 1
-            log_scalars(trainer, self._running().batch_point(stage), index)
+            self._running.enter(running_stage(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the evaluation's point, and end its stage."""
         if not trainer.sanity_checking:
-            run, stage = self._running(), running_stage(trainer)
-            owned = run.owned_by(pl_module, trainer.optimizers, self._device)
-            self._look_at_host(trainer, None)
-            self._warn(trainer, run.add_point(stage, training_step(trainer), partial(log_scalars, trainer), owned))
-            run.leave(stage)
+            self._log(trainer, running_stage(trainer), training_step(trainer))
+            self._running.leave(running_stage(trainer))
 
     on_test_start = on_predict_start = on_validation_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the summary, over all ranks whose figures have arrived."""
-        self._end(trainer, waits_for_ranks=True)
+        self._end(trainer, has_failed=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the summary without waiting for other ranks: they may have failed too."""
-        self._end(trainer, waits_for_ranks=False)
+        self._end(trainer, has_failed=True)
 
-    def _end(self, trainer: Trainer, *, waits_for_ranks: bool) -> None:
-        """Write the summary and stop watching. Idempotent."""
+    def stop_watching(self) -> None:
+        """Stop measuring. Idempotent."""
+        if self._step_snapshot is not None:
+            self._step_snapshot.stop()
         if self._run is not None:
+            self._run.close()
+        self._run = self._step_snapshot = None
+
+    def _end(self, trainer: Trainer, *, has_failed: bool) -> None:
+        """Write the summary and stop watching. Idempotent."""
+        run = self._run
+        if run is not None:
             # Where the call has failed, memory may have run out since the last point.
-            last = {} if waits_for_ranks else self._run.last_scalars()
-            summary = self._run.summary(waits_for_ranks=waits_for_ranks)
-            events = [one.memory_remark for one in callbacks_of(trainer) if isinstance(one, Neighbour)]
-            summary = replace(summary, events=tuple(filter(None, events)))
-            if last:
-                log_scalars(trainer, last, training_step(trainer))
+            log_scalars(trainer, run.last_scalars() if has_failed else {}, training_step(trainer))
+            remarks = [each.memory_remark for each in callbacks_of(trainer) if isinstance(each, Neighbour)]
+            summary = run.summary(waits_for_ranks=not has_failed, events=tuple(filter(None, remarks)))
             if trainer.is_global_zero:
-                text, name = summary.markdown(), f"memory_summary_{self._run.call}.md"
+                text, name = summary.markdown(), f"memory_summary_{run.call}.md"
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
                 log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
                 end_progress_bar(trainer.progress_bar_callback)
                 summary.print()
-        self._stop()
-
-    def _begin_load(self, trainer: Trainer) -> GpuLoad | None:
-        if not self.load:
-            return None
-        if self._device.type != "cuda" or torch.version.hip is not None:
-            self._warn(trainer, [f"load=True: NVML tells nothing of {self._device}, so no device/* is logged."])
-            return None
-        return GpuLoad.begin(self._device.index or 0)
+        self.stop_watching()
 
     def _begin_phase(self, phase: Phase) -> None:
-        self._running().switch_phase(phase)
+        self._running.switch_phase(phase)
         if self._step_snapshot is not None:
             self._step_snapshot.mark(phase)
 
@@ -301,37 +250,25 @@ class MemoryMonitor(EitherCallback, Neighbour):
         name = f"memory_snapshot_step{step}_rank{rank}.pickle"
         written = write_file(self._directory, name, partial(write_snapshot, snapshot.end(step=step, rank=rank)))
         if isinstance(written, NotWritten):
-            self._warn(trainer, [f"The memory snapshot of step {step} {written.reason}."])
+            self._warn(trainer, f"The memory snapshot of step {step} {written.reason}.")
 
-    def _log_training(self, trainer: Trainer, step: int, batch: Any = None) -> None:
-        run = self._running()
+    def _log(self, trainer: Trainer, stage: Stage, step: int, batch: Any = None) -> None:
+        run, in_training = self._running, stage == "train"
         owned = run.owned_by(trainer.lightning_module, trainer.optimizers, self._device, batch)
-        self._look_at_host(trainer, trainer.current_epoch)
-        self._warn(trainer, run.add_training_point(step, partial(log_scalars, trainer), owned))
-
-    def _look_at_host(self, trainer: Trainer, epoch: int | None) -> None:
         datasets = (getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop))
-        host, texts = self._host.look(epoch=epoch, datasets=datasets)
-        self._running().host = host or self._running().host
-        self._warn(trainer, texts)
+        scalars, texts = run.look_at_host(epoch=trainer.current_epoch if in_training else None, datasets=datasets)
+        scalars |= run.step_scalars(step) if in_training else {}
+        self._warn(trainer, *texts, *run.add_point(stage, step, scalars, owned))
 
-    def _warn(self, trainer: Trainer, texts: list[str]) -> None:
-        if trainer.is_global_zero:
-            for text in texts:
-                warnings.warn(text, stacklevel=4)
+    def _warn(self, trainer: Trainer, *texts: str) -> None:
+        for text in texts if trainer.is_global_zero else ():
+            warnings.warn(text, stacklevel=4)
 
+    @property
     def _running(self) -> MemoryRun:
         if self._run is None:
             raise RuntimeError("MemoryMonitor's hooks were called without its setup hook.")
         return self._run
-
-    def _stop(self) -> None:
-        if self._step_snapshot is not None:
-            self._step_snapshot.stop()
-        if self._run is not None:
-            self._run.close()
-        self._run = self._step_snapshot = None
-        self._carried.leave()
 
 
 @cache

@@ -87,6 +87,9 @@ class OOMRecovery(EitherCallback, Neighbour):
             raise ValueError(f"loss must be 'mean' or 'sum', got {loss!r}.")
         if loss_weight is not None and loss == "sum":
             raise ValueError('loss_weight has no effect on loss="sum". Leave it out, or give loss="mean".')
+        for name, function in (("loss_weight", loss_weight), ("split_batch", split_batch)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function, got {function!r}.")
         if on_recover not in {"warn", "ignore"}:
             raise ValueError(f"on_recover must be 'warn' or 'ignore', got {on_recover!r}.")
         self.loss: Literal["mean", "sum"] = loss or "mean"

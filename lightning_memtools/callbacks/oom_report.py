@@ -18,11 +18,11 @@ from lightning_memtools.memory.error_frames import forget_frames, in_one_line
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.notice_board import NoticeBoard
 from lightning_memtools.oom.oom_reporter import OOMReporter
-from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
@@ -75,14 +75,12 @@ class OOMReport(EitherCallback, Neighbour):
         self.top = top
         self.checks_seconds: float | None = None
         self.advice: tuple[Action, ...] = ()
-        self._carried = CarriedDevice()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to observe the device."""
         self._stop()
-        self._carried.enter()
         directory = report_directory(trainer, self._reports_to)
         board = None
         if trainer.world_size > 1:
@@ -97,13 +95,13 @@ class OOMReport(EitherCallback, Neighbour):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the model on a VirtualDevice."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
 
     on_train_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the model on a VirtualDevice, and note what training has left there."""
-        put_on_device(trainer, pl_module)
+        put_on_device(pl_module, trainer.optimizers)
         self._follow(FailureCapture.begin_evaluation)
 
     on_test_start = on_predict_start = on_validation_start
@@ -210,7 +208,6 @@ class OOMReport(EitherCallback, Neighbour):
         if self._capture is not None:
             self._capture.stop()
         self._capture = self._reporter = None
-        self._carried.leave()
 
 
 def _log(trainer: Trainer, text: str | None) -> None:

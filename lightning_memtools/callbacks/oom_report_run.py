@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, running_hook, training_step
+from lightning_memtools._lightning import (
+    callbacks_of,
+    is_compiled_by_lightning,
+    part_of_lightning,
+    running_hook,
+    training_step,
+)
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.oom.failed_step import FailedRun
@@ -35,7 +40,8 @@ def failed_run_of(trainer: Trainer) -> FailedRun:
     untraceable = why_unsupported("OOMReport", type(trainer.strategy)) or ""
     if not untraceable and (is_compiled_by_lightning(pl_module) or is_compiled(pl_module)):
         untraceable = "the model is compiled, and a trace would show its eager memory"
-    has_schedule = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+    scheduler = part_of_lightning("callbacks").GradientAccumulationScheduler
+    has_schedule = any(isinstance(callback, scheduler) for callback in callbacks)
     return FailedRun(
         model=pl_module,
         optimizers=tuple(trainer.optimizers),

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, EvaluationBatchEnd
+from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.callbacks.doctor_run import DoctorRun, only_watching
 from lightning_memtools.doctor.examination import Event, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, TrainingMistakeError
@@ -106,9 +106,11 @@ class TrainingDoctor(EitherCallback, Neighbour):
         """Look at BatchNorm."""
         self._tell(trainer, "evaluation_start")
 
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **_named: Any
+    ) -> None:
         """Look at what the step returned."""
-        self._tell(trainer, "evaluation_end", EvaluationBatchEnd(trainer, *args, **kwargs).outputs)
+        self._tell(trainer, "evaluation_end", outputs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an evaluation that follows the watched steps."""

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.checkpointing.chains import (
     Chain,
     NothingToApplyTo,
@@ -127,7 +126,6 @@ def plan_checkpoints(
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
-    check_types(plan_checkpoints, {"module": module})
     options = CheckpointOptions.parse(
         segments, memory_budget, bn_dropout, include, exclude, loss_head, offload, host_memory
     )

@@ -15,7 +15,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.budgets.judgement import over_budget, parse_budget
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.targets import UsageError, require_folder_of, say
@@ -262,7 +261,6 @@ def dry_run(
         FileNotFoundError: The script or module does not exist.
         ValueError: A GPU's name is not known, or a number is out of its range.
     """
-    check_types(dry_run, locals())
     is_list = isinstance(arguments, Sequence) and not isinstance(arguments, str)
     if not is_list or not all(isinstance(one, str) for one in arguments):
         raise ValueError(f"arguments={arguments!r} is not a list of texts, such as ['--batch-size', '64'].")

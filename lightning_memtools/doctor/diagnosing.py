@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memtools.argument_types import check_types
+from lightning_memtools._lightning import Callback
 from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport
@@ -79,7 +78,6 @@ def diagnose(
         ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
             checkpoint cannot be read.
     """
-    check_types(diagnose, locals())
     names = selected_checks(checks, ignore)
     if not is_count(steps):
         raise ValueError(f"steps={steps!r} watches nothing. Give a number of training steps from 1 upwards.")

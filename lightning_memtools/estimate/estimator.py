@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import UnsupportedOperatorException
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
 from lightning_memtools.estimate.trace_reading import read_estimate
@@ -106,8 +105,6 @@ def estimate_memory(
         RuntimeError: A VirtualDevice is active, the steps cannot run on the wanted engine, or an operator has no kernel
             for fake tensors.
     """
-    given = dict(locals())
-    check_types(estimate_memory, {name: given[name] for name in given.keys() - {"model", "step", "optimizer"}})
     if VirtualDevice.current() is not None:
         raise RuntimeError(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "

@@ -99,10 +99,6 @@ class HostMemory:
         return f"{', '.join(parts)}; {format_size(self.used)} of {whose} {format_size(self.limit)} are used"
 
 
-_NAMES = ("process", "unique", "workers", "pinned", "used", "limit", "shared")
-HOST_TAGS = [f"memory/host/{name}_gib" for name in _NAMES]
-
-
 def read_host_memory() -> HostMemory:
     """Read the figures. The kernel goes through all pages of the processes, which takes milliseconds for each GiB."""
     me = psutil.Process()

@@ -34,11 +34,10 @@ class PeakWindow:
         composition: Bytes per category when allocated was highest, where the device knows.
     """
 
-    def __init__(self, counter: PeakCounter, *, leave_counter_alone: bool) -> None:
+    def __init__(self, counter: PeakCounter) -> None:
         self.allocated: int | None = None
         self.reserved: int | None = None
         self.composition: Mapping[str, int] | None = None
-        self.leave_counter_alone = leave_counter_alone
         self._counter = counter
 
     def pause(self) -> MemoryStats:
@@ -49,7 +48,7 @@ class PeakWindow:
 
     def resume(self) -> MemoryStats:
         """Watch from this moment on. Peaks from before do not count."""
-        stats = self._counter.fold(reset=not self.leave_counter_alone)
+        stats = self._counter.fold()
         self._counter.running.add(self)
         return stats
 
@@ -82,16 +81,11 @@ class PeakCounter:
             raise ReferenceError("The device whose peaks are read no longer exists.")
         return reader
 
-    def open(self, *, leave_counter_alone: bool = False) -> PeakWindow:
-        """Return a paused window; `resume()` starts it.
+    def open(self) -> PeakWindow:
+        """Return a paused window; `resume()` starts it."""
+        return PeakWindow(self)
 
-        Args:
-            leave_counter_alone: While this window is running, nothing resets the device's counter, because others
-                read it. The window then holds the device's running maximum, which may be older than the window.
-        """
-        return PeakWindow(self, leave_counter_alone=leave_counter_alone)
-
-    def fold(self, *, reset: bool = True) -> MemoryStats:
+    def fold(self) -> MemoryStats:
         """Read the device, add its peaks to all running windows, reset them, and return the statistics."""
         reader = self.reader
         stats = reader.stats()
@@ -106,14 +100,12 @@ class PeakCounter:
                 window.composition = composition
             if stats.peak_reserved is not None:
                 window.reserved = max(window.reserved or 0, stats.peak_reserved)
-        if reset and not any(window.leave_counter_alone for window in self.running):
-            reader.reset_peaks()
+        reader.reset_peaks()
         return stats
 
     def forget(self) -> None:
         """Drop the device's peaks since the last reading, so that no window gets them."""
-        if not any(window.leave_counter_alone for window in self.running):
-            self.reader.reset_peaks()
+        self.reader.reset_peaks()
 
 
 # There must be one owner per device, so the owners are kept here for as long as their readers live.
@@ -165,10 +157,9 @@ class StagePeak:
 class StageWatch:
     """Keeps one peak window per stage; an evaluation inside training pauses training's window."""
 
-    def __init__(self, counter: PeakCounter, *, leave_counter_alone: bool = False) -> None:
+    def __init__(self, counter: PeakCounter) -> None:
         self.peaks: dict[Stage, StagePeak] = {}
         self._counter = counter
-        self._leave_counter_alone = leave_counter_alone
         self._windows: dict[Stage, PeakWindow] = {}
         self._running: list[Stage] = []  # the innermost is the last
 
@@ -178,7 +169,7 @@ class StageWatch:
             self._windows[self._running[-1]].pause()
         self._running.append(stage)
         if stage not in self._windows:
-            self._windows[stage] = self._counter.open(leave_counter_alone=self._leave_counter_alone)
+            self._windows[stage] = self._counter.open()
         self._windows[stage].resume()
 
     def leave(self, stage: Stage) -> None:
@@ -256,23 +247,17 @@ class PhaseWatch:
         counter: The device's peak counter; None where it has none, and only `clock` is told.
         between: The phase of the time between two hooks. In manual optimization, after a backward or an optimizer's
             step, it is the next forward; in automatic optimization nothing is computed there (None).
-        leave_counter_alone: As in `PeakCounter.open`.
         clock: Is told of every phase that begins, too.
     """
 
     def __init__(
-        self,
-        counter: PeakCounter | None,
-        *,
-        between: Phase | None = None,
-        leave_counter_alone: bool = False,
-        clock: PhaseClock | None = None,
+        self, counter: PeakCounter | None, *, between: Phase | None = None, clock: PhaseClock | None = None
     ) -> None:
         self.between = between
         self._clock = clock
         self._windows: dict[Phase, PeakWindow] = {}
         if counter is not None:
-            self._windows = {phase: counter.open(leave_counter_alone=leave_counter_alone) for phase in PHASES}
+            self._windows = {phase: counter.open() for phase in PHASES}
         self._running: Phase | None = None
         self._hooks: list[RemovableHandle] = []
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import tree_leaves
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.error_frames import forget_frames, variables_of
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
 from lightning_memtools.memory.leaks.tensor_census import TensorCensus
@@ -66,7 +65,6 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
         error: The error that was caught.
         model: The model whose gradients become None. Without it, all modules that the error's frames hold.
     """
-    check_types(release_failed_step, locals())
     running = _running_frames_of(error)
     models = _models_of(error) if model is None else [model]
     optimizers = instances_of(Optimizer)

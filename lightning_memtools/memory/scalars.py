@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
-from lightning_memtools.memory.host_memory import HOST_TAGS
-from lightning_memtools.memory.peaks import PHASES, MemoryPoint, Phase, Stage
+from lightning_memtools.memory.peaks import MemoryPoint, Phase, Stage
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryStats
 
@@ -66,51 +64,21 @@ def composition_scalars(point: MemoryPoint) -> dict[str, float]:
     return {f"memory/composition/{part}_gib": to_gib(size) for part, size in (point.composition or {}).items()}
 
 
-def batch_scalars(stage: Stage, point: MemoryPoint) -> dict[str, float]:
-    """Return the scalars of a device at the end of an evaluation batch."""
-    sizes = {
-        "allocated": point.stats.allocated,
-        "reserved": point.stats.reserved,
-        "peak_allocated": point.peak_allocated,
-        "peak_reserved": point.peak_reserved,
-    }
-    return {f"memory/{stage}/batch_{name}_gib": to_gib(size) for name, size in sizes.items() if size is not None}
-
-
 def phase_scalars(peaks: Mapping[Phase, int]) -> dict[str, float]:
     """Return the peaks of forward, backward and optimizer in GiB."""
     return {f"memory/train/peak_{phase}_gib": to_gib(n_bytes) for phase, n_bytes in peaks.items()}
 
 
-def possible_tags(stage: Stage) -> list[str]:
-    """Return every tag that a point of a stage may have, in an order that is the same on all ranks."""
-    return [
-        *(tag.format(stage=stage) for tag in _DEVICE_FIGURES),
-        "memory/host_rss_gib",
-        *HOST_TAGS,
-        *(f"memory/composition/{category}_gib" for category in CATEGORIES),
-        *(f"memory/train/peak_{phase}_gib" for phase in PHASES),
-        "time/step_ms",
-        *(f"time/{phase}_ms" for phase in (*PHASES, "data")),
-        *GPU_LOAD_TAGS,
-    ]
-
-
-def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage, *, per_rank: bool) -> dict[str, float]:
+def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage) -> dict[str, float]:
     """Merge the ranks' scalars: the maximum of each, the smallest peak, and the rank with the largest peak.
 
     Args:
         by_rank: One mapping per rank; tags that a rank cannot tell are absent.
         stage: The stage that the point belongs to.
-        per_rank: Whether to add every rank's own value as `<tag>/rank<r>`.
     """
     merged: dict[str, float] = {}
-    for tag in possible_tags(stage):
-        values = {rank: scalars[tag] for rank, scalars in enumerate(by_rank) if tag in scalars}
-        if values:
-            merged[tag] = max(values.values())
-            if per_rank:
-                merged.update({f"{tag}/rank{rank}": value for rank, value in values.items()})
+    for scalars in by_rank:
+        merged |= {tag: max(value, merged.get(tag, value)) for tag, value in scalars.items()}
     peak = f"memory/{stage}/peak_allocated_gib"
     peaks = {rank: scalars[peak] for rank, scalars in enumerate(by_rank) if peak in scalars}
     if len(by_rank) > 1 and peaks:

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import buffers_of, is_in_memory
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.bad_step import BadStep
@@ -251,7 +250,6 @@ def replay(path: str | Path, *, model: Any, batch: Callable[[int], Any] | None =
         TypeError: `batch` is no function.
         StepFileError: A file cannot be read, the module cannot be made or is another one; the message says what to do.
     """
-    check_types(replay, {"path": path})
     if batch is not None and not callable(batch):
         raise TypeError(f"batch must be a function of a batch index, got {type(batch).__name__}")
     with random_streams_restored():  # making a module uses random numbers

@@ -23,7 +23,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors,
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, in_batch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
-from lightning_memtools.simulation.step_runner import replay_loop
+from lightning_memtools.simulation.replay_loop import ReplayLoop
 from lightning_memtools.state.random_state import generator_state
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -203,7 +203,7 @@ class StepRerun:
 
     def _loop(self) -> Any:
         conditions = self.conditions
-        return replay_loop(
+        return ReplayLoop(
             self.module,
             original=self.trainer,
             facts=conditions.trainer,
@@ -270,7 +270,7 @@ def _quiet() -> Iterator[None]:
 def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
     """Return the optimizers that a LightningModule configures, and Lightning's configurations of its schedulers."""
     with _quiet(), torch.enable_grad():
-        loop = replay_loop(module, original=None, facts=conditions.trainer, optimizers=None)
+        loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
         loop.detach()
     return loop.optimizers, loop.schedulers
 

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.recovery.batch_parts import copied_containers
+from lightning_memtools.recovery.logged_values import LoggedValues
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import RandomState
 
@@ -51,7 +52,8 @@ class StepStart:
         self._step = step
         self._state = state
         self._random = RandomState.now(device=state.device)
-        self._take_back_log = step.log.save()
+        self._log = LoggedValues(step.results)
+        self._take_back_log = self._log.save()
         self._metrics = [(metric, _copied(vars(metric))) for metric in state.metrics]
         state.buffers.keep()
         self._tensors = [(tensor, write_count_or_none(tensor)) for tensor in tensors_in(step.batch)]
@@ -70,7 +72,7 @@ class StepStart:
 
     def run_part(self, part: Any, factor: float) -> Any:
         """Run forward and backward of a part, and return its result with the loss multiplied by a factor."""
-        with self._step.log.of_part(part):
+        with self._log.of_part(part):
             result = self._run(part, factor)
         loss = result.closure_loss
         return result if loss is None else replace(result, closure_loss=loss.detach() * factor)

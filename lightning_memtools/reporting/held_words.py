@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
-from lightning_memtools.memory.leaks.growth_watch import SteadyGrowth
 from lightning_memtools.memory.leaks.holdings import Holding
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted, in_series
@@ -70,30 +67,3 @@ def is_cause(holding: Holding, allocated: int) -> bool:
     return holding.n_bytes > _LEAST_OF_A_CAUSE * allocated and (
         holding.piles_up or holding.is_left_over or 2 * holding.n_bytes > allocated
     )
-
-
-def growth_warning(growth: SteadyGrowth, found: Sequence[Holding], *, device: str, batch: int) -> str:
-    """Return the warning of memory that rises steadily within an epoch: how fast, until when, and who holds it.
-
-    Args:
-        growth: The growth.
-        found: Who holds it, the largest first; none where nobody was found.
-        device: The device's name.
-        batch: The number of batches in training so far.
-    """
-    each = format_size(int(growth.per_batch))
-    until = "" if growth.n_left is None else f" At this rate it is full at batch {batch + growth.n_left:,}."
-    lines = [
-        (
-            f"Memory in use on {device} grows by {each} in each batch: by {format_size(growth.n_bytes)} in the last "
-            f"{growth.n_batches:,} batches, until batch {batch:,}.{until} What piles up:"
-        )
-    ]
-    lines += [
-        f"  - {holding_in_words(one)}. Keep numbers, or tensors on the host (`.detach().cpu()`)." for one in found
-    ]
-    if not found:
-        lines.append("  - Holder not found: something Python's garbage collector does not know (C++).")
-    elif not any(one.finding.with_graph for one in found):
-        lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
-    return "\n".join([*lines, "This warning is given once."])

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_memtools._lightning import EvaluationBatchEnd, values_logged_in_step
+from lightning_memtools._lightning import values_logged_in_step
 from lightning_memtools.memory.nested_tensors import batch_size_in
 
 # The usual names of a validation loss; the first that exists is taken.
@@ -95,14 +95,13 @@ def training_losses(
     return {name: candidates[name] for name in names if name in candidates}, set(candidates)
 
 
-def returned_losses(end: EvaluationBatchEnd, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:
+def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:
     """Yield name, value and weight of the losses that a validation step returned; the weight is the batch size."""
-    returned = scalars_of(end.outputs)
-    suffix = loader_suffixes(end.trainer)[end.dataloader_idx]
-    weight = (batch_size_in(end.batch) if returned else None) or 1
+    returned = scalars_of(outputs)
+    weight = (batch_size_in(batch) if returned else None) or 1
     for name in likely_losses(returned) if names is None else names:
         if name in returned:
-            yield name + suffix, returned[name], weight
+            yield name, returned[name], weight
 
 
 def loader_suffixes(trainer: Trainer) -> list[str]:

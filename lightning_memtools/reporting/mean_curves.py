@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,7 @@ from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
-from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
-
-# With a large log_every_n_steps, values are added up before their mean is taken.
-_MOST_KEPT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingPoint:
-    trainer: Trainer
-    names: Sequence[str]
-    step: int
+from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 
 
 class MeanCurves:
@@ -41,8 +30,9 @@ class MeanCurves:
         self.tag = tag
         self.names = names
         self._means = RunningMeans()
-        self._arriving: ArrivingValues[_PendingPoint] = ArrivingValues()
-        self._points: RankPoints | None = None
+        # Each point with its Trainer, the names of its values, and its step.
+        self._arriving: ArrivingValues[tuple[Trainer, Sequence[str], int]] = ArrivingValues()
+        self._posts: RankPosts | None = None
         self._tag_of: dict[str, str] = {}
         self._ever_seen: set[str] = set()
         self._is_first_warning = FirstTime()
@@ -54,9 +44,8 @@ class MeanCurves:
 
     def begin(self) -> None:
         """Begin a run, without any value of an earlier one. Call it on every rank."""
-        self._means.clear()
-        self._arriving.clear()
-        self._points = RankPoints(f"LossCurves ({self.tag})")
+        self.clear()
+        self._posts = RankPosts(f"LossCurves ({self.tag})")
         self._tag_of = {}
         self._ever_seen = set()
         if self.names is not None:
@@ -72,40 +61,41 @@ class MeanCurves:
         self._ever_seen.add(name)
         self._means.add(name, value, weight)
 
-    def drop(self, name: str) -> None:
-        """Drop a name's values since the last point."""
+    def replace(self, name: str, value: Tensor) -> None:
+        """Put one value in the place of those of a name since the last point."""
         self._means.drop(name)
+        self.add(name, value)
 
-    def without_values(self) -> list[str]:
-        """Return the names of curves that have no value since the last point."""
-        return [name for name in self.names or () if name not in self._means]
+    def clear(self) -> None:
+        """Drop all values that are not logged yet."""
+        self._means.clear()
+        self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
         """End a point; it is written once the values of all ranks have arrived. No rank waits."""
         names = list(dict.fromkeys([*self._tag_of, *self._means.names]))
         if names:
             means_and_weights = self._means.take(names, trainer.strategy.root_device)
-            self._arriving.send(means_and_weights, _PendingPoint(trainer, names, step))
+            self._arriving.send(means_and_weights, (trainer, names, step))
         self.write_arrived()
 
     def write_arrived(self, *, wait: bool = False) -> None:
         """Write the points whose values have reached the host; with `wait`, wait for all values of this rank."""
-        if self._points is None:
+        if self._posts is None:
             return
-        for (means, weights), point in self._arriving.receive(wait=wait):
-            mine = {name: [mean, weight] for name, mean, weight in zip(point.names, means, weights, strict=True)}
-            self._points.add(f"step {point.step}", mine, partial(self._write, point))
-        self._points.write_arrived()
+        for (means, weights), (trainer, names, step) in self._arriving.receive(wait=wait):
+            mine = {name: [mean, weight] for name, mean, weight in zip(names, means, weights, strict=True)}
+            self._posts.add(f"step {step}", mine, partial(self._write, trainer, step))
+        self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
         """Write the points whose values are on the host, and end the run; rank 0 waits this long for other ranks."""
-        self._means.clear()
-        self._arriving.clear()
-        points, self._points = self._points, None
-        if points is not None:
-            points.finish(patience_s=patience_s)
+        self.clear()
+        posts, self._posts = self._posts, None
+        if posts is not None:
+            posts.finish(patience_s=patience_s)
 
-    def _write(self, point: _PendingPoint, parts: Sequence[Any]) -> None:
+    def _write(self, trainer: Trainer, step: int, parts: Sequence[Any]) -> None:
         """Write the weighted means over the parts of all ranks."""
         known = [part for part in parts if part is not None]
         names = dict.fromkeys(name for part in known for name in part)
@@ -116,17 +106,10 @@ class MeanCurves:
         scalars: dict[str, float] = {}
         for name, tag in self._tag_of.items():
             weighted = [part[name] for part in known if name in part and part[name][1] > 0]
-            if len(weighted) == 1:
-                scalars[tag] = weighted[0][0]
-            elif weighted:
+            if weighted:
                 total = sum(weight for _, weight in weighted)
-                scalars[tag] = sum(mean * weight for mean, weight in weighted) / total
-        log_scalars(point.trainer, scalars, point.step)
-
-    def clear(self) -> None:
-        """Drop all values that are not logged yet."""
-        self._means.clear()
-        self._arriving.clear()
+                scalars[tag] = sum(mean * (weight / total) for mean, weight in weighted)
+        log_scalars(trainer, scalars, step)
 
     def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
         """Warn, once, of a name that was asked for and never had a value, and list the names that exist."""
@@ -144,35 +127,29 @@ class RunningMeans:
     """The weighted mean of each named scalar since it was last taken. Nothing here waits for the device."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, float] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
 
     @property
     def names(self) -> list[str]:
         """The names that have values, in the order in which they were first added."""
-        return list(self._values)
+        return list(self._sums)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add one scalar; 512 bytes of the device are kept for each until the mean is taken, 128 kB at most."""
-        # A copy: the tensor may be written again (in place, or as a CUDA graph's output), or keep a larger one alive.
-        value = value.detach()
-        values = self._values.setdefault(name, [])
-        values.append(value.clone() if weight == 1.0 else value * weight)
-        if len(values) == _MOST_KEPT:
-            values[:] = [_sum(values, value.device)]
+        """Add one scalar."""
+        # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
+        weighted = value.detach().reshape(()).float() * weight
+        self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def drop(self, name: str) -> None:
         """Drop the values of one name."""
-        self._values.pop(name, None)
+        self._sums.pop(name, None)
         self._weights.pop(name, None)
 
     def clear(self) -> None:
         """Drop all values."""
-        self._values.clear()
+        self._sums.clear()
         self._weights.clear()
 
     def take(self, names: Sequence[str], device: torch.device) -> Tensor:
@@ -185,15 +162,9 @@ class RunningMeans:
         Returns:
             float32 of shape (2, number of names) on the device: means, then weights.
         """
-        sums = torch.stack([self._sum(name, device) for name in names])
+        nothing = torch.zeros((), device=device)
+        sums = torch.stack([self._sums.get(name, nothing).to(device) for name in names])
         # `full` for each and not one `tensor`: a list has to be copied to the device, and that waits for it.
         weights = torch.stack([torch.full((), self._weights.get(name, 0.0), device=device) for name in names])
         self.clear()
         return torch.stack([sums / weights, weights])
-
-    def _sum(self, name: str, device: torch.device) -> Tensor:
-        return _sum(self._values[name], device) if name in self._values else torch.zeros((), device=device)
-
-
-def _sum(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([value.reshape(()).to(device).float() for value in values]).sum()

@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ PATIENCE_S = 5.0
 _KEPT = 16
 
 _LONGEST_PAUSE_S = 0.05
+_LATEST = "latest"
 # A process that was killed cannot say that it ends; nobody need wait for it.
 _PROCESS = "lightning_memtools/process of rank {}"
 
@@ -79,65 +80,9 @@ def has_died(rank: int) -> bool:
         return isinstance(error, psutil.NoSuchProcess)
 
 
-class RankPosts:
-    """The latest values of every rank, in the process group's store. No rank waits for another.
-
-    Make it on every rank or on none, and equally often for each name.
-
-    Args:
-        name: Distinguishes the values from those of others.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.rank, self.world_size = _rank_and_world_size()
-        self._values: dict[str, Any] = {}
-        self._has_ended = False
-        self._key = _key_of(name, self.rank) if self.world_size > 1 else None
-        if self._key is None:  # no store: this rank is on its own
-            self.rank, self.world_size = 0, 1
-
-    def post(self, values: Mapping[str, Any]) -> None:
-        """Leave values, which JSON must be able to hold, under their labels; the oldest labels are dropped."""
-        for label, value in values.items():
-            self._values.pop(label, None)
-            self._values[label] = value
-        while len(self._values) > _KEPT:
-            del self._values[next(iter(self._values))]
-        self._send()
-
-    def end(self) -> None:
-        """Announce that this rank posts no more values."""
-        self._has_ended = True
-        self._send()
-
-    def read(self) -> list[PostedByRank]:
-        """Return what every rank has left so far, in the order of ranks."""
-        everyone = [PostedByRank(self._values, has_ended=self._has_ended)] * self.world_size
-        for rank in range(self.world_size):
-            if rank != self.rank:
-                everyone[rank] = self._read_rank(rank)
-        return everyone
-
-    def _send(self) -> None:
-        if self._key is not None:
-            text = json.dumps({"values": self._values, "has_ended": self._has_ended})
-            with_store(lambda store: store.set(f"{self._key}/{self.rank}", text))
-
-    def _read_rank(self, rank: int) -> PostedByRank:
-        text = with_store(partial(_value_of, f"{self._key}/{rank}"))
-        if text is None:  # the process that holds the store is gone: nothing more will come
-            return PostedByRank({}, has_ended=True)
-        return PostedByRank(**json.loads(text)) if text else PostedByRank({})
-
-
 @dataclass(frozen=True, slots=True)
 class PostedByRank:
-    """The values that one rank has left.
-
-    Attributes:
-        values: Label to value.
-        has_ended: Whether it leaves no more.
-    """
+    """The values that one rank has left, by their labels, and whether it leaves no more."""
 
     values: Mapping[str, Any]
     has_ended: bool = False
@@ -150,88 +95,108 @@ class _WaitingPoint:
     write: Callable[[list[Any]], None]
 
 
-class RankPoints:
-    """Points of a curve that rank 0 merges and writes once the parts of all ranks have arrived. No rank waits.
+class RankPosts:
+    """The latest values of every rank, in the process group's store. No rank waits for another.
 
-    A rank may be late, have fewer batches, end early or fail. Its part is then left out, and a warning says so once.
+    With `add`, rank 0 merges and writes points of a curve once the parts of all ranks have arrived. A rank may be late,
+    have fewer batches, end early or fail. Its part is then left out, and a warning says so once.
+
     Make it on every rank or on none, and equally often for each name.
 
     Args:
-        name: Distinguishes the points from those of others, and names their owner in the warning.
+        name: Distinguishes the values from those of others, and names their owner in the warning.
     """
 
     def __init__(self, name: str) -> None:
+        self.rank, self.world_size = _rank_and_world_size()
         self._name = name
-        self._posts = RankPosts(name)
+        self._values: dict[str, Any] = {}
+        self._has_ended = False
         self._waiting: deque[_WaitingPoint] = deque()
         self._is_first_warning = FirstTime()
+        self._key = _key_of(name, self.rank) if self.world_size > 1 else None
+        if self._key is None:  # no store: this rank is on its own
+            self.rank, self.world_size = 0, 1
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._posts.world_size
+    def post(self, values: Mapping[str, Any]) -> None:
+        """Leave values, which JSON must be able to hold, under their labels; the oldest labels are dropped."""
+        for label, value in values.items():
+            self._values.pop(label, None)
+            self._values[label] = value
+        while len(self._values) > _KEPT:
+            del self._values[next(iter(self._values))]
+        if self._key is not None:
+            text = json.dumps({"values": self._values, "has_ended": self._has_ended})
+            with_store(lambda store: store.set(f"{self._key}/{self.rank}", text))
 
-    def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], extra: Any = None) -> None:
+    def read(self) -> list[PostedByRank]:
+        """Return what every rank has left so far, in the order of ranks."""
+        return [self._read(rank) for rank in range(self.world_size)]
+
+    def _read(self, rank: int) -> PostedByRank:
+        if rank == self.rank:
+            return PostedByRank(self._values, self._has_ended)
+        text = with_store(partial(_value_of, f"{self._key}/{rank}"))
+        if text is None:  # the process that holds the store is gone: nothing more will come
+            return PostedByRank({}, has_ended=True)
+        return PostedByRank(**json.loads(text)) if text else PostedByRank({})
+
+    def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], latest: Any = None) -> None:
         """Add this rank's part of a point.
 
         Args:
             label: Names the point; the same on every rank.
             mine: What JSON can hold.
             write: Called on rank 0 with the parts that have arrived, in the order of ranks, None for each other one.
-            extra: What `latest` returns, besides the points.
+            latest: What `finish` returns, besides the points.
         """
         if self.world_size == 1:
             write([mine])
             return
-        self._posts.post({label: mine} if extra is None else {label: mine, "latest": extra})
-        if self._posts.rank == 0:
+        self.post({label: mine, _LATEST: latest})
+        if self.rank == 0:
             self._waiting.append(_WaitingPoint(label, mine, write))
             self.write_arrived()
 
     def write_arrived(self) -> None:
         """Write the points that are complete; the oldest one too, where it has waited for many others."""
         while self._waiting:
-            posted = self._posts.read()
+            posted = self.read()
             is_complete = all(self._waiting[0].label in theirs.values or theirs.has_ended for theirs in posted)
             if not is_complete and len(self._waiting) <= _KEPT // 2:
                 return
             self._write_first(posted)
 
-    def finish(self, *, patience_s: float = PATIENCE_S, extra: Any = None) -> list[Any]:
+    def finish(self, *, patience_s: float = PATIENCE_S, latest: Any = None) -> list[Any]:
         """End: rank 0 writes all points and waits for late parts, all points together, no longer than `patience_s`.
 
-        It does not wait if no point is left and no `extra` is given.
+        It does not wait if no point is left and no `latest` is given.
 
         Returns:
-            The last `extra` of each rank, in the order of ranks, None where it has not arrived; only this rank's own on
+            The `latest` of each rank, in the order of ranks, None where it has not arrived; only this rank's own on
             ranks above 0.
         """
-        if self.world_size == 1:
-            return [extra]
-        if extra is not None:
-            self._posts.post({"latest": extra})
-        self._posts.end()
-        if self._posts.rank > 0:
-            return [extra]
-        if not self._waiting and extra is None:
-            patience_s = 0.0
-        end = time.monotonic() + patience_s
+        self._has_ended = True
+        self.post({} if latest is None else {_LATEST: latest})
+        if self.rank > 0 or self.world_size == 1:
+            return [latest]
+        end = time.monotonic() + (patience_s if self._waiting or latest is not None else 0.0)
         while time.monotonic() < end:
-            if all(theirs.has_ended or has_died(rank) for rank, theirs in enumerate(self._posts.read())):
+            if all(theirs.has_ended or has_died(rank) for rank, theirs in enumerate(self.read())):
                 break
             time.sleep(0.005)
-        posted = self._posts.read()
+        posted = self.read()
         while self._waiting:
             self._write_first(posted)
         missing = [rank for rank, theirs in enumerate(posted) if not theirs.has_ended]
-        if missing and patience_s > 0:
+        if missing and patience_s > 0 and latest is not None:
             self._warn(missing, "the end of the run")
-        return [theirs.values.get("latest") for theirs in posted]
+        return [theirs.values.get(_LATEST) for theirs in posted]
 
     def _write_first(self, posted: Sequence[PostedByRank]) -> None:
         first = self._waiting.popleft()
         parts = [theirs.values.get(first.label) for theirs in posted]
-        parts[self._posts.rank] = first.mine
+        parts[self.rank] = first.mine
         missing = [rank for rank, part in enumerate(parts) if part is None]
         if missing:
             self._warn(missing, first.label)
@@ -247,15 +212,6 @@ class RankPoints:
             "This warning is given once.",
             stacklevel=2,
         )
-
-
-@dataclass(slots=True)
-class _StoreCalls:
-    """The calls of a RankGather that go through the store."""
-
-    key: str
-    n_made: int = 0
-    lost: set[int] = field(default_factory=set)
 
 
 EXCHANGE_LIMIT = timedelta(seconds=60)
@@ -276,22 +232,52 @@ class RankGather:
 
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
         self.rank, self.world_size = _rank_and_world_size()
-        self._timeout = timeout
-        key = _key_of("gather", self.rank) if self.world_size > 1 else None
-        self._calls = None if key is None else _StoreCalls(key)
+        self._timeout_s = timeout.total_seconds()
+        self._key = _key_of("gather", self.rank) if self.world_size > 1 else None
+        self._n_calls = 0
+        self._lost: set[int] = set()
 
     def objects(self, mine: Any) -> list[Any]:
         """Return every rank's object, in the order of ranks; a rank that gave None is left out."""
-        calls = self._calls
-        received = [] if calls is None else _through_the_store(calls, mine, self.rank, self.world_size, self._timeout)
-        return [theirs for theirs in received or [mine] if theirs is not None]
+        received = (None if self._key is None else self._exchange(self._key, mine)) or {self.rank: mine}
+        return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
         """Leave: the others no longer wait, and every method returns this rank's own values. Idempotent."""
-        if self._calls is not None:
-            key = f"{self._calls.key}/left/{self.rank}"
+        if self._key is not None:
+            key = f"{self._key}/left/{self.rank}"
             with_store(lambda store: store.set(key, "1"))
-        self._calls = None
+        self._key = None
+
+    def _exchange(self, key: str, mine: Any) -> dict[int, Any]:
+        """Return the objects of the ranks that answer in time; {} where there is no store any more."""
+        n, self._n_calls = self._n_calls, self._n_calls + 1
+        keys = {rank: f"{key}/{n}/{rank}" for rank in range(self.world_size)}
+        if with_store(lambda store: store.set(keys[self.rank], pickle.dumps(mine)) or True) is None:
+            return {}
+        if n >= _KEPT:  # a rank that is so far behind has been given up
+            with_store(lambda store: store.delete_key(f"{key}/{n - _KEPT}/{self.rank}"))
+        received: dict[int, Any] = {self.rank: mine}
+        end, pause_s = time.monotonic() + self._timeout_s, 0.0005
+        while True:
+            gone = set(self._lost)
+            for rank in keys.keys() - received.keys():
+                # In this order: a rank leaves its value before it says that it has left.
+                has_left = with_store(partial(_has_key, f"{key}/left/{rank}"))
+                has_left = has_left or (pause_s == _LONGEST_PAUSE_S and has_died(rank))
+                value = with_store(partial(_value_of, keys[rank]))
+                if value:
+                    received[rank] = pickle.loads(value)  # noqa: S301, written by this program's other ranks
+                    self._lost.discard(rank)
+                elif has_left or value is None:
+                    gone.add(rank)
+            if len(received.keys() | gone) == self.world_size:
+                return received
+            if time.monotonic() > end:
+                self._lost.update(keys.keys() - received.keys())
+                return received
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 @contextmanager
@@ -309,38 +295,6 @@ def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
 
     with replaced_collectives(refuse):
         yield
-
-
-def _through_the_store(calls: _StoreCalls, mine: Any, rank: int, world_size: int, timeout: timedelta) -> list[Any]:
-    """Return the objects of the ranks that answer in time, in their order; [] where there is no store any more."""
-    n, calls.n_made = calls.n_made, calls.n_made + 1
-    keys = {other: f"{calls.key}/{n}/{other}" for other in range(world_size)}
-    if with_store(lambda store: store.set(keys[rank], pickle.dumps(mine)) or True) is None:
-        return []
-    if n >= _KEPT:  # a rank that is so far behind has been given up
-        with_store(lambda store: store.delete_key(f"{calls.key}/{n - _KEPT}/{rank}"))
-    received: dict[int, Any] = {rank: mine}
-    end, pause_s = time.monotonic() + timeout.total_seconds(), 0.0005
-    while True:
-        gone = set(calls.lost)
-        for other in [other for other in keys if other not in received]:
-            # In this order: a rank leaves its value before it says that it has left.
-            has_left = with_store(partial(_has_key, f"{calls.key}/left/{other}"))
-            has_left = has_left or (pause_s == _LONGEST_PAUSE_S and has_died(other))
-            value = with_store(partial(_value_of, keys[other]))
-            if value:
-                received[other] = pickle.loads(value)  # noqa: S301, written by this program's other ranks
-                calls.lost.discard(other)
-            elif has_left or value is None:
-                gone.add(other)
-        if len(received.keys() | gone) == world_size:
-            break
-        if time.monotonic() > end:
-            calls.lost.update(keys.keys() - received.keys())
-            break
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return [received[other] for other in sorted(received)]
 
 
 def _has_key(key: str, store: Any) -> bool:

@@ -45,7 +45,6 @@ from lightning_memtools._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from lightning_memtools.ending_signals import raise_if_ended
 from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, calling_package, line_on_stack
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.storages import flat, given_tensors
@@ -502,7 +501,6 @@ class ValueReaders(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or read the known values."""
-        raise_if_ended()
         if func in _PACKING and not has_readable_values(args[0]):
             return _PACKING[func](self._values, *args, **(kwargs or {}))
         if func in _READERS and isinstance(args[0], FakeTensor):

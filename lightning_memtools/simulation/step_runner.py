@@ -10,32 +10,45 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import STEP_NAMES, ReplayLoop, StepLoop, loss_of, twin_of
+from lightning_memtools._lightning import (
+    Callback,
+    LightningModule,
+    attach,
+    begin_training,
+    count_as,
+    refuse_other_package,
+    step_arguments,
+    watch_updates,
+)
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.known_values import note_values
+from lightning_memtools.simulation.step_trainer import (
+    EndlessLoader,
+    IdleScheduler,
+    PhaseHooks,
+    StepTrainer,
+    precision_plugin,
+)
 
 Stage = Literal["train", "val", "test", "predict"]
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 AUTOCAST_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
+STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 StepFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], Any]
-
-# What Lightning's Trainer is told of an epoch's length: schedules over it and warm-ups work as in a long training.
-_BATCHES_OF_EPOCH = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +57,15 @@ class Recipe:
 
     Attributes:
         stage: train, or a stage without gradients.
-        precision: The precision, by Lightning's name; None for that of the Trainer that a step is taken from.
+        precision: The precision, by Lightning's name or as a plugin; None for that of the Trainer that a step is taken
+            from.
         steps: The number of optimizer steps; in a stage without gradients, the number of batches.
         accumulate: The number of batches per optimizer step.
         clip: Gradients are clipped to this norm; None for no clipping.
     """
 
     stage: Stage = "train"
-    precision: PrecisionName | None = "32-true"
+    precision: Any = "32-true"
     steps: int = 2
     accumulate: int = 1
     clip: float | None = None
@@ -59,7 +73,7 @@ class Recipe:
     @property
     def dtype(self) -> torch.dtype | None:
         """The type of parameters and floating-point inputs; None to leave them as they are."""
-        return _TRUE_PRECISIONS.get(self.precision or "")
+        return _TRUE_PRECISIONS.get(self.precision)
 
 
 class StepListener:
@@ -90,7 +104,7 @@ class StepRunner:
         module: A LightningModule, or any module with ``step``.
         recipe: The settings of the Trainer.
         listener: Gives the batches, and is told when a phase begins.
-        device: The type of the device: "cuda" for PyTorch's CUDA code, "cpu" for fake tensors.
+        device: The device, or its type: "cuda" for PyTorch's CUDA code, "cpu" for fake tensors.
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
             this is None.
@@ -99,6 +113,11 @@ class StepRunner:
         optimizers: The optimizers, in place of those that ``configure_optimizers`` makes.
         callbacks: Callbacks of the Trainer.
         set_up: Puts the model on the device, and returns the module that a step calls.
+        replay: Makes of this a replay: the values of the Trainer's attributes. No hook of a fit's beginning runs.
+
+    Attributes:
+        module: The LightningModule whose steps run.
+        trainer: The Trainer.
     """
 
     def __init__(
@@ -107,13 +126,14 @@ class StepRunner:
         recipe: Recipe,
         listener: StepListener,
         *,
-        device: Literal["cpu", "cuda"] = "cpu",
+        device: str = "cpu",
         step: StepFunction | None = None,
         make_optimizer: MakeOptimizer | None = None,
         trainer: Any = None,
         optimizers: Sequence[Optimizer] = (),
         callbacks: Sequence[Callback] = (),
         set_up: Callable[[], nn.Module] | None = None,
+        replay: Mapping[str, Any] | None = None,
     ) -> None:
         self._recipe, self._listener = recipe, listener
         self._model = module
@@ -123,58 +143,98 @@ class StepRunner:
         module = _prepared(module, recipe.stage, step, make)
         if step is not None and recipe.stage == "train":
             module.automatic_optimization = len(optimizers) <= 1
-        for part in module.modules():
-            if is_lightning_module(part):
-                vars(part)["print"] = lambda *_args, **_kwargs: None
+        _silence(module)
         self.module: Any = module
         self.around_step: Callable[[], Any] = nullcontext
         self.n_losses = 0
         self._n_batches = 0
+        precision = recipe.precision or _precision_like(trainer, device)
+        if isinstance(precision, str):
+            precision = precision_plugin(precision, device)
         with _quiet():
-            self._loop = StepLoop(
-                module,
-                recipe.stage,
-                self._batches(),
-                original=trainer,
-                n_batches=_BATCHES_OF_EPOCH,
-                precision=recipe.precision or _precision_like(trainer, device),
-                device=device,
-                accumulate=recipe.accumulate,
-                clip=recipe.clip,
-                on_phase=listener.begin,
-                run_step=self._run_step,
-                callbacks=callbacks,
-                place=listener.place,
-                set_up=None if set_up is None else lambda: self._set_up(set_up),
-            )
+            self.trainer: Any = StepTrainer(trainer, device, precision, accumulate=recipe.accumulate, clip=recipe.clip)
+            self.trainer.callbacks = [PhaseHooks(listener.begin), *callbacks]  # none that an entry point adds
+            if trainer is None:
+                self.trainer.facts = replay
+            self._loader = EndlessLoader(self._batches())
+            attach(self.trainer, module, recipe.stage, self._loader)
+            self._put_in_place(set_up)
+            if trainer is not None:
+                count_as(self.trainer, trainer)
+                self.set_schedulers(trainer.lr_scheduler_configs)
             if recipe.stage == "train":
-                for optimizer in self._loop.optimizers:
+                self._fetcher = begin_training(self.trainer, runs_hooks=trainer is None and replay is None)
+            self.trainer.facts = replay
+            if recipe.stage == "train" and replay is None:
+                for optimizer in self.optimizers:
                     _refuse_lbfgs(optimizer)
-                listener.on_optimizers(self._loop.optimizers)
+                listener.on_optimizers(self.optimizers)
+
+    def _put_in_place(self, set_up: Callable[[], nn.Module] | None) -> None:
+        """Set up the strategy, so that the listener sees each step and each batch on its way to the device."""
+        strategy, plugin = self.trainer.strategy, self.trainer.precision_plugin
+        name, begin, place = STEP_NAMES[self._recipe.stage], self._listener.begin, self._listener.place
+        move, step = strategy.batch_to_device, getattr(strategy, name)
+        # Fake tensors have the type of the precision, and lie on the device.
+        strategy.model_to_device = lambda: None
+        plugin.convert_module = lambda model: model if set_up is None else self._set_up(set_up)
+        strategy.batch_to_device = lambda batch, *args, **options: place(
+            batch, lambda given: move(given, *args, **options)
+        )
+        setattr(strategy, name, lambda *args: self._run_step(lambda: step(*args)))
+        watch_updates(self.trainer, lambda _optimizer: begin("optimizer"))
+        strategy.setup(self.trainer)
+        if not self.is_automatic:
+            for optimizer in strategy.optimizers:
+                optimizer.register_step_post_hook(lambda *_: begin("forward"))
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers; without any, a stand-in of Lightning's that does nothing."""
+        return list(self.trainer.strategy.optimizers)
+
+    def set_schedulers(self, configs: Sequence[Any]) -> None:
+        """Show these learning rate schedulers to the step; when it calls their `step()`, nothing happens."""
+        self.trainer.strategy.lr_scheduler_configs = [
+            replace(config, scheduler=IdleScheduler(config.scheduler), reduce_on_plateau=False) for config in configs
+        ]
 
     def run(self) -> None:
-        """Run the steps of the recipe.
+        """Run the steps of the recipe, or the batches of an evaluation with the hooks of its beginning and end.
 
         Raises:
             TypeError: A training step returned no loss.
         """
-        recipe = self._recipe
-        with _quiet():
-            if recipe.stage != "train":
-                self._loop.evaluate(recipe.steps)
-                return
+        recipe, trainer = self._recipe, self.trainer
+        if recipe.stage == "train":
             for _ in range(recipe.steps * recipe.accumulate):
-                self._loop.run_batch()
+                self.run_batch()
+            return
+        self._loader.length = recipe.steps
+        trainer.predict_loop.return_predictions = False  # they are kept on the host
+        trainer.validate_loop.verbose = trainer.test_loop.verbose = False
+        loops = {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+        with _quiet():
+            loops[recipe.stage].run()
 
     def run_batch(self, index: int | None = None) -> None:
         """Run one training batch, of this index in its epoch if one is given."""
         with _quiet():
-            self._loop.run_batch(index)
+            self.advance(index)
+            self.trainer.fit_loop.epoch_loop.on_advance_end(self._fetcher)
+
+    def advance(self, index: int | None) -> None:
+        """Run one training batch, without what follows it: validation and counters of steps."""
+        loop = self.trainer.fit_loop.epoch_loop
+        if index is not None:
+            loop.batch_progress.current.ready = loop.batch_progress.current.completed = index
+        loop.advance(self._fetcher)
 
     def run_forward(self, batch: Any, index: int) -> Any:
         """Run the forward pass of a batch on the device alone."""
         with _quiet():
-            return self._loop.run_forward(batch, index)
+            run = getattr(self.trainer.strategy, STEP_NAMES[self._recipe.stage])
+            return run(*step_arguments(self.trainer, batch, index))
 
     @property
     def accumulate(self) -> int:
@@ -208,6 +268,13 @@ class StepRunner:
         if self._recipe.stage == "train" and self.is_automatic:
             self.n_losses += _has_loss(out)
         return out
+
+
+def _silence(module: nn.Module) -> None:
+    """Have `print` of a module and of those within it print nothing."""
+    for part in module.modules():
+        if is_lightning_module(part):
+            vars(part)["print"] = lambda *_args, **_options: None
 
 
 def _prepared(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
@@ -284,15 +351,10 @@ def runner_like(
     return StepRunner(module, recipe, listener, trainer=trainer, optimizers=optimizers)
 
 
-def replay_loop(module: nn.Module, **arguments: Any) -> ReplayLoop:
-    """Return a loop that runs a step of a LightningModule again; the arguments are those of `ReplayLoop`."""
-    with _quiet():
-        return ReplayLoop(module, **arguments)
-
-
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule, of `lightning` or of `pytorch_lightning`."""
-    return isinstance(model, nn.Module) and twin_of(model) is not None
+    """Return whether this is a LightningModule; raise if it is one of the package that is not in use."""
+    refuse_other_package(model)
+    return isinstance(model, LightningModule)
 
 
 def step_name(stage: str) -> str:
@@ -332,7 +394,7 @@ def _has_loss(out: Any) -> bool:
     Raises:
         TypeError: The result is something else.
     """
-    loss = loss_of(out)
+    loss = out.get("loss") if isinstance(out, Mapping) else out
     if out is None:
         return False
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,19 +178,14 @@ class StepResult:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class NoLog:
-    """Stands for what a step logs: nothing."""
+class NoResults(dict[str, Any]):
+    """Stands for Lightning's collection of logged values: nothing is logged."""
 
-    def save(self):
-        return lambda: None
-
-    def of_part(self, part):
-        del part
-        return nullcontext()
+    batch = batch_size = None
 
 
 def closure(batch: Any, forward: Any) -> Any:
-    return StepClosure(batch, forward, NoLog(), lambda loss: loss.backward(), lambda: None, lambda: None)  # type: ignore[arg-type]
+    return StepClosure(batch, forward, NoResults(), lambda loss: loss.backward(), lambda: None, lambda: None)
 
 
 class Steps:

@@ -35,16 +35,14 @@ PAGES = {
     "GradientCheckpointing": "gradient-checkpointing",
     "BatchSizeTuner": "batch-size",
 }
-UNITS = {"GiB", "%", "ms", "W", "°C", "count", "rank", "text", "as the loss", "as the gradients", "as the tag"}
+UNITS = {"GiB", "%", "ms", "W", "°C", "count", "rank", "text", "as the loss", "as the gradients"}
 ONLY_ON_CUDA = {"memory/host/pinned_gib", *GPU_LOAD_TAGS}
 PLACEHOLDERS = {
     "<stage>": "(train|val|test|predict)",
     "<phase>": "(forward|backward|optimizer)",
     "<category>": "(parameters|gradients|optimizer|activations|inputs|other)",
     "<i>": r"\d+",
-    "<r>": r"\d+",
     "<name>": "[^/]+",
-    "<tag>": "(memory|time)/.+",
 }
 LARGEST_PICTURE = 150_000
 
@@ -189,7 +187,7 @@ def logged_in(root: Path, callback: L.Callback, model: L.LightningModule, *data:
 
 
 def of_memory_monitor(root: Path) -> set[str]:
-    monitor = memtools.MemoryMonitor(phases=True, eval_batches=True)
+    monitor = memtools.MemoryMonitor(phases=True)
     found = logged_in(root / "one", monitor, Regression(), loader(), loader(16, seed=1))
     (root / "two").mkdir()
     run_ranks(Path(two_ranks.__file__), root / "two", "monitor", timeout_s=120)

@@ -216,6 +216,10 @@ def test_bad_arguments_are_refused_with_those_that_are_accepted(arguments, named
     assert named in str(error.value)
 
 
+def test_stages_may_come_from_a_generator():
+    assert EmptyCache(stages=(stage for stage in ("val", "test"))).stages == ("val", "test")
+
+
 @pytest.mark.cuda_memory
 def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
     torch.cuda.empty_cache()

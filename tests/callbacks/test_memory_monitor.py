@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,9 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.callbacks.memory_monitor import _say_that_there_is_no_gpu
-from lightning_memtools.memory.peaks import PHASES
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader
-from lightning_memtools.memory.scalars import CATEGORIES, possible_tags
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
 from tests.callbacks.memory_models import Wide, gib
@@ -165,12 +162,11 @@ def test_a_device_without_statistics_is_named_once_and_other_tags_are_logged(tmp
     with pytest.warns(UserWarning, match="meta keeps no memory statistics") as caught:
         monitor.setup(trainer(tmp_path, monitor, strategy=strategy, accelerator="auto"), Regression(), "fit")
     assert len([w for w in caught if "statistics" in str(w.message)]) == 1
-    run = MemoryRun(None, call="fit", device="meta")
-    run.begin_training(0, [], between_phases=None)
     points: list[set[str]] = []
-    run.add_training_point(0, lambda scalars, step: points.append(set(scalars)))
-    (tags,) = points
-    assert tags == {"memory/host_rss_gib", "time/step_ms"}
+    run = MemoryRun(None, lambda scalars, step: points.append(set(scalars)), call="fit", device="meta")
+    run.begin_training(0, [], between_phases=None)
+    run.add_point("train", 0, run.step_scalars(0))
+    assert points == [{"time/step_ms"}]
     assert "meta keeps no memory statistics" in run.summary(waits_for_ranks=False).markdown()
 
 
@@ -241,11 +237,3 @@ def test_the_last_point_of_a_run_that_fails_shows_why(tmp_path):
     logged = scalars(run.log_dir)
     assert logged["memory/ooms"] == [(1, 0.0), (3, 1.0)]
     assert dict(logged["memory/train/peak_allocated_gib"])[3] >= gib(3)  # the step that was not due for a point counts
-
-
-def test_the_docstring_lists_every_tag():
-    text = MemoryMonitor.__doc__ or ""
-    named = set(re.findall(r"`([a-z]+/[^`]+)`", text))
-    stages = {tag.replace("<stage>", "train") for tag in named}
-    every = {tag.replace("<category>", one).replace("<phase>", one) for tag in stages for one in (*CATEGORIES, *PHASES)}
-    assert set(possible_tags("train")) <= every

@@ -2,7 +2,8 @@
 
 python either_lightning_run.py PACKAGE FIRST FOLDER
 
-PACKAGE is "lightning.pytorch" or "pytorch_lightning"; FIRST is the package that is imported first. Writes seen.json.
+PACKAGE is "lightning.pytorch" or "pytorch_lightning"; FIRST is the one that is imported first. Where they differ, the
+callbacks are given to Trainers of PACKAGE, to see the errors. Writes seen.json.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 _, PACKAGE, FIRST, FOLDER = sys.argv
-if FIRST == "lightning_memtools":
-    import lightning_memtools.callbacks.presets  # noqa: F401, imported for its place in the order
+importlib.import_module(FIRST)
 pl: Any = importlib.import_module(PACKAGE)
 
 from lightning_memtools import (  # noqa: E402, after the package that the run is about
     BatchSizeTuner,
     GradientCheckpointing,
+    LossSpikes,
+    OOMRecovery,
     OOMReport,
     VirtualDevice,
     default_callbacks,
+    estimate_memory,
     tune_batch_size,
 )
 from tests.batch_size_models import Samples  # noqa: E402, as above
@@ -136,10 +139,29 @@ def from_yaml() -> dict[str, Any]:
     return {"callbacks": names}
 
 
+def errors() -> dict[str, str]:
+    """Return the error that each callback, and an estimate, gives for a Trainer or module of the other package."""
+
+    def error_of(use: Any) -> str:
+        try:
+            use()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    others = [GradientCheckpointing(), BatchSizeTuner(), LossSpikes(), OOMRecovery(loss="mean")]
+    fits = {
+        type(callback).__name__: error_of(lambda: trainer("mixed", callback, max_steps=1).fit(Model()))  # noqa: B023, called at once
+        for callback in (*default_callbacks(), *others)
+    }
+    return fits | {"estimate_memory": error_of(lambda: estimate_memory(Model(), torch.ones(4, WIDTH)))}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    seen: dict[str, Any] = {one.__name__: one() for one in (default_run, tuned, checkpointed, out_of_memory, from_yaml)}
+    runs = (default_run, tuned, checkpointed, out_of_memory, from_yaml) if FIRST == PACKAGE else (errors,)
+    seen: dict[str, Any] = {run.__name__: run() for run in runs}
     other = {"lightning.pytorch": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}[PACKAGE]
     seen["imported_the_other"] = f"{other}.trainer" in sys.modules
     Path(FOLDER, "seen.json").write_text(json.dumps(seen))

@@ -1,4 +1,4 @@
-"""Trainers of `lightning` and of `pytorch_lightning`, one in a process each, get the same from the callbacks."""
+"""Trainers of `lightning` and of `pytorch_lightning` get the same from the callbacks; mixing them raises."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.two_processes import run_script
 RUNS = [
     ("lightning.pytorch", "lightning.pytorch"),
     ("pytorch_lightning", "pytorch_lightning"),
+    ("lightning.pytorch", "pytorch_lightning"),
+    ("pytorch_lightning", "lightning.pytorch"),
 ]
 
 
@@ -28,9 +30,9 @@ def seen(tmp_path_factory):
     return found
 
 
-@pytest.fixture(params=RUNS[1:], ids=lambda run: f"{run[1]} first")
-def pair(request, seen):
-    return seen[request.param], seen[RUNS[0]]
+@pytest.fixture
+def pair(seen):
+    return seen[RUNS[1]], seen[RUNS[0]]
 
 
 def test_default_callbacks_write_the_same_files_and_curves(pair):
@@ -66,3 +68,11 @@ def test_its_own_cli_takes_our_class_path(pair):
 
 def test_only_the_package_of_the_program_is_imported(seen):
     assert not seen[RUNS[0]]["imported_the_other"]
+
+
+@pytest.mark.parametrize(("package", "first"), RUNS[2:])
+def test_a_program_that_mixes_both_is_told_so_by_every_callback(seen, package, first):
+    errors = seen[package, first]["errors"]
+    assert len(errors) == 11
+    for name, error in errors.items():
+        assert f"is of {package}, but lightning_memtools works with {first}" in error, name

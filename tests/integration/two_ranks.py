@@ -76,7 +76,7 @@ def monitored(root: Path, strategy: Any) -> None:
     model = Uneven()
     run = trainer(
         root,
-        MemoryMonitor(per_rank=True, snapshot_at_step=2),
+        MemoryMonitor(snapshot_at_step=2),
         LossCurves(every_n_steps=2, grad_norm=True),
         logger=[TensorBoardLogger(root, name="", version="board"), CSVLogger(root, name="", version="table")],
         strategy=strategy,

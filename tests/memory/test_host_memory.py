@@ -6,7 +6,9 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -19,6 +21,7 @@ from lightning_memtools.memory.host_memory import HostMemory, HostWatch, Process
 from lightning_memtools.memory.readers import host_rss_bytes
 from lightning_memtools.memory.shared_memory import container_use
 from lightning_memtools.memory.sizes import GIB, MIB
+from lightning_memtools.reporting import memory_run
 from tests.lightning_models import Regression, trainer
 
 N = 500_000
@@ -78,14 +81,13 @@ def batch_of_four(_):
 
 def warnings_of_a_run(root) -> list[str]:
     """What a fit with the monitor warns of."""
-    monitor = MemoryMonitor(every_n_steps=10)
-    monitor._host = HostWatch(share=1.0)  # a run of seconds is too short for the usual share
     data = DataLoader(
         Lists(), 1000, shuffle=True, num_workers=2, multiprocessing_context="fork", collate_fn=batch_of_four
     )
-    with warnings.catch_warnings(record=True) as said:
+    often = partial(HostWatch, share=1.0)  # a run of seconds is too short for the usual share
+    with warnings.catch_warnings(record=True) as said, patch.object(memory_run, "HostWatch", often):
         warnings.simplefilter("always")
-        trainer(root, monitor).fit(Regression(), data)
+        trainer(root, MemoryMonitor(every_n_steps=10)).fit(Regression(), data)
     return [str(one.message) for one in said]
 
 

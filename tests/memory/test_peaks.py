@@ -13,22 +13,10 @@ from lightning_memtools.memory.readers import accelerator_reader
 from tests.memory.scripted import ScriptedDevice
 
 
-def test_a_window_that_leaves_the_counter_alone_never_resets_it():
-    device = ScriptedDevice()
-    counter = peak_counter(device)
-    window = counter.open(leave_counter_alone=True)
-    device.use(90, 10)
-    window.resume()
-    counter.fold()
-    window.pause()
-    assert device.n_resets == 0
-    assert window.allocated == 90  # the device's running maximum, older than the window
-
-
 def test_a_forgotten_peak_belongs_to_no_window():
     device = ScriptedDevice()
     counter = peak_counter(device)
-    window, other = counter.open(), counter.open(leave_counter_alone=True)
+    window = counter.open()
     window.resume()
     device.use(30, 10)
     counter.fold()
@@ -37,10 +25,6 @@ def test_a_forgotten_peak_belongs_to_no_window():
     device.use(20, 10)
     counter.fold()
     assert window.allocated == 30
-    other.resume()
-    n_resets = device.n_resets
-    counter.forget()
-    assert device.n_resets == n_resets, "whoever reads the counter besides is left with it"
 
 
 def test_every_caller_gets_the_same_owner_and_nothing_outlives_the_device():

@@ -5,8 +5,6 @@ from lightning_memtools.memory.scalars import (
     composition_scalars,
     device_scalars,
     over_ranks,
-    phase_scalars,
-    possible_tags,
 )
 from lightning_memtools.memory.sizes import GIB
 from lightning_memtools.memory.stats import MemoryStats
@@ -54,20 +52,13 @@ def test_a_sample_is_never_shown_under_the_name_of_a_peak():
     }
 
 
-def test_whatever_is_logged_can_be_reduced():
-    scalars = device_scalars("train", FULL, since=MemoryStats()) | composition_scalars(FULL)
-    scalars |= phase_scalars({"forward": 1, "backward": 2})
-    assert set(scalars) <= set(possible_tags("train"))
-
-
 def test_ranks_give_the_maximum_the_smallest_peak_and_who_holds_the_largest():
     peak = "memory/train/peak_allocated_gib"
     ranks = [{peak: 2.0, "time/step_ms": 9.0}, {peak: 5.0, "memory/capacity_gib": 8.0}, {peak: 3.0}]
-    assert over_ranks(ranks, "train", per_rank=False) == {
+    assert over_ranks(ranks, "train") == {
         peak: 5.0,
         f"{peak}_min": 2.0,
         "memory/train/peak_rank": 1,
         "time/step_ms": 9.0,
         "memory/capacity_gib": 8.0,
     }
-    assert over_ranks(ranks, "train", per_rank=True)[f"{peak}/rank2"] == 3.0

@@ -52,7 +52,7 @@ def test_categories_add_up_to_torchs_peak_and_what_has_an_owner_is_exact(name, t
     run = L.Trainer(
         accelerator="gpu", devices=1, max_epochs=1, log_every_n_steps=1, logger=logger, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        callbacks=[truth, MemoryMonitor(reset_peaks=False)],
+        callbacks=[truth, MemoryMonitor()],
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     run.fit(Classifier(models.get_model(name)), DataLoader(data, batch_size=4))

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch import distributed
 
-from lightning_memtools.reporting.ranks import RankGather, RankPoints
+from lightning_memtools.reporting.ranks import RankGather, RankPosts
 
 GROUP = timedelta(minutes=5)
 """The time limit of the process group: who waits for a rank that does not come waits so long."""
@@ -25,7 +25,7 @@ def main(store: str) -> None:
     gather.close()
     gather.close()
     assert gather.objects(rank) == [rank]
-    empty = RankPoints("nothing to write")
+    empty = RankPosts("nothing to write")
     if rank == 0:  # rank 1 never ends its points
         assert empty.finish(patience_s=GROUP.total_seconds()) == [None, None]
     impatient = RankGather(timedelta(seconds=3))
@@ -42,13 +42,13 @@ def main(store: str) -> None:
 def rank_1_dies(store: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=GROUP)
-    gather, points = RankGather(GROUP), RankPoints("the test")
+    gather, points = RankGather(GROUP), RankPosts("the test")
     distributed.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     assert gather.objects("alone") == ["alone"]
-    assert points.finish(patience_s=GROUP.total_seconds(), extra={"mine": 1}) == [{"mine": 1}, None]
+    assert points.finish(patience_s=GROUP.total_seconds(), latest={"mine": 1}) == [{"mine": 1}, None]
     assert time.monotonic() - begin < GROUP.total_seconds()
     sys.stdout.write("did not wait\n")
     sys.stdout.flush()

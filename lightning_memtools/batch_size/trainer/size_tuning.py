@@ -31,9 +31,8 @@ from lightning_memtools.batch_size.trainer.stage_search import StageSearch
 from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts, takes_part, why_no_trials
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual import VirtualDevice, put_on_device
 from lightning_memtools.null_cuda.launch import computes_nothing
-from lightning_memtools.reporting.carried_device import put_on_device
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
@@ -94,7 +93,7 @@ class SizeTuning:
                 module.on_fit_start,
             ]
             result = self._search(trainer, stages, hooks, begins=True)
-        put_on_device(trainer, module)
+        put_on_device(module, trainer.optimizers)
         return result
 
     def search_again(self, trainer: Trainer) -> BatchSizeResult | None:
@@ -103,7 +102,7 @@ class SizeTuning:
 
     def begin_evaluation(self, trainer: Trainer, stage: Stage) -> BatchSizeResult | None:
         """Search before a call of validate, test or predict, or use a known size; return the result of a search."""
-        put_on_device(trainer, trainer.lightning_module)
+        put_on_device(trainer.lightning_module, trainer.optimizers)
         if stage not in self.settings.stages or not _can_start(trainer, self.settings):
             return None
         result = None
@@ -122,7 +121,7 @@ class SizeTuning:
     def give_up(self, trainer: Trainer) -> None:
         """Have the fit or evaluation go on as if there had been no search."""
         unwrap_sources(trainer)
-        put_on_device(trainer, trainer.lightning_module)
+        put_on_device(trainer.lightning_module, trainer.optimizers)
         if trainer.state.fn == TrainerFn.FITTING:
             renew_fit_loaders(trainer, at_once=False)
 

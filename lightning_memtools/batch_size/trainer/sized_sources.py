@@ -9,16 +9,15 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_memtools._lightning import (
     correct_logged_hparam,
     forget_saved_arguments,
     loop_of,
     mode_of,
+    part_of_lightning,
     put_loader_classes_back,
     source_of,
-    twins,
 )
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
@@ -183,7 +182,7 @@ def hint_to_leave_out(stage: Stage) -> str:
 def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
     """Return a collection of loaders of the same structure, each changed."""
     kind: Any = type(loaders)
-    if issubclass(kind, twins(CombinedLoader)):
+    if issubclass(kind, part_of_lightning("utilities").CombinedLoader):
         return kind(_map_loaders(loaders.iterables, change), mode_of(loaders))
     flat, structure = tree_flatten(loaders)
     changed = [change(loader) for loader in flat]

@@ -6,31 +6,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-    BatchSizeFinder,
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    ThroughputMonitor,
-    Timer,
-)
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from lightning_memtools._lightning import twins
+from lightning_memtools._lightning import part_of_lightning
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.reporting.strategies import why_unsupported
 
-_LIGHTNINGS_WATCHERS = (
-    BasePredictionWriter, BatchSizeFinder, Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateFinder,
-    LearningRateMonitor, ModelSummary, ProgressBar, ThroughputMonitor, Timer,
+_LIGHTNINGS_WATCHERS = tuple(
+    getattr(part_of_lightning("callbacks"), name)
+    for name in (
+        "BasePredictionWriter", "BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "EarlyStopping",
+        "LearningRateFinder", "LearningRateMonitor", "ModelSummary", "ProgressBar", "ThroughputMonitor", "Timer",
+    )
 )  # fmt: skip
 
 
@@ -63,7 +53,7 @@ def takes_part(callback: Callback) -> bool:
 
     A callback stays out of trials with a class attribute `takes_part_in_trials = False`.
     """
-    return getattr(callback, "takes_part_in_trials", True) and not isinstance(callback, twins(*_LIGHTNINGS_WATCHERS))
+    return getattr(callback, "takes_part_in_trials", True) and not isinstance(callback, _LIGHTNINGS_WATCHERS)
 
 
 @contextmanager

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from lightning_memtools.memory.virtual.categories import Category, Composition
-from lightning_memtools.memory.virtual.device import VirtualDevice, host_memory
+from lightning_memtools.memory.virtual.device import VirtualDevice, host_memory, put_on_device
 
-__all__ = ["Category", "Composition", "VirtualDevice", "host_memory"]
+__all__ = ["Category", "Composition", "VirtualDevice", "host_memory", "put_on_device"]

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.allocator import (
     AllocationTrace,
     AllocatorConfig,
@@ -97,7 +96,6 @@ class VirtualDevice:
             "cuda_like": cuda_like,
             "record": record,
         }
-        check_types(VirtualDevice.__init__, self._options)
         self._set_up(**self._options)
 
     def _set_up(
@@ -505,3 +503,13 @@ def host_memory() -> AbstractContextManager[None]:
     """Return a context in which new tensors are host memory; it does nothing without an active virtual device."""
     device = VirtualDevice.current()
     return nullcontext() if device is None else device.host()
+
+
+def put_on_device(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Count a model and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be. Idempotent.
+
+    Call it when fit, validation, test or predict begins, and again once optimizer state is restored.
+    """
+    device = VirtualDevice.current()
+    if device is not None:
+        device.track(model, *optimizers)

@@ -1,0 +1,173 @@
+"""Runs the batches of one training step again, in Lightning's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools._lightning import Callback, accumulate_while, callbacks_of, part_of_lightning
+from lightning_memtools.simulation.step_runner import Recipe, StepListener, StepRunner
+
+
+class _StepEndsError(BaseException):
+    """Raised just before the optimizer's update, to leave a training step. `except Exception` does not catch it."""
+
+
+class _NoUpdateError(BaseException):
+    """Raised inside an optimizer's step, to leave it before it updates anything."""
+
+
+class ReplayLoop(StepListener):
+    """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
+
+    Nothing is logged. The batches have been on the device before, so that no hook moves or changes them again. The
+    Trainer that the step sees has the counters and settings that are given as facts, and everything else of the run's
+    Trainer: its metrics, its data module, its callbacks (whose hooks are not called).
+
+    Args:
+        module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
+        original: The Trainer of the run; None for a step from a file.
+        facts: What the Trainer says of itself, by the names of its attributes.
+        optimizers: The optimizers; None to configure them.
+        schedulers: Lightning's configurations of the schedulers.
+        accumulate: The number that losses are divided by.
+        scale: The number that the gradient scaler multiplies losses by; None without one.
+        forward: Makes the context that training_step runs in.
+        on_loss: Called with each loss that is sent backward, multiplied by the scaler.
+        before_update: Called before each update of training_step; returns whether the step ends there. No update is
+            made.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        original: Any,
+        facts: Mapping[str, Any],
+        optimizers: Sequence[Any] | None,
+        schedulers: Sequence[Any] = (),
+        accumulate: int = 1,
+        scale: float | None = None,
+        forward: Callable[[], Any] = nullcontext,
+        on_loss: Callable[[Tensor], None] = lambda _loss: None,
+        before_update: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._module, self._scale, self._batch = module, scale, None
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self._plugin = _precision(device.type, scale, forward)
+        vars(module)["on_before_batch_transfer"] = _same_batch
+        self._runner = StepRunner(
+            module,
+            Recipe(precision=self._plugin, accumulate=accumulate),
+            self,
+            device=str(device),
+            make_optimizer=None if optimizers is None else lambda _parameters: list(optimizers) or None,
+            trainer=original,
+            callbacks=[_ReplayHooks(on_loss, before_update)],
+            replay=facts,
+        )
+        trainer, strategy = self._runner.trainer, self._runner.trainer.strategy
+        if original is None:
+            self.schedulers = strategy.lr_scheduler_configs if optimizers is None else schedulers
+            self._runner.set_schedulers(self.schedulers)
+        else:
+            trainer.callbacks += [_SilentCallback(callback) for callback in callbacks_of(original)]
+            trainer.loggers = trainer.loggers if original.loggers else []
+        update = strategy.optimizer_step
+        strategy.optimizer_step = lambda *args, **options: self._without_update(update, *args, **options)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers."""
+        return self._runner.optimizers
+
+    def detach(self) -> None:
+        """Give a module that had no Trainer its own methods back, where its optimizers were configured."""
+        self._module.trainer = None
+        del vars(self._module)["on_before_batch_transfer"]
+        for part in self._module.modules():
+            vars(part).pop("print", None)
+
+    def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
+        """Run a batch; return whether the step ended within it.
+
+        Args:
+            batch: The batch.
+            index: Its index in the epoch.
+            is_last: Whether it is the last batch of the step.
+        """
+        self._batch = batch
+        accumulate_while(self._runner.trainer, not is_last)
+        try:
+            self._runner.advance(index)
+        except _StepEndsError:
+            return True
+        except StopIteration:  # a hook said that the rest of the epoch is to be left out
+            return False
+        return False
+
+    def next_batch(self) -> Any:
+        """Return the batch that runs."""
+        return self._batch
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch, which is on the device."""
+        del move
+        return batch
+
+    def _without_update(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            return step(*args, **options)
+        except _NoUpdateError:
+            if self._scale is not None:
+                self._plugin.scaler.update(self._scale)  # it refuses to unscale twice
+            return None
+
+
+def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
+    """Return a precision plugin by the conditions of a step, which a file has too."""
+    plugins = part_of_lightning("plugins")
+    if scale is None:
+        plugin = plugins.Precision()
+    else:
+        plugin = plugins.MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=scale))
+    plugin.forward_context = forward
+    plugin.convert_input = _same_batch
+    return plugin
+
+
+class _ReplayHooks(Callback):
+    """Tells of losses, and ends a step before its update."""
+
+    def __init__(self, on_loss: Callable[[Tensor], None], before_update: Callable[[], bool]) -> None:
+        self._on_loss, self._before_update = on_loss, before_update
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        del trainer, pl_module
+        self._on_loss(loss)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        raise (_StepEndsError if self._before_update() else _NoUpdateError)
+
+
+class _SilentCallback:
+    """A callback of the run as user's code in a replay finds it; Lightning calls none of its hooks."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # so that isinstance finds it
+        return type(self._callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name.startswith("on_") else getattr(self._callback, name)
+
+
+def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:
+    """Return the batch, on which the hooks have run before."""
+    return batch

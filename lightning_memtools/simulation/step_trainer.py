@@ -1,0 +1,148 @@
+"""A Lightning Trainer whose loops are run batch by batch, without a call of `fit` or `validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lightning_memtools._lightning import Callback, Trainer, part_of_lightning
+
+# What the Trainer is told of an epoch's length: schedules over it and warm-ups work as in a long training.
+_BATCHES_OF_EPOCH = 1000
+
+
+def precision_plugin(name: str, device: str) -> Any:
+    """Return the plugin of a precision with this name on a device of this type."""
+    plugins = part_of_lightning("plugins")
+    if name == "32-true":
+        return plugins.Precision()
+    if name.endswith("-true"):
+        return plugins.HalfPrecision(name)
+    return plugins.MixedPrecision(name, device, torch.amp.GradScaler(device) if name == "16-mixed" else None)
+
+
+class EndlessLoader:
+    """A loader of batches that are made one by one, with a length of its own."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self.length = batches, _BATCHES_OF_EPOCH
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class IdleScheduler:
+    """A learning rate scheduler whose step does nothing."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *_args: Any, **_options: Any) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+class PhaseHooks(Callback):
+    """Calls a function with the name of each phase of a step that begins."""
+
+    def __init__(self, begin: Callable[[str], None]) -> None:
+        self._begin = begin
+
+    def on_before_backward(self, *_: Any) -> None:
+        """Backward begins."""
+        self._begin("backward")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """In manual optimization, training_step goes on."""
+        del trainer
+        if not pl_module.automatic_optimization:
+            self._begin("forward")
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        """Clipping begins, where gradients are clipped."""
+        if trainer.gradient_clip_val is not None:
+            self._begin("clip")
+
+    def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
+        """The outputs are freed next."""
+        self._begin("outputs")
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+
+# The attributes of a Trainer that its loop works with.
+_OF_LOOP = frozenset({
+    "accelerator", "accumulate_grad_batches", "callbacks", "evaluating", "facts", "fit_loop", "lightning_module",
+    "logger", "loggers", "lr_scheduler_configs", "model", "optimizers", "original", "precision_plugin", "predict_loop",
+    "predicting", "profiler", "received_sigterm", "sanity_checking", "state", "strategy", "test_loop", "testing",
+    "training", "validate_loop", "validating",
+})  # fmt: skip
+
+
+class StepTrainer(Trainer):
+    """A Trainer that logs and saves nothing, and reads the attributes that it lacks from another.
+
+    Args:
+        original: The Trainer of the run that a step is taken from.
+        device: The device, or its type.
+        precision: The precision plugin.
+        accumulate: The number of batches per optimizer step.
+        clip: The norm to which gradients are clipped; None for no clipping.
+
+    Attributes:
+        facts: In a replay, the values of attributes; those that are not among them and do not belong to the loop are
+            read from `original` too.
+    """
+
+    callbacks: list[Any]
+    facts: Mapping[str, Any] | None = None
+    original: Any = None
+
+    def __init__(
+        self, original: Any, device: str, precision: Any, *, accumulate: int = 1, clip: float | None = None
+    ) -> None:
+        strategies, environments = part_of_lightning("strategies"), part_of_lightning("plugins.environments")
+        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        super().__init__(
+            accelerator=place.type,
+            devices=1,
+            strategy=strategies.SingleDeviceStrategy(place),
+            plugins=[precision, environments.LightningEnvironment()],
+            max_epochs=1,
+            limit_train_batches=_BATCHES_OF_EPOCH,
+            limit_val_batches=_BATCHES_OF_EPOCH,
+            num_sanity_val_steps=0,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip,
+            gradient_clip_algorithm=None if original is None else original.gradient_clip_algorithm,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            inference_mode=False,  # a dispatch mode does not see all operators in it
+            use_distributed_sampler=False,
+        )
+        self.loggers = [part_of_lightning("loggers.logger").DummyLogger()]
+        if original is not None:
+            self.original, self.datamodule = original, original.datamodule
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        facts = None if name.startswith("_") or name in _OF_LOOP else own("facts")
+        if facts is None:
+            return own(name)
+        if name in facts:
+            return facts[name]
+        return own(name) if self.original is None else getattr(self.original, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.original is None or name.startswith("__"):
+            raise AttributeError(f"'Trainer' object has no attribute {name!r}")
+        return getattr(self.original, name)
