@@ -35,6 +35,8 @@ from tests.callbacks.recovery_runs import (
 )
 from tests.lightning_models import trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:OOMRecovery. A batch")
+
 ONCE_A_STEP = (
     "on_train_batch_start",
     "on_before_zero_grad",

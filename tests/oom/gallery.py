@@ -506,7 +506,7 @@ class OddBatch(Net):
 
 @exhibit("[60, ", "5 times as large", "[12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
 def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
-    fit(OddBatch(), *([OOMRecovery(loss="mean", on_recover="ignore")] if mended else []))
+    fit(OddBatch(), *([OOMRecovery(loss="mean")] if mended else []))
 
 
 # --- healthy runs, in which much is kept on purpose
