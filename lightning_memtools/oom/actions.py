@@ -54,7 +54,6 @@ class Action:
         saved: The bytes that it frees.
         cause: The cause of the failure, in a sentence without the period, if the change takes that away; else "".
         peak: The step's peak with the change in bytes; None where no step was traced.
-        price: The computation that it costs, in words; "" for none.
     """
 
     kind: ActionKind
@@ -65,19 +64,11 @@ class Action:
     saved: int = 0
     cause: str = ""
     peak: int | None = None
-    price: str = ""
 
     @property
     def helps(self) -> bool:
         """True if it was tried on the whole step and frees memory."""
         return self.outcome <= Outcome.NOT_ENOUGH
-
-    @property
-    def fits(self) -> bool | None:
-        """True if the change is enough by itself; None where that is not known."""
-        if self.outcome is Outcome.ENOUGH:
-            return True
-        return False if self.outcome in {Outcome.NOT_ENOUGH, Outcome.USELESS} else None
 
     def __str__(self) -> str:
         code = f" (`{self.code}`)" if self.code else ""

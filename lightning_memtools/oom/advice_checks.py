@@ -52,23 +52,18 @@ def _has_loss_head(failed: FailedStep) -> bool:
     return _is_training(failed) and failed.run.plan is None and bool(possible_heads(failed.run.model))
 
 
-def _is_whole(failed: FailedStep) -> bool:
-    """Return False where FSDP 2 shards the model: a trace's figures are then those of all ranks together."""
-    return not failed.run.is_sharded
-
-
 OF_CAUSES = (
     AdviceCheck(causes.RELEASE, lambda it: bool(it.held.found or it.held.garbage_bytes), causes.release),
     AdviceCheck(causes.FIND_GROWTH, _grows_unseen, causes.growth),
-    AdviceCheck(causes.RUN_IN_PARTS, lambda it: it.facts.before is not None, causes.rare_batch),
+    AdviceCheck(causes.RUN_IN_PARTS, lambda it: bool(it.facts.before.odd(it.facts.batch)), causes.odd_batch),
     AdviceCheck(causes.EXPAND_SEGMENTS, _can_expand, causes.expandable_segments),
-    AdviceCheck(causes.STOP_PROCESSES, lambda it: bool(it.processes) and _is_whole(it), causes.processes),
+    AdviceCheck(causes.STOP_PROCESSES, lambda it: bool(it.processes), causes.processes),
 )
 OF_CHANGES = (
-    AdviceCheck(changes.LARGER_GPU, lambda it: it.is_cuda_like and _is_whole(it), changes.larger_gpu),
+    AdviceCheck(changes.LARGER_GPU, lambda it: it.is_cuda_like, changes.larger_gpu),
     AdviceCheck(changes.SMALLER_BATCHES, lambda _: True, changes.smaller_batch),
     AdviceCheck(changes.CHUNK_THE_LOSS, _has_loss_head, changes.chunked_loss),
-    AdviceCheck(changes.BFLOAT16, lambda it: it.precision == "32-true" and _is_whole(it), changes.bfloat16),
+    AdviceCheck(changes.BFLOAT16, lambda it: it.precision == "32-true", changes.bfloat16),
     AdviceCheck(changes.ACCUMULATE, lambda it: _is_training(it) and it.run.can_accumulate, changes.accumulation),
     AdviceCheck(changes.RECOMPUTE, _is_training, changes.checkpointing),
 )
@@ -125,12 +120,6 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
 
 def _notes(trials: StepTrials) -> list[str]:
     failed, plain, notes = trials.failed, trials.plain, []
-    if failed.run.is_sharded:
-        notes.append(
-            "FSDP 2 shards this model. The peaks are those of one device that holds it whole: a rank holds the same "
-            "activations, and a part of the parameters, gradients and optimizer state. Its peak falls by about as much "
-            "as is said here; whether that is enough is not known."
-        )
     if trials.plain_fits:
         notes.append(
             f"Traced by itself, this step fits: its peak is {format_size(plain.peak_allocated)} within the available "
@@ -140,7 +129,7 @@ def _notes(trials: StepTrials) -> list[str]:
     if failed.facts.grown is not None:
         notes.append("As long as memory grows from batch to batch, everything else only delays the failure.")
     state = max(plain.timeline.parts["optimizer"], default=0)
-    if _is_training(failed) and _is_whole(failed) and state > _LARGE_STATE * plain.peak_allocated:
+    if _is_training(failed) and state > _LARGE_STATE * plain.peak_allocated:
         names = in_series(sorted({type(optimizer).__name__ for optimizer in failed.run.optimizers}))
         notes.append(
             f"The state of {names} takes {format_size(state)}. Another optimizer, such as SGD or an 8-bit form of "

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.leaks.holdings import Holding
-from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome
+from lightning_memtools.oom.failure_facts import LEAST_ODD
 from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials
 from lightning_memtools.reporting.held_words import holding_in_words, is_cause, owners_in_words
 
@@ -17,12 +17,11 @@ _MOST_HOLDERS = 5
 _LEAST_SHARE = 0.01  # of what is allocated
 _LARGE_SHARE = 0.2  # of the device: another process that holds so much is a cause
 _MOST_PARTS = 8  # of OOMRecovery
+_MOST_SHAPES = 3
 
 RELEASE = Action(kind=ActionKind.HOLDER, title="Delete or detach what is held")
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
-RUN_IN_PARTS = Action(
-    kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code='OOMRecovery(loss="mean")'
-)
+RUN_IN_PARTS = Action(kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code="OOMRecovery()")
 EXPAND_SEGMENTS = Action(
     kind=ActionKind.EXPANDABLE_SEGMENTS,
     title="Use expandable segments",
@@ -96,30 +95,28 @@ def growth(trials: StepTrials) -> list[Action]:
     return [_freed(trials, action, grown.n_bytes, how, f"Memory grew by {each} in each batch")]
 
 
-def rare_batch(trials: StepTrials) -> list[Action]:
-    """Run a batch in parts that is far larger than those before it."""
-    facts = trials.failed.facts
-    assert facts.before is not None
-    largest = _shapes_of(facts.before.batch)
-    odd = f"The batch, {_shapes_of(facts.batch)}, is {facts.before.times:.3g} times as large as any before it"
-    alike = f"To keep batches alike, sort or bucket samples by their length, or cap it at that of {largest}"
-    cause = f"{odd}, at most {largest}"
-    if not trials.failed.run.can_split:
-        title = "Avoid the rare large batch"
-        return [replace(RUN_IN_PARTS, title=title, code="", outcome=Outcome.MAY_BE_ENOUGH, detail=alike, cause=cause)]
-    fits = None
+def odd_batch(trials: StepTrials) -> list[Action]:
+    """Run a batch in parts that is larger in a dimension than all before it, and does not fit, as these do."""
+    facts, recovery = trials.failed.facts, trials.failed.run.recovery
+    before, fits, detail = facts.before, None, ""
+    if not trials.why_not:
+        usual = trials.with_batch(before.largest)
+        is_far_larger = trials.plain.peak_allocated >= LEAST_ODD * usual.peak_allocated
+        if not (is_far_larger if trials.limit is None else trials.fits(usual)):
+            return []
+        detail = f"Its step takes {format_size(trials.plain.peak_allocated)}, and that of the largest batch before it "
+        detail += f"{format_size(usual.peak_allocated)}. "
+    shapes = [f"`{name}` is {list(now)}, usually at most {list(most)}" for name, now, most in before.odd(facts.batch)]
+    cause = f"This batch is an odd one: {'; '.join(shapes[:_MOST_SHAPES])}"
+    alike = "To keep batches alike, sort or bucket samples by their size, or cap it"
+    if not recovery:
+        action = replace(RUN_IN_PARTS, title="Avoid the rare large batch", code="", detail=f"{detail}{alike}")
+        return [replace(action, outcome=Outcome.MAY_BE_ENOUGH, cause=cause)]
     if not trials.why_not and trials.limit is not None:
         fits = trials.fits(trials.at(-(-trials.size // _MOST_PARTS)))
     whether = {True: "it then fits", False: "it does not fit either", None: "it may or may not fit"}[fits]
-    how = f"OOMRecovery runs such a batch in up to {_MOST_PARTS} parts, and the others whole: {whether}"
-    detail = f"{how}. {alike}"
-    return [replace(RUN_IN_PARTS, outcome=Outcome.of(fits=fits), detail=detail, cause=cause)]
-
-
-def _shapes_of(batch: object) -> str:
-    """Return the shape of a batch's largest tensor, such as "[16, 900, 64]"."""
-    tensors = sorted(tensors_in(batch), key=lambda tensor: -tensor.numel() * tensor.element_size())
-    return str(list(tensors[0].shape)) if tensors else "no tensors"
+    detail += f"OOMRecovery runs such a batch in up to {_MOST_PARTS} parts, and the others whole: {whether}. {alike}"
+    return [replace(RUN_IN_PARTS, code=recovery, outcome=Outcome.of(fits=fits), detail=detail, cause=cause)]
 
 
 def expandable_segments(trials: StepTrials) -> list[Action]:
@@ -161,6 +158,6 @@ def processes(trials: StepTrials) -> list[Action]:
             holds = f"{name} holds {format_size(process.used_bytes)}"
             action = replace(STOP_PROCESSES, title=f"Stop {name}")
             freed = _freed(trials, action, process.used_bytes, f"{holds[0].upper()}{holds[1:]}", holds)
-            is_large = freed.fits and process.used_bytes > _LARGE_SHARE * capacity
+            is_large = freed.outcome is Outcome.ENOUGH and process.used_bytes > _LARGE_SHARE * capacity
             actions.append(freed if is_large else replace(freed, cause=""))
     return actions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,9 +21,9 @@ from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reade
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_facts import (
+    BatchesBefore,
     FailureFacts,
     FailureMoment,
-    LargestBatchBefore,
     MemoryAtBatchStart,
     MemoryGrowth,
     sizes_only,
@@ -31,9 +32,6 @@ from lightning_memtools.oom.failure_facts import (
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
-# A batch that takes so many times the memory of the largest of at least so many before it is an odd one.
-_LEAST_ODD = 1.5
-_LEAST_BEFORE = 3
 
 OOMObserver = Callable[[int, int, int, int], object]
 """Called with a device's index, the requested bytes, the capacity, and the free bytes."""
@@ -139,8 +137,7 @@ class FailureCapture:
         # a stage's own first batch is left out.
         self._first_before: MemoryAtBatchStart | None = None
         self._n_since = 0
-        # By stage: the number of batches that ran, and the bytes and sizes of the largest.
-        self._ran: dict[str, tuple[int, int, Any]] = {}
+        self._ran: defaultdict[str, BatchesBefore] = defaultdict(BatchesBefore)  # by stage
         self._stop_observing = observe(device, self._observe)
 
     def stop(self) -> None:
@@ -180,11 +177,7 @@ class FailureCapture:
 
     def end_batch(self) -> None:
         """Forget the batch, but for its size."""
-        if self._before is not None:
-            n_batches, most, largest = self._ran.get(self._stage, (0, -1, None))
-            if self._before.inputs > most:
-                most, largest = self._before.inputs, sizes_only(self.batch)
-            self._ran[self._stage] = (n_batches + 1, most, largest)
+        self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
 
@@ -236,15 +229,8 @@ class FailureCapture:
             fraction=fraction,
             split=split,
             grown=self._grown(stats),
-            before=self._largest_before(),
+            before=self._ran[self._stage],
         )
-
-    def _largest_before(self) -> LargestBatchBefore | None:
-        """Return the largest batch before this one, if this one is an odd one beside it."""
-        n_batches, most, largest = self._ran.get(self._stage, (0, 0, None))
-        if n_batches < _LEAST_BEFORE or self._before is None or self._before.inputs < _LEAST_ODD * max(most, 1):
-            return None
-        return LargestBatchBefore(largest, self._before.inputs / max(most, 1))
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:
         first, now, n_batches = self._first_before, self._before, self._n_since

@@ -504,7 +504,7 @@ class OddBatch(Net):
         return [*[8 + n % 5 for n in range(20)], 60, 8, 8]
 
 
-@exhibit("[60, ", "5 times as large", "[12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
+@exhibit("is [60, ", "usually at most [12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
 def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
     fit(OddBatch(), *([OOMRecovery(loss="mean")] if mended else []))
 
