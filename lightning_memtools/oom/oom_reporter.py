@@ -139,7 +139,7 @@ def _advise(
     virtual = capture.virtual
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
         advice = advice_for(failed, end - time.thread_time())
-    page.actions, page.modules = advice.actions, advice.modules
+    page.actions, page.unchecked, page.modules = advice.actions, advice.unchecked, advice.modules
     page.notes += advice.notes
 
 

@@ -48,6 +48,15 @@ class StepTrials:
             except Exception as error:  # noqa: BLE001, the user's own step may raise anything on fake tensors
                 self.why_not = why_not_checked(error)
 
+    def require_trace(self) -> None:
+        """Return if the step could be traced.
+
+        Raises:
+            NotCheckedError: It could not.
+        """
+        if self.why_not:
+            raise NotCheckedError(self.why_not)
+
     def check_time(self) -> None:
         """Return if there is time for another trial.
 
