@@ -151,7 +151,7 @@ class StepRecovery:
 
     def _attempts(self, start: StepStart) -> Any:
         """Run the batch in 1, 2, 4, ... parts until these fit, or return None."""
-        n_elements = _n_elements(start.batch)
+        n_elements = sum(map(torch.numel, tensors_in(start.batch)))
         n_parts, is_recovering = self._first_parts(n_elements), False
         if n_parts > 1:
             start.failure = torch.OutOfMemoryError("Out of memory: a batch of this size did not fit before.")
@@ -295,10 +295,6 @@ def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
                 "allow_batch_norm=True accepts that"
             )
     return ""
-
-
-def _n_elements(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def _add_reason(error: Exception, why_not: str) -> None:
