@@ -5,13 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import training_step
-from lightning_memtools.doctor.checkpoint_checks import differences
 from lightning_memtools.doctor.examination import Event, Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
 from lightning_memtools.doctor.training_case import TrainingCase
@@ -70,25 +68,20 @@ class DoctorRun:
         self._directory = report_directory(trainer)
         self._told: set[Finding] = set()
         self._is_stopped = False
-        self._load_hook: Any = None
-        if module.strict_loading and not case.sharded and "checkpoint_keys" in names:
-            # The path given to `fit` is not known here. The hook comes before torch raises for the keys.
-            self._load_hook = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                partial(self._compare, trainer)
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_is_stopped": True, "_load_hook": None}  # for a module that is pickled with the hook above
 
     def begin(self, trainer: Trainer) -> None:
         """Examine the model, its loaders and its settings before the first step."""
-        self._remove_load_hook()
         case, validation, n_batches = self._examination.case, trainer.val_dataloaders, trainer.num_training_batches
         case.optimizers = trainer.optimizers
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
         case.evaluation_loaders = validation if isinstance(validation, (list, tuple)) else [validation]
         case.n_train_batches = None if n_batches == float("inf") else int(n_batches)
+        if trainer.lightning_module.automatic_optimization and trainer.max_epochs is not None:
+            n_updates, n_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
+            for one in trainer.lr_scheduler_configs:
+                mine, others = (n_updates, n_epochs) if one.interval == "step" else (n_epochs, n_updates)
+                case.schedulers.append((one.scheduler, one.interval, mine / one.frequency, others))
         self._examination.tell("start")
 
     def tell(self, trainer: Trainer, event: Event, argument: Any = None) -> bool:
@@ -134,21 +127,8 @@ class DoctorRun:
     def stop(self) -> None:
         """Stop watching. Idempotent."""
         self._is_stopped = True
-        self._remove_load_hook()
         self._examination.stop()
         self._ranks.close()
-
-    def _compare(self, trainer: Trainer, _module: LightningModule, keys: Any) -> None:
-        if self._is_stopped:
-            return
-        with only_watching(self.stop):
-            self._examination.findings += differences("the checkpoint", keys.missing_keys, keys.unexpected_keys)
-            self.publish(trainer)
-
-    def _remove_load_hook(self) -> None:
-        if self._load_hook is not None:
-            self._load_hook.remove()
-        self._load_hook = None
 
     def _write(self, trainer: Trainer) -> list[Finding]:
         """Write the report to where reports go, and return the serious findings that are new."""

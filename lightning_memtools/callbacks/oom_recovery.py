@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import EitherCallback, replace_closures
-from lightning_memtools.callbacks.oom_recovery_run import ToldRecoveries
+from lightning_memtools._lightning import EitherCallback, callbacks_of, replace_closures, training_step
+from lightning_memtools.callbacks.oom_report import OOMReport
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.recovery.gradient_exchange import GradientExchange, why_unsent
+from lightning_memtools.recovery.gradient_exchange import why_unsent
 from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, Recoveries, StepRecovery
 from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.reporting.ranks import RankPosts
 from lightning_memtools.reporting.strategies import why_unsupported
 
 
@@ -27,8 +30,8 @@ class OOMRecovery(EitherCallback, Neighbour):
     The optimizer, schedulers and `global_step` see one step, with the loss of the whole batch. What else training_step
     returns, and the values of a step that it logs, are those of the last part; means over an epoch weight each part
     with its size. on_before_backward and on_after_backward run for each part, as with accumulated gradients. Batches as
-    large as one that failed are then split from the beginning, and fewer parts are tried once in a while. In manual
-    optimization and in evaluation, batches are left alone.
+    large as one that failed are then split from the beginning. In manual optimization and in evaluation, batches are
+    left alone.
 
     A batch is split by its samples if it consists of tensors and arrays whose dimension 0 is that of the samples, and
     of lists of as many texts or numbers, in dictionaries, lists and tuples. Others need `split_batch`.
@@ -48,11 +51,11 @@ class OOMRecovery(EitherCallback, Neighbour):
             it returns how many the batch has. A part for which it returns 0 is left out.
         max_splits: The largest number of micro-batches of a batch.
         skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
+            Not with several ranks.
         split_batch: A function `(batch, n_parts) -> parts` for other batches. If not all tensors of a part are as long
             as it has samples, `loss_weight` has to count these.
         allow_batch_norm: Split training batches even though BatchNorm then normalizes each part with its own
             statistics. Without this, such a model's training batches are not split.
-        on_recover: "warn" warns of the first recovery and of the first skipped batch; "ignore" does not.
 
     Raises:
         ValueError: An argument has a value that is not accepted; or, when fit begins, the strategy is not supported.
@@ -62,7 +65,7 @@ class OOMRecovery(EitherCallback, Neighbour):
     takes_part_in_trials = False
 
     # What is replaced stays with the original: it is undone once.
-    parts_of_a_run = ("_undo", "_told")
+    parts_of_a_run = ("_undo", "_posts")
 
     def __init__(
         self,
@@ -73,7 +76,6 @@ class OOMRecovery(EitherCallback, Neighbour):
         skip_batch: bool = False,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         allow_batch_norm: bool = False,
-        on_recover: Literal["warn", "ignore"] = "warn",
     ) -> None:
         if not is_count(max_splits, least=2):  # a whole batch is one part
             kind = ValueError if isinstance(max_splits, int) else TypeError
@@ -90,17 +92,15 @@ class OOMRecovery(EitherCallback, Neighbour):
         for name, function in (("loss_weight", loss_weight), ("split_batch", split_batch)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function, got {function!r}.")
-        if on_recover not in {"warn", "ignore"}:
-            raise ValueError(f"on_recover must be 'warn' or 'ignore', got {on_recover!r}.")
         self.loss: Literal["mean", "sum"] = loss or "mean"
         self.loss_weight = loss_weight
         self.max_splits = max_splits
         self.skip_batch = skip_batch
         self.split_batch = split_batch
         self.allow_batch_norm = allow_batch_norm
-        self.on_recover = on_recover
         self._undo: Callable[[], None] | None = None
-        self._told: ToldRecoveries | None = None
+        self._posts: RankPosts | None = None
+        self._told = (0, 0, 0)  # recovered and skipped batches, and what other ranks recovered
         self.recoveries = Recoveries()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,8 +121,8 @@ class OOMRecovery(EitherCallback, Neighbour):
             tell(MANUAL_OPTIMIZATION)
             return
         reason = why_unsent(trainer.strategy)
-        if self.skip_batch and trainer.accumulate_grad_batches > 1 and trainer.world_size > 1:
-            reason = reason or "skip_batch=True with accumulate_grad_batches: other ranks have added up gradients"
+        if self.skip_batch and trainer.world_size > 1:
+            reason = reason or "skip_batch=True: the other ranks would have to skip their batches too"
         if reason:
             raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
         recovery = StepRecovery(
@@ -134,24 +134,21 @@ class OOMRecovery(EitherCallback, Neighbour):
             loss=self.loss,
             loss_weight=self.loss_weight,
             allow_batch_norm=self.allow_batch_norm,
-            exchange=GradientExchange(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
+            strategy=trainer.strategy,
             tell=tell,
         )
-        self.recoveries = recovery.recoveries
-        self._told = ToldRecoveries(type(self).__name__, self.recoveries, warns=self.on_recover == "warn")
+        self.recoveries, self._told, self._posts = recovery.recoveries, (0, 0, 0), RankPosts(type(self).__name__)
         self._undo = replace_closures(trainer, recovery.run)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what happened in this batch."""
-        if self._told is not None:
-            self._told.tell(trainer)
+        self._tell(trainer, elsewhere=self._told[2])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what happened here and, as far as known by now, on other ranks."""
-        if self._told is not None:
-            self._told.tell(trainer, of_all=True)
+        self._tell(trainer, elsewhere=sum(n for *_, n in self._others()))
 
     on_train_end = on_validation_end
 
@@ -165,8 +162,31 @@ class OOMRecovery(EitherCallback, Neighbour):
 
     @property
     def memory_remark(self) -> str:
-        """A line on the latest call of the Trainer for the summary of MemoryMonitor; "" where nothing happened."""
-        return "" if self._told is None else self._told.remark
+        """A line on this rank and, as far as known by now, on the others, for MemoryMonitor's summary."""
+        others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
+        return " ".join(filter(None, [str(self.recoveries), *others]))
+
+    def _tell(self, trainer: Trainer, elsewhere: int) -> None:
+        """Log, post and warn of what is new; OOMReport writes its page for the first recovery."""
+        mine, before = self.recoveries, self._told
+        self._told = (mine.n_recovered, mine.n_skipped, elsewhere)
+        if self._told == before or self._posts is None:
+            return
+        self._posts.post({"told": [str(mine), mine.n_recovered]})
+        if any(now and not then for now, then in zip(self._told[:2], before[:2], strict=True)):
+            warnings.warn(f"OOMRecovery: {mine.latest}", stacklevel=2)
+            for callback in () if any(before) else callbacks_of(trainer):
+                if isinstance(callback, OOMReport):
+                    callback.report_recovered(trainer, mine.latest)
+        scalars = {"memory/oom_recoveries": mine.n_recovered + elsewhere, "memory/micro_batches": mine.n_parts}
+        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": mine.n_skipped}, training_step(trainer))
+
+    def _others(self) -> list[tuple[int, str, int]]:
+        """Return what other ranks have posted so far: the rank, its remark and its number of recoveries."""
+        if self._posts is None:
+            return []
+        mine, posted = self._posts.rank, enumerate(self._posts.read())
+        return [(rank, *post.values["told"]) for rank, post in posted if post.values and rank != mine]
 
     def _stop(self) -> None:
         if self._undo is not None:

@@ -19,7 +19,6 @@ from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import put_on_device
-from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.notice_board import NoticeBoard
 from lightning_memtools.oom.oom_reporter import OOMReporter
@@ -73,8 +72,6 @@ class OOMReport(EitherCallback, Neighbour):
         self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
-        self.checks_seconds: float | None = None
-        self.advice: tuple[Action, ...] = ()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None
 
@@ -86,7 +83,7 @@ class OOMReport(EitherCallback, Neighbour):
         if trainer.world_size > 1:
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
             board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
-        self._reporter = OOMReporter(directory, self.top, board, self.checks_seconds)
+        self._reporter = OOMReporter(directory, self.top, board)
         place, optimizers = partial(place_of, trainer), lambda: trainer.optimizers
         device = trainer.strategy.root_device
         self._capture = FailureCapture(device, pl_module, place, optimizers, snapshot=self.snapshot)
@@ -168,8 +165,8 @@ class OOMReport(EitherCallback, Neighbour):
             forget_frames(exception)
             forget_batch(trainer)
             untoggle_all(pl_module)
-            page = reporter.report(facts, capture, partial(failed_run_of, trainer), error=exception)
-            self.advice = tuple(page.actions)
+            run = partial(failed_run_of, trainer, facts.batch)
+            page = reporter.report(facts, capture, run, error=exception)
             _log(trainer, page.markdown())
         except Exception as error:  # noqa: BLE001, nothing may take the place of the original error
             ran_out = "" if facts is None else f"memory ran out ({facts.moment}), but "
@@ -193,7 +190,8 @@ class OOMReport(EitherCallback, Neighbour):
             return
         capture.is_reporting = True
         try:
-            page = reporter.report(capture.captured, capture, partial(failed_run_of, trainer), done=done)
+            run = partial(failed_run_of, trainer, capture.captured.batch)
+            page = reporter.report(capture.captured, capture, run, done=done)
             _log(trainer, page.markdown())
         except Exception as error:  # noqa: BLE001, the run goes on without a report
             warnings.warn(f"OOMReport: the report itself failed: {in_one_line(error)}", stacklevel=2)
@@ -210,6 +208,6 @@ class OOMReport(EitherCallback, Neighbour):
         self._capture = self._reporter = None
 
 
-def _log(trainer: Trainer, text: str | None) -> None:
-    if text is not None:
+def _log(trainer: Trainer, text: str) -> None:
+    if text:
         log_text(trainer, "memtools/oom_report", text, training_step(trainer))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 
 from lightning_memtools._lightning import (
@@ -15,6 +17,7 @@ from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpoi
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_facts import FailureMoment
+from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_of
 from lightning_memtools.recovery.step_recovery import norms_of, why_norm_prevents
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
@@ -32,8 +35,8 @@ def place_of(trainer: Trainer) -> FailureMoment:
     return FailureMoment(stage, training_step(trainer), rank=rank, world_size=n_ranks, hook=running_hook())
 
 
-def failed_run_of(trainer: Trainer) -> FailedRun:
-    """Read the facts that the checks need from the Trainer."""
+def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
+    """Read the facts that the checks need from the Trainer, for a failed batch of which the sizes are known."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization
@@ -53,13 +56,19 @@ def failed_run_of(trainer: Trainer) -> FailedRun:
         untraceable=untraceable,
         plan=next((plan for plan in plans if plan is not None and plan.refused is None), None),
         others=[*callbacks, getattr(trainer, "datamodule", None)],
-        can_split=_can_split(trainer),
+        recovery=_recovery_for(trainer, batch),
     )
 
 
-def _can_split(trainer: Trainer) -> bool:
-    """Return True if OOMRecovery would run a training batch in parts, and is not among the callbacks yet."""
+def _recovery_for(trainer: Trainer, batch: Any) -> str:
+    """Return the OOMRecovery that would run a training batch in parts; "" if none would, or one is there already."""
     module = trainer.lightning_module
     is_there = any(isinstance(one, Neighbour) and one.max_splits > 1 for one in callbacks_of(trainer))
     is_refused = why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))
-    return module.automatic_optimization and not is_there and not is_refused
+    if is_there or is_refused or not (module.automatic_optimization and trainer.training):
+        return ""
+    try:
+        n_samples_of(batch)
+    except CannotSplitError:
+        return "OOMRecovery(split_batch=..., loss_weight=...)"
+    return 'OOMRecovery(loss="mean")'

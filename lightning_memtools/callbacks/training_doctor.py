@@ -68,7 +68,7 @@ class TrainingDoctor(EitherCallback, Neighbour):
         self._run: DoctorRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Be ready to compare the keys of a checkpoint that is loaded."""
+        """Begin a report."""
         self._stop()
         if stage == "fit":
             self.report = DoctorReport(checks=self._names)

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from lightning_memtools._torch import node_sequence_number
 from lightning_memtools.memory.user_code import CodeLine, owner_of
 
@@ -43,27 +41,9 @@ def operator_of(node: Any) -> str:
 
 
 def place_of(node: Any) -> str:
-    """Return a node's operator with the user's line that made it, if `NotedLines` was active then."""
+    """Return a node's operator with the user's line that made it, if autograd's anomaly mode was on then."""
     for frame in reversed(node.metadata.get("traceback_", ())):
         match = _FRAME.search(frame)
         if match is not None and owner_of(match[1]) == "user":
             return f"{operator_of(node)} at {CodeLine(match[1], int(match[2]), match[3])}"
     return f"{operator_of(node)} in training_step"
-
-
-class NotedLines:
-    """Has autograd note the stack of each operation, by its anomaly mode, until `stop`. No value changes by that."""
-
-    def __init__(self) -> None:
-        self._before: tuple[bool, bool] | None = None
-
-    def start(self) -> None:
-        """Begin to note."""
-        self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        torch.autograd.set_detect_anomaly(mode=True, check_nan=all(self._before))
-
-    def stop(self) -> None:
-        """Put the mode back. Idempotent."""
-        if self._before is not None:
-            torch.autograd.set_detect_anomaly(*self._before)
-            self._before = None

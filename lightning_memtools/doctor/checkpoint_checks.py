@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.phrases import first_of
 
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-_COUNTER, _STATISTICS = "num_batches_tracked", ("num_batches_tracked", "running_mean", "running_var")
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 def load_and_compare(model: nn.Module, path: str) -> list[Finding]:
@@ -34,41 +34,14 @@ def load_and_compare(model: nn.Module, path: str) -> list[Finding]:
             state = state[key]
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"checkpoint={path!r} holds {type(state).__name__}, and no state_dict.")
-    own = model.state_dict()
-    sizes = {
-        key: f"{key} is {tuple(value.shape)} in the checkpoint and {tuple(own[key].shape)} in the model."
-        for key, value in state.items()
-        if key in own and value.shape != own[key].shape
-    }
-    if sizes:  # torch raises for them, also with strict=False
-        return [finding("checkpoint_keys/others", f"{path}: {first_of(list(sizes))}", " ".join(sizes.values()))]
-    keys = nn.Module.load_state_dict(model, state, strict=False)
-    return differences(path, keys.missing_keys, keys.unexpected_keys)
-
-
-def differences(path: str, missing: Sequence[str], unexpected: Sequence[str]) -> list[Finding]:
-    """Return the differences between a checkpoint and a model, with what removes them.
-
-    Args:
-        path: The checkpoint.
-        missing: The keys that the model has and the checkpoint has not.
-        unexpected: The keys that the checkpoint has and the model has not.
-    """
+    try:
+        # torch adds missing counters of old checkpoints itself, so that they are not among these.
+        missing, unexpected = nn.Module.load_state_dict(model, state, strict=False)
+    except RuntimeError as error:  # of other sizes
+        return [finding("checkpoint_keys/others", path, in_one_line(error))]
     keys = [*missing, *unexpected]
     if not keys:
         return []
-    # torch adds missing counters of old checkpoints itself, under the model's names.
-    own, saved = (sorted(key for key in some if not key.endswith(_COUNTER)) for some in (missing, unexpected))
-    if own and len(own) == len(saved):
-        added, removed = saved[0].removesuffix(own[0]), own[0].removesuffix(saved[0])
-        if saved == [added + key for key in own]:
-            evidence = (
-                f"All {len(own)} keys fit the model once {added!r} is removed from their front, as wrappers add it."
-            )
-            return [finding("checkpoint_keys/prefix", path, evidence, key=f"key.removeprefix({added!r})")]
-        if own == [removed + key for key in saved]:
-            evidence = f"All {len(own)} keys fit the model once {removed!r} is put in front: it is of an inner model."
-            return [finding("checkpoint_keys/prefix", path, evidence, key=f"{removed!r} + key")]
     evidence = f"Missing: {first_of(missing) or 'none'}. Unexpected: {first_of(unexpected) or 'none'}."
     if all(key.endswith(_STATISTICS) for key in keys):
         evidence += " BatchNorm has these keys; it counts batches since PyTorch 0.4.1, where it tracks statistics."

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice, repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.simulation.step_runner import (
-    PrecisionName,
     Recipe,
     StepListener,
     StepRunner,
@@ -46,8 +44,6 @@ def diagnose(
     checks: str | Sequence[str] = "all",
     ignore: Sequence[str] = (),
     steps: int = 20,
-    precision: str = "32-true",
-    clip: float | None = None,
 ) -> DoctorReport:
     """Find the classic training mistakes in a model, its data and its optimizer, by running a few training steps.
 
@@ -68,8 +64,6 @@ def diagnose(
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
         steps: The training steps to watch.
-        precision: The precision of the steps, as Lightning names it.
-        clip: Gradients are clipped to this norm.
 
     Returns:
         The report. A step that raises is an error in it, at the user's line; what was found until then stands.
@@ -89,16 +83,12 @@ def diagnose(
     is_list = isinstance(dataloader, list) and bool(dataloader) and all(isinstance(one, Tensor) for one in dataloader)
     if is_list or isinstance(dataloader, Tensor | tuple | Mapping):
         dataloader = [dataloader]
-    if checkpoint is not None and not Path(checkpoint).is_file():
-        is_there = "is a directory; give one file" if Path(checkpoint).is_dir() else "does not exist"
-        raise ValueError(f"checkpoint={os.fspath(checkpoint)!r} {is_there}.")
     snapshot = StateSnapshot([model, optimizer])
     try:
         findings = []
         if checkpoint is not None and "checkpoint_keys" in names:
             findings = load_and_compare(model, os.fspath(checkpoint))
             snapshot.restore()
-        recipe = Recipe(precision=cast("PrecisionName", precision), clip=clip)
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         case = TrainingCase(
             model=model,
@@ -110,7 +100,7 @@ def diagnose(
         examination = Examination(case, names, steps)
         examination.findings += findings
         try:
-            _RealSteps(examination, recipe, step, given).run(steps, val_dataloader, evaluate)
+            _RealSteps(examination, step, given).run(steps, val_dataloader, evaluate)
         except Exception as error:  # noqa: BLE001, the user's own step may raise anything
             place = str(user_line_of(error) or "the training step")
             examination.findings.append(finding("step", place, f"The step raised {in_one_line(error).rstrip('.')}."))
@@ -126,11 +116,11 @@ class _RealSteps(StepListener, Callback):
     """Runs training and evaluation steps in Lightning's loops, and tells an examination of them."""
 
     def __init__(
-        self, examination: Examination, recipe: Recipe, step: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
+        self, examination: Examination, step: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
     ) -> None:
         self._examination, self._case = examination, examination.case
         self._batches: list[Any] = []
-        self._runner = StepRunner(self._case.model, recipe, self, step=step, optimizers=optimizers, callbacks=[self])
+        self._runner = StepRunner(self._case.model, Recipe(), self, step=step, optimizers=optimizers, callbacks=[self])
 
     def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
         """Run the training steps, and then as many evaluation batches."""
@@ -138,7 +128,7 @@ class _RealSteps(StepListener, Callback):
         if not model.training:
             model.train()
         tell("start")
-        for batch in _repeated(self._case.train_loader, steps):
+        for batch in islice(chain.from_iterable(repeat(self._case.train_loader, steps)), steps):
             self._batches = [self.place(batch)]
             tell("batch_start", self._batches[0])
             self._runner.run_batch()
@@ -192,14 +182,3 @@ class _RealSteps(StepListener, Callback):
         """Pass its outputs on."""
         del trainer, pl_module
         self._examination.tell("evaluation_end", outputs)
-
-
-def _repeated(loader: Iterable[Any], n: int) -> Iterator[Any]:
-    """Yield n batches, and start the loader again where it ends early. An empty loader yields none."""
-    while n > 0:
-        before = n
-        for batch in islice(loader, n):
-            n -= 1
-            yield batch
-        if n == before:
-            return

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_memtools.doctor import graph_checks, loader_checks, loss_checks, module_checks, parameter_checks
-from lightning_memtools.doctor.autograd_nodes import NotedLines
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
@@ -31,12 +30,16 @@ Event = Literal[
 # It returns findings; one that only notes what others need returns nothing.
 CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None]], ...] = (
     ("batch_norm_one_sample", "first loss", loader_checks.batch_norm_one_sample),
+    ("worker_repeats", "batch_start", loader_checks.worker_repeats),
     ("shared_memory", "start", loader_checks.note_free_memory),
     ("shared_memory", "first batch_start", loader_checks.shared_memory),
     ("optimizer_parameters", "end", parameter_checks.optimizer_parameters),
     ("symmetric_weights", "first gradients", parameter_checks.symmetric_weights),
     ("devices", "start", module_checks.devices),
     ("reproducibility", "start", module_checks.reproducibility),
+    ("scheduler_interval", "start", loader_checks.scheduler_interval),
+    ("last_window", "start", loader_checks.last_window),
+    ("checkpointing_switch", "first gradients", module_checks.checkpointing_switch),
     ("missing_gradients", "update", parameter_checks.note_update),
     ("missing_gradients", "end", parameter_checks.missing_gradients),
     ("retained_graphs", "batch_start", graph_checks.note_clock),
@@ -47,6 +50,8 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("loss_sum", "first loss", loss_checks.note_sums),
     ("loss_sum", "first batch_end", loss_checks.loss_sum),
     ("module_modes", "first gradients", module_checks.trained_in_eval),
+    ("module_modes", "start", module_checks.note_start),
+    ("module_modes", "end", module_checks.frozen_norms),
     ("module_modes", "evaluation_start", module_checks.note_statistics),
     ("module_modes", "evaluation_end", module_checks.norms_in_evaluation),
 )
@@ -64,15 +69,11 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
     Raises:
         ValueError: There is no check of a name.
     """
-    wanted, ignored = (
-        list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
-        for given in (NAMES if checks == "all" else checks, ignore)
-    )
+    wanted = NAMES if checks == "all" else [checks] if isinstance(checks, str) else checks
+    ignored = [ignore] if isinstance(ignore, str) else ignore
     for name in (*wanted, *ignored):
-        if not isinstance(name, str) or name not in NAMES:
-            near = difflib.get_close_matches(str(name), NAMES, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"There is no check {name!r}.{meant} The checks are: {', '.join(NAMES)}; or 'all'.")
+        if name not in NAMES:
+            raise ValueError(f"There is no check {name!r}. The checks are: {', '.join(NAMES)}; or 'all'.")
     return tuple(name for name in NAMES if name in wanted and name not in ignored)
 
 
@@ -102,7 +103,7 @@ class Examination:
         self.is_concluded = False
         self._steps = steps
         self._active = [check for check in CHECKS if check[0] in names]
-        self._lines = NotedLines()
+        self._noting_lines: torch.autograd.set_detect_anomaly | None = None
         self._passed: set[str] = set()
 
     def report(self) -> DoctorReport:
@@ -111,7 +112,7 @@ class Examination:
 
     def tell(self, event: Event, argument: Any = None) -> None:
         """Pass an event to the checks. Nothing is passed on after the last watched batch."""
-        self._lines.stop()
+        self.stop()
         is_evaluation = event.startswith("evaluation")
         if self.n_evaluated >= self._steps if is_evaluation else self.is_concluded:
             return
@@ -126,7 +127,9 @@ class Examination:
         self.is_concluded |= event == "end"
         self.n_evaluated += event == "evaluation_end"
         if event == "batch_start" and not self.case.n_steps and {"loss_broadcast", "loss_sum"} & set(self.names):
-            self._lines.start()
+            # Anomaly mode notes the stack of each operation. It checks for NaN only if it did so before.
+            checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+            self._noting_lines = torch.autograd.set_detect_anomaly(mode=True, check_nan=checks_nan)
         if event == "batch_end":
             self.case.n_steps += 1
             if self.case.n_steps >= self._steps:
@@ -134,7 +137,9 @@ class Examination:
 
     def stop(self) -> None:
         """Put autograd's mode back. Idempotent."""
-        self._lines.stop()
+        if self._noting_lines is not None:
+            self._noting_lines.__exit__()
+        self._noting_lines = None
 
     def _call(self, event: str, argument: Any) -> None:
         for check in [check for check in self._active if check[1] == event]:

@@ -79,12 +79,11 @@ class DoctorReport:
 
     def summary(self) -> str:
         """Return the numbers of checks, steps and findings as one line."""
-        made = (
-            f"{counted(len(self.checks), 'check', 'checks')}, {counted(self.steps, 'training step', 'training steps')}"
+        steps = counted(self.steps, "training step", "training steps")
+        found = (
+            f"Findings: {len(self.findings)}, serious: {len(self.serious)}." if self.findings else "Nothing was found."
         )
-        if not self.findings:
-            return f"{made}. Nothing was found."
-        return f"{made}. Findings: {len(self.findings)}, serious: {len(self.serious)}."
+        return f"{counted(len(self.checks), 'check', 'checks')}, {steps}. {found}"
 
     def markdown(self) -> str:
         """Return the report as markdown."""

@@ -6,14 +6,13 @@ import weakref
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_memtools._torch import node_sequence_number
 from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
-from lightning_memtools.doctor.training_case import GraphMark, TrainingCase
+from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock
 from lightning_memtools.memory.leaks.holders import all_tensors, find_holder, is_a
 from lightning_memtools.memory.leaks.leak_detector import SearchScope
@@ -23,7 +22,6 @@ from lightning_memtools.reporting.phrases import counted
 
 # So many nodes next to the loss are marked in each step: an output that is kept is near it.
 _MARKED_NODES = 200
-_COUNTED_NODES = 100_000
 # So many earlier graphs in a row that are alive are no accident.
 _IN_A_ROW = 6
 
@@ -31,7 +29,7 @@ _IN_A_ROW = 6
 def mark_graph(case: TrainingCase, loss: Tensor) -> None:
     """Mark the first graph of a step with an object that only its nodes hold."""
     if len(case.marks) <= case.n_steps:
-        mark = GraphMark()
+        mark: set[Any] = set()  # of the plain objects, sets can be referred to weakly
         for node in nodes_below(loss.grad_fn, _MARKED_NODES):
             node.metadata["memtools"] = mark
         case.marks.append(weakref.ref(mark))
@@ -75,22 +73,15 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
     names = SearchScope.around(case.model, others, case.stop_at).names
     holder = find_holder(newest, names, ignore=(held,))
     place = "a local variable" if holder is None else f"{holder.container_path}{holder.place}"
-    if len(held) > 1:
-        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        return place, f", held through {len(held)} tensors with {format_size(n_bytes)}"
-    n_nodes = sum(1 for _ in nodes_below(newest.grad_fn, _COUNTED_NODES))
-    return place, f", held through one tensor whose graph has {n_nodes:,} nodes"
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return place, f", held through {counted(len(held), 'tensor', 'tensors')} with {format_size(n_bytes)}"
 
 
-def evaluation_graphs(case: TrainingCase, outputs: Any) -> list[Finding]:
+def evaluation_graphs(_: TrainingCase, outputs: Any) -> list[Finding]:
     """Return that an evaluation step has returned outputs with a graph."""
-    del case
     with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     if not with_graph:
         return []
-    n_nodes = sum(1 for _ in nodes_below(with_graph[0].grad_fn, _COUNTED_NODES))
-    evidence = (
-        f"{counted(len(with_graph), 'output', 'outputs')} of an evaluation batch came with an autograd graph; the "
-        f"first has {n_nodes:,} nodes. Gradients are enabled{'' if torch.is_grad_enabled() else ' inside the step'}."
-    )
+    outputs = counted(len(with_graph), "output", "outputs")
+    evidence = f"{outputs} of an evaluation batch came with an autograd graph."
     return [finding("evaluation_graphs", "evaluation step", evidence)]

@@ -1,12 +1,13 @@
-"""Checks of the data: a last batch of one sample, and shared memory."""
+"""Checks of the data and of the plan for an epoch: batches, workers, shared memory, schedules and accumulation."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_memtools._torch import AnyBatchNorm, output_shape
 from lightning_memtools.doctor.autograd_nodes import nodes_below, operator_of
@@ -20,6 +21,7 @@ from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted, first_of
 
 _MOST_NODES = 100_000
+_NEAR, _FAR = 1.5, 2.0  # factors between the length of a schedule and a number of steps
 
 
 def note_shapes(case: TrainingCase, batch: Any) -> None:
@@ -50,9 +52,8 @@ def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
     if not lone:
         return []
     size, n_samples = batch_size_of(case.train_loader), n_samples_of(case.train_loader)
-    per_rank = f" on each of {case.world_size} ranks" if case.world_size > 1 else ""
     evidence = (
-        f"{n_samples} samples{per_rank} in batches of {size} leave a last batch of one sample, and "
+        f"{n_samples} samples in batches of {size} leave a last batch of one sample, and "
         f"{counted(len(lone), 'BatchNorm layer gets', 'BatchNorm layers get')} one value per channel and sample."
     )
     return [finding("batch_norm_one_sample", first_of(lone[::-1]), evidence)]
@@ -71,10 +72,30 @@ def _ends_with_one(case: TrainingCase) -> bool:
     return is_reached and size > 1 and n_samples % size == 1
 
 
+def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
+    """Return that each worker of an IterableDataset yields the same: each batch then comes once from every worker.
+
+    The host waits for the device in the first steps, of such loaders only.
+    """
+    n_workers = getattr(case.train_loader, "num_workers", 0)
+    is_iterable = n_workers > 1 and isinstance(case.train_loader.dataset, IterableDataset)
+    if not is_iterable or case.computes_nothing or len(case.digests) > n_workers:
+        return []
+    tensors = [tensor.detach() for tensor in tensors_in(batch) if tensor.layout is torch.strided]
+    case.digests.append(hash(tuple(t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)))
+    *of_workers, next_of_first = case.digests
+    if len(of_workers) < n_workers or {*of_workers} != {of_workers[0]} or next_of_first == of_workers[0]:
+        return []
+    evidence = (
+        f"The first {n_workers} batches are equal, one from each of {n_workers} workers, and the next one is not."
+    )
+    return [finding("worker_repeats", type(case.train_loader.dataset).__name__, evidence)]
+
+
 def note_free_memory(case: TrainingCase, _: Any) -> None:
     """Note the free shared memory before the workers fill it."""
-    limits = [limit for limit in (free_shared_memory(), free_in_container()) if limit is not None]
-    case.free_shared = min(limits, default=None)
+    limits = (free_shared_memory(), free_in_container())
+    case.free_shared = min((limit for limit in limits if limit is not None), default=None)
 
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
@@ -90,9 +111,39 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
         f"{counted(one.num_workers, 'worker', 'workers')} x {counted(one.prefetch_factor, 'batch', 'batches')}"
         for one in loaders
     )
-    ranks = f", on {case.local_ranks} ranks," if case.local_ranks > 1 else ""
+    ranks = counted(case.local_ranks, "rank", "ranks")
     evidence = (
-        f"{workers} of {format_size(batch_bytes)}{ranks} need {format_size(need)} of shared memory when all are ready, "
-        f"and {format_size(case.free_shared)} were free."
+        f"{workers} of {format_size(batch_bytes)}, on {ranks}, need {format_size(need)} of shared memory when all are "
+        f"ready, and {format_size(case.free_shared)} were free."
     )
     return [finding("shared_memory", "DataLoader", evidence)]
+
+
+def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return schedulers that are stepped once an epoch and are as long as all updates, or the other way round."""
+    findings = []
+    for scheduler, interval, steps, others in case.schedulers:
+        length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
+        if not length or not 0 < steps < math.inf or not 0 < others < math.inf:
+            continue
+        if max(length / others, others / length) <= _NEAR and max(length / steps, steps / length) >= _FAR:
+            name, other = type(scheduler).__name__, {"step": "epoch", "epoch": "step"}[interval]
+            evidence = (
+                f"{name} is made for {length:,} steps and is stepped once per {interval}, {steps:,.0f} times in this "
+                f"training. It has {others:,.0f} {'epochs' if other == 'epoch' else 'updates'}."
+            )
+            findings.append(finding("scheduler_interval", name, evidence, interval=other))
+    return findings
+
+
+def last_window(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return that the last accumulation of each epoch has fewer batches than the others."""
+    n_batches, accumulate = case.n_train_batches or 0, case.accumulate
+    n_last = n_batches % accumulate
+    if not n_last:
+        return []
+    evidence = (
+        f"{n_batches:,} batches in windows of {accumulate} leave {n_last} for the last of each epoch: its gradient is "
+        f"{n_last / accumulate:.0%} of their mean, because each loss is divided by {accumulate}."
+    )
+    return [finding("last_window", "Trainer", evidence, n=n_batches, accumulate=accumulate)]

@@ -18,11 +18,6 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "Workers die with a bus error (insufficient shared memory) as soon as loading runs ahead of training.",
         "Fewer workers or a smaller prefetch_factor, or more shared memory: docker run --shm-size or --ipc=host.",
     ),
-    "checkpoint_keys/prefix": (
-        "error",
-        "load_state_dict raises, and with strict=False it loads nothing at all.",
-        "state = {{{key}: value for key, value in state.items()}}",
-    ),
     "checkpoint_keys/statistics": (
         "error",
         "load_state_dict raises, although a counter matters only to BatchNorm(momentum=None).",
@@ -31,7 +26,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
     "checkpoint_keys/others": (
         "error",
         "load_state_dict raises, for other sizes also with strict=False; what is missing keeps its initial values.",
-        "Build the model as it was saved, or rename the keys of the state_dict.",
+        "Build the model as it was saved, or rename the keys: key.removeprefix('module.') for those of a wrapper.",
     ),
     "optimizer_parameters": (
         "warning",
@@ -51,7 +46,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
     "devices/plain": (
         "info",
         "model.to() does not move plain attributes: where they meet the model's tensors, the step raises.",
-        "self.register_buffer({name!r}, tensor, persistent=False)",
+        "self.register_buffer(name, tensor, persistent=False)",
     ),
     "reproducibility": (
         "info",
@@ -61,16 +56,11 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
     "missing_gradients/none": (
         "info",  # parts of a model that a loss leaves out on purpose, such as a pooler, are common
         "They are never trained, and DDP raises unless find_unused_parameters is set.",
-        "requires_grad_(False) if that is meant; else look for detach(), no_grad() or checkpoint(use_reentrant=True).",
-    ),
-    "missing_gradients/zero": (
-        "info",
-        "They do not learn; dead ReLUs, a loss that ignores them, or saturated values are common reasons.",
-        "Follow their output to the loss, or look at the activations behind them.",
+        "requires_grad_(False) if meant; else detach(), no_grad(), checkpoint(use_reentrant=True) or dead ReLUs do it.",
     ),
     "missing_gradients/shrunk": (
         "warning",
-        "They shrink towards zero without learning: {lost:.0%} are lost in 1000 such steps.",
+        "They shrink towards zero without learning.",
         "Give them weight_decay=0 in a group of their own, requires_grad_(False), or zero_grad(set_to_none=True).",
     ),
     "retained_graphs": (
@@ -96,12 +86,37 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
     "module_modes/training": (
         "warning",
         "BatchNorm normalizes with its stored statistics and dropout does nothing, as in evaluation.",
-        "Call {part}.train() before training (from_pretrained and model.eval() leave eval mode on), or freeze it.",
+        "Call train() on it before training (from_pretrained and model.eval() leave eval mode on), or freeze it.",
     ),
     "module_modes/evaluation": (
         "warning",
         "Evaluation depends on how its data is batched, and leaks into the trained model.",
         "Call model.eval() before evaluation, and do not call train() on a part of it there.",
+    ),
+    "module_modes/frozen": (
+        "warning",
+        "The frozen part normalizes with each batch, and its pretrained statistics are overwritten.",
+        "Call eval() on it in on_train_epoch_start, or in your module's train(); requires_grad_(False) is not enough.",
+    ),
+    "checkpointing_switch": (
+        "warning",
+        "Models of transformers look at the switch in train mode only: all activations are kept.",
+        "Call train() on it before training.",
+    ),
+    "worker_repeats": (
+        "error",
+        "Each sample is trained on once for every worker in an epoch.",
+        "In __iter__: info = get_worker_info(); yield from islice(items, info.id, None, info.num_workers).",
+    ),
+    "scheduler_interval": (
+        "warning",
+        "The learning rate hardly changes in this training, or goes up and down many times.",
+        'In configure_optimizers: "lr_scheduler": {{"scheduler": scheduler, "interval": "{interval}"}}.',
+    ),
+    "last_window": (
+        "info",
+        "The last update of an epoch is smaller than the others, and counts as one all the same.",
+        "An accumulate_grad_batches that divides {n}, or limit_train_batches= a multiple of {accumulate}.",
     ),
     "step": (
         "error",

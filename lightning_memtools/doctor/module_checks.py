@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
-from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.doctor.training_case import NormCounts, TrainingCase
 from lightning_memtools.reporting.phrases import counted, first_of
 
 # A seed that the system draws has 53 bits; one that a person gives is nearly always below.
@@ -25,39 +25,63 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
     Parts without a gradient are frozen, or only give targets, as a teacher does. A BatchNorm in eval mode in a part
     in train mode is meant so.
     """
-    layers: dict[str, Counter[str]] = {}
-    for name, layer in case.model.named_modules():
-        parent = name.rpartition(".")[0]
-        part = case.model.get_submodule(parent)
-        acts = isinstance(layer, (AnyDropout, AnyBatchNorm)) and getattr(layer, "p", 1.0) > 0
-        if acts and not layer.training and not part.training and any(p.grad is not None for p in part.parameters()):
-            layers.setdefault(parent, Counter())[type(layer).__name__] += 1
-    return [
-        finding(
-            "module_modes/training",
-            name or type(case.model).__name__,
-            "It gets gradients in training and is in eval mode, with "
-            f"{', '.join(f'{n} {kind}' for kind, n in kinds.items())} in it.",
-            part=f"model.{name}" if name else "model",
-        )
-        for name, kinds in layers.items()
+    parts = [
+        parent or type(case.model).__name__
+        for name, layer in case.model.named_modules()
+        if isinstance(layer, (AnyDropout, AnyBatchNorm)) and not layer.training and getattr(layer, "p", 1.0) > 0
+        if not (part := case.model.get_submodule(parent := name.rpartition(".")[0])).training
+        if any(parameter.grad is not None for parameter in part.parameters())
     ]
+    if not parts:
+        return []
+    layers = counted(len(parts), "layer of dropout or BatchNorm is", "layers of dropout or BatchNorm are")
+    evidence = f"{layers} in eval mode, in parts that are too and get gradients in training."
+    return [finding("module_modes/training", first_of(list(dict.fromkeys(parts))), evidence)]
+
+
+def note_start(case: TrainingCase, _: Any) -> None:
+    """Note how often BatchNorm layers have been written before training."""
+    case.norms_at_start = _norm_counts(case)
 
 
 def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Note how often the statistics of each BatchNorm in train mode were written before an evaluation batch."""
-    case.write_counts = [
-        (name, counter, write_count(counter))
-        for name, module in case.model.named_modules()
-        if isinstance(module, AnyBatchNorm) and module.training
-        if (counter := module.num_batches_tracked) is not None and not counter.is_inference()
+    """Note how often BatchNorm layers have been written before an evaluation batch."""
+    case.norms_before = _norm_counts(case)
+
+
+def _norm_counts(case: TrainingCase) -> list[NormCounts]:
+    return [
+        (name, norm, -1 if norm.weight is None else write_count(norm.weight), write_count(counter))
+        for name, norm in case.model.named_modules()
+        if isinstance(norm, AnyBatchNorm) and (counter := norm.num_batches_tracked) is not None
+        if not counter.is_inference()
     ]
+
+
+def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return BatchNorm layers of frozen parts whose statistics the steps have written.
+
+    Those whose weights were written too follow another model on purpose, as a momentum encoder does.
+    """
+    moved = [
+        name
+        for name, norm, n_weight, n_counter in case.norms_at_start
+        if norm.weight is not None and write_count(norm.weight) == n_weight
+        if write_count(norm.num_batches_tracked) > n_counter
+        if not any(p.requires_grad for p in case.model.get_submodule(name.rpartition(".")[0]).parameters())
+    ]
+    if not moved:
+        return []
+    evidence = (
+        f"{counted(len(moved), 'BatchNorm layer of a frozen part runs', 'BatchNorm layers of frozen parts run')} in "
+        f"train mode: {case.n_steps} steps have written the running statistics, and never the weights."
+    )
+    return [finding("module_modes/frozen", first_of(moved), evidence)]
 
 
 def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
     """Return the BatchNorm layers whose statistics an evaluation batch has written."""
-    changed = [name for name, counter, count in case.write_counts if write_count(counter) != count]
-    case.write_counts = []
+    changed = [name for name, norm, _, count in case.norms_before if write_count(norm.num_batches_tracked) != count]
     if not changed:
         return []
     evidence = (
@@ -65,6 +89,20 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
         "evaluation batch has changed their running statistics."
     )
     return [finding("module_modes/evaluation", first_of(changed), evidence)]
+
+
+def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return the parts in eval mode whose gradient checkpointing is switched on: they look at it in train mode only."""
+    idle = [
+        name or type(case.model).__name__
+        for name, part in case.model.named_modules()
+        if getattr(part, "gradient_checkpointing", None) is True and not part.training
+        if any(parameter.grad is not None for parameter in part.parameters())
+    ]
+    if not idle:
+        return []
+    evidence = f"gradient_checkpointing is on in {counted(len(idle), 'part', 'parts')} in eval mode that get gradients."
+    return [finding("checkpointing_switch", first_of(idle), evidence)]
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
@@ -77,24 +115,22 @@ def devices(case: TrainingCase, _: Any) -> list[Finding]:
     if not sizes or any(hasattr(part, "hf_device_map") for part in (model, *model.children())):
         return []
     home = sizes.most_common(1)[0][0]
-    registered = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # Of plain attributes, a tensor without dimensions may stay on the host: every device takes it.
     plain = {
         f"{name}.{key}" if name else key: value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        # A tensor without dimensions may stay on the host: every device takes it.
         if isinstance(value, Tensor) and value.dim()
     }
-    findings = []
-    for mistake, tensors in (("devices", registered), ("devices/plain", plain)):
-        away = {name: tensor.device for name, tensor in tensors.items() if tensor.device.type != home.type}
-        for name, device in list(away.items())[:1]:
-            evidence = (
-                f"{counted(len(away), 'tensor is', 'tensors are')} not on {home} like the model: {name} is on {device}."
-            )
-            fields = {"home": str(home), "name": name.rpartition(".")[2]}
-            findings.append(finding(mistake, first_of(list(away)), evidence, **fields))
-    return findings
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **plain}
+    away = {name: tensor.device for name, tensor in tensors.items() if tensor.device.type != home.type}
+    if not away:
+        return []
+    name, device = next(iter(away.items()))
+    evidence = f"{counted(len(away), 'tensor is', 'tensors are')} not on {home} like the model: {name} is on {device}."
+    # An attribute alone may be meant for the host.
+    mistake = "devices" if away.keys() - plain.keys() else "devices/plain"
+    return [finding(mistake, first_of(list(away)), evidence, home=str(home))]
 
 
 def reproducibility(*_: Any) -> list[Finding]:

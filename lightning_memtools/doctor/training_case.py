@@ -14,35 +14,27 @@ from torch.optim import Optimizer
 from lightning_memtools.null_cuda.launch import computes_nothing
 
 Shape = tuple[int, ...]
-Norms = tuple[tuple[str, ...], Tensor]
-"""Names of parameters, and the norms of their values or gradients, on the device."""
+
+
+NormCounts = tuple[str, Any, int, int]
 
 
 class SumOverBatch(NamedTuple):
-    """A term of the loss that sums over the batch."""
+    """A term of the loss that sums a result of a shape; on the way from the loss, gradients arrive at each node."""
 
     place: str
     shape: Shape
-    """The shape of what it sums."""
     way: tuple[list[Tensor], ...]
-    """For each result on the way from the loss to the sum, the gradients that have arrived there."""
 
 
 class UpdateNorms(NamedTuple):
-    """An optimizer's parameters just before it updates them."""
+    """Norms of an optimizer's parameters just before it updates them, by name and on the device."""
 
     optimizer: Optimizer
-    missing: list[str]
-    """The parameters without a gradient."""
-    gradients: Norms
-    weights: Norms
+    held: list[str]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
     """Of the parameters with weight decay; none at most updates."""
-
-
-class GraphMark:
-    """An object that a step's graph holds: a weak reference to it tells whether the graph is alive."""
-
-    __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,16 +54,21 @@ class TrainingCase:
     others: Sequence[Any] = ()  # further objects of the user that may hold tensors
     stop_at: Any = None  # searches for holders do not enter it
 
+    # Schedulers with their interval, "step" or "epoch", their steps in this training, and those by the other interval.
+    schedulers: list[tuple[Any, str, float, float]] = field(default_factory=list)
+
     n_steps: int = 0  # training batches that have been watched
     batch_size: int = 1  # of the first batch
     batch_shapes: frozenset[Shape] = frozenset()  # of its tensors, without dimensions of size 1
     free_shared: int | None = None  # bytes of shared memory, before the loaders' workers filled it
     sums: Sequence[SumOverBatch] = ()  # in the first loss
     updates: list[UpdateNorms] = field(default_factory=list)
-    marks: list[weakref.ref[GraphMark]] = field(default_factory=list)  # one for each step's graph
+    marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
     clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
-    # The counters of BatchNorm layers by name, and how often each was written before an evaluation batch.
-    write_counts: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    # BatchNorm layers by name, and how often weight and counter were written before training and an evaluation batch.
+    norms_at_start: Sequence[NormCounts] = ()
+    norms_before: Sequence[NormCounts] = ()
+    digests: list[int] = field(default_factory=list)  # of the first batches
 
     @property
     def computes_nothing(self) -> bool:

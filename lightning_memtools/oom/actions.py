@@ -32,8 +32,7 @@ class Outcome(IntEnum):
     """Memory is freed, and it is not known whether the step then fits."""
     NOT_ENOUGH = 2
     """Memory is freed, but the step does not fit yet."""
-    UNCHECKED = 3
-    USELESS = 4
+    USELESS = 3
 
     @classmethod
     def of(cls, *, fits: bool | None) -> Outcome:
@@ -49,53 +48,40 @@ class Action:
         kind: The kind of change.
         title: The change in a few words.
         outcome: The result of trying it.
-        detail: That result in sentences, without the last period; where the change was not checked, the reason.
+        detail: That result in sentences, without the last period.
         code: The code to write in the program.
         saved: The bytes that it frees.
         cause: The cause of the failure, in a sentence without the period, if the change takes that away; else "".
         peak: The step's peak with the change in bytes; None where no step was traced.
-        price: The computation that it costs, in words; "" for none.
     """
 
     kind: ActionKind
     title: str
-    outcome: Outcome = Outcome.UNCHECKED
+    outcome: Outcome = Outcome.USELESS
     detail: str = ""
     code: str = ""
     saved: int = 0
     cause: str = ""
     peak: int | None = None
-    price: str = ""
 
     @property
     def helps(self) -> bool:
         """True if it was tried on the whole step and frees memory."""
         return self.outcome <= Outcome.NOT_ENOUGH
 
-    @property
-    def fits(self) -> bool | None:
-        """True if the change is enough by itself; None where that is not known."""
-        if self.outcome is Outcome.ENOUGH:
-            return True
-        return False if self.outcome in {Outcome.NOT_ENOUGH, Outcome.USELESS} else None
-
     def __str__(self) -> str:
-        code = f" (`{self.code}`)" if self.code else ""
-        if self.outcome is Outcome.UNCHECKED:
-            return f"{self.title}{code}. This was not checked{f': {self.detail}' if self.detail else ''}."
-        return f"{self.title}{code}. {self.detail}."
+        return f"{self.title}{f' (`{self.code}`)' if self.code else ''}. {self.detail}."
 
 
 def ranked(actions: Iterable[Action]) -> list[Action]:
     """Return the actions in the order of their worth.
 
     Those that take away the cause come first; then those that are enough, the least intrusive before others; then those
-    that help, by how much; then those that were not checked, and the useless ones.
+    that help, by how much; then the useless ones.
     """
 
-    def rank(action: Action) -> tuple[int, bool, int, int, int]:
+    def rank(action: Action) -> tuple[bool, bool, int, int, int]:
         n_bytes = 0 if action.outcome is Outcome.ENOUGH else -action.saved
-        group = 0 if action.helps else action.outcome
-        return group, not action.cause, action.outcome, n_bytes, action.kind
+        return not action.helps, not action.cause, action.outcome, n_bytes, action.kind
 
     return sorted(actions, key=rank)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_memtools.checkpointing.loss_head import possible_heads
 from lightning_memtools.memory.sizes import format_size
@@ -18,17 +19,10 @@ from lightning_memtools.reporting.phrases import in_series
 _LARGE_STATE = 0.2  # of a step's peak
 
 
-@dataclass(frozen=True, slots=True)
-class AdviceCheck:
-    """One change to try.
+class AdviceCheck(NamedTuple):
+    """One change to try: its name, whether it makes sense for a failed step, and what tries it."""
 
-    Attributes:
-        unchecked: The action to show where the change cannot be tried.
-        applies: Returns whether the change makes sense for the failed step.
-        run: Tries the change, and returns the actions that it found.
-    """
-
-    unchecked: Action
+    name: str
     applies: Callable[[FailedStep], bool]
     run: Callable[[StepTrials], list[Action]]
 
@@ -52,25 +46,20 @@ def _has_loss_head(failed: FailedStep) -> bool:
     return _is_training(failed) and failed.run.plan is None and bool(possible_heads(failed.run.model))
 
 
-def _is_whole(failed: FailedStep) -> bool:
-    """Return False where FSDP 2 shards the model: a trace's figures are then those of all ranks together."""
-    return not failed.run.is_sharded
-
-
 OF_CAUSES = (
-    AdviceCheck(causes.RELEASE, lambda it: bool(it.held.found or it.held.garbage_bytes), causes.release),
-    AdviceCheck(causes.FIND_GROWTH, _grows_unseen, causes.growth),
-    AdviceCheck(causes.RUN_IN_PARTS, lambda it: it.facts.before is not None, causes.rare_batch),
-    AdviceCheck(causes.EXPAND_SEGMENTS, _can_expand, causes.expandable_segments),
-    AdviceCheck(causes.STOP_PROCESSES, lambda it: bool(it.processes) and _is_whole(it), causes.processes),
+    AdviceCheck("what is held", lambda it: bool(it.held.found or it.held.garbage_bytes), causes.release),
+    AdviceCheck("what grows", _grows_unseen, causes.growth),
+    AdviceCheck("the odd batch in parts", lambda it: bool(it.facts.before.odd(it.facts.batch)), causes.odd_batch),
+    AdviceCheck("expandable segments", _can_expand, causes.expandable_segments),
+    AdviceCheck("other processes", lambda it: bool(it.processes), causes.processes),
 )
 OF_CHANGES = (
-    AdviceCheck(changes.LARGER_GPU, lambda it: it.is_cuda_like and _is_whole(it), changes.larger_gpu),
-    AdviceCheck(changes.SMALLER_BATCHES, lambda _: True, changes.smaller_batch),
-    AdviceCheck(changes.CHUNK_THE_LOSS, _has_loss_head, changes.chunked_loss),
-    AdviceCheck(changes.BFLOAT16, lambda it: it.precision == "32-true" and _is_whole(it), changes.bfloat16),
-    AdviceCheck(changes.ACCUMULATE, lambda it: _is_training(it) and it.run.can_accumulate, changes.accumulation),
-    AdviceCheck(changes.RECOMPUTE, _is_training, changes.checkpointing),
+    AdviceCheck("a larger GPU", lambda it: it.is_cuda_like, changes.larger_gpu),
+    AdviceCheck("smaller batches", lambda _: True, changes.smaller_batch),
+    AdviceCheck("the loss in chunks", _has_loss_head, changes.chunked_loss),
+    AdviceCheck("bfloat16", lambda it: it.precision == "32-true", changes.bfloat16),
+    AdviceCheck("accumulated gradients", lambda it: _is_training(it) and it.run.can_accumulate, changes.accumulation),
+    AdviceCheck("GradientCheckpointing", _is_training, changes.checkpointing),
 )
 """These need a trace of the step. In this order: what takes little time comes first."""
 
@@ -81,36 +70,37 @@ class Advice:
 
     Attributes:
         actions: The actions found, the best first.
+        unchecked: A sentence for each reason why changes could not be checked, which names these.
         modules: Bytes of activations that the traced step keeps, by module, largest first.
         notes: Further remarks.
     """
 
     actions: Sequence[Action] = ()
+    unchecked: Sequence[str] = ()
     modules: Sequence[tuple[str, int]] = ()
     notes: Sequence[str] = ()
 
 
 def advice_for(failed: FailedStep, seconds: float) -> Advice:
     """Try the changes that make sense for a failed step; after so many seconds of processor time no further one."""
+    actions: list[Action] = []
+    reasons: dict[str, list[str]] = {}
     # Warnings that the step gives while it is traced were given while it ran.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trials = StepTrials(failed, seconds)
-        actions = [action for check in OF_CAUSES for action in _carried_out(check, trials)]
-        actions += [action for check in OF_CHANGES for action in _carried_out(check, trials, trials.why_not)]
+        for check in (*OF_CAUSES, *OF_CHANGES):
+            try:
+                if check.applies(failed):
+                    if check in OF_CHANGES:
+                        trials.require_trace()
+                    actions += check.run(trials)
+            except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fakes
+                reasons.setdefault(why_not_checked(error), []).append(check.name)
+        unchecked = [f"Not checked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
         if trials.why_not:
-            return Advice(ranked(actions))
-        return Advice(ranked(actions), _modules(trials), _notes(trials))
-
-
-def _carried_out(check: AdviceCheck, trials: StepTrials, why_not: str = "") -> list[Action]:
-    """Return the actions that a check found, or one with the reason why it could not be carried out."""
-    try:
-        if not check.applies(trials.failed):
-            return []
-        return [replace(check.unchecked, detail=why_not)] if why_not else check.run(trials)
-    except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
-        return [replace(check.unchecked, detail=why_not_checked(error))]
+            return Advice(ranked(actions), unchecked)
+        return Advice(ranked(actions), unchecked, _modules(trials), _notes(trials))
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
@@ -125,12 +115,6 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
 
 def _notes(trials: StepTrials) -> list[str]:
     failed, plain, notes = trials.failed, trials.plain, []
-    if failed.run.is_sharded:
-        notes.append(
-            "FSDP 2 shards this model. The peaks are those of one device that holds it whole: a rank holds the same "
-            "activations, and a part of the parameters, gradients and optimizer state. Its peak falls by about as much "
-            "as is said here; whether that is enough is not known."
-        )
     if trials.plain_fits:
         notes.append(
             f"Traced by itself, this step fits: its peak is {format_size(plain.peak_allocated)} within the available "
@@ -140,7 +124,7 @@ def _notes(trials: StepTrials) -> list[str]:
     if failed.facts.grown is not None:
         notes.append("As long as memory grows from batch to batch, everything else only delays the failure.")
     state = max(plain.timeline.parts["optimizer"], default=0)
-    if _is_training(failed) and _is_whole(failed) and state > _LARGE_STATE * plain.peak_allocated:
+    if _is_training(failed) and state > _LARGE_STATE * plain.peak_allocated:
         names = in_series(sorted({type(optimizer).__name__ for optimizer in failed.run.optimizers}))
         notes.append(
             f"The state of {names} takes {format_size(state)}. Another optimizer, such as SGD or an 8-bit form of "

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.leaks.holdings import Holding
-from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome
+from lightning_memtools.oom.failure_facts import LEAST_ODD
 from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials
 from lightning_memtools.reporting.held_words import holding_in_words, is_cause, owners_in_words
 
@@ -17,18 +17,7 @@ _MOST_HOLDERS = 5
 _LEAST_SHARE = 0.01  # of what is allocated
 _LARGE_SHARE = 0.2  # of the device: another process that holds so much is a cause
 _MOST_PARTS = 8  # of OOMRecovery
-
-RELEASE = Action(kind=ActionKind.HOLDER, title="Delete or detach what is held")
-FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
-RUN_IN_PARTS = Action(
-    kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code='OOMRecovery(loss="mean")'
-)
-EXPAND_SEGMENTS = Action(
-    kind=ActionKind.EXPANDABLE_SEGMENTS,
-    title="Use expandable segments",
-    code='PYTORCH_ALLOC_CONF="expandable_segments:True"',
-)
-STOP_PROCESSES = Action(kind=ActionKind.STOP_PROCESS, title="Stop other processes on the device")
+_MOST_SHAPES = 3
 
 
 def _freed(trials: StepTrials, action: Action, n_bytes: int, how: str, cause: str) -> Action:
@@ -49,13 +38,13 @@ def release(trials: StepTrials) -> list[Action]:
     least = _LEAST_SHARE * allocated
     actions = []
     for holding in [holding for holding in held.found if holding.n_bytes > least][:_MOST_HOLDERS]:
-        action = replace(RELEASE, title=f"{_verb(holding)} {holding_in_words(holding)}")
+        action = Action(kind=ActionKind.HOLDER, title=f"{_verb(holding)} {holding_in_words(holding)}")
         cause = _cause(holding) if is_cause(holding, allocated) else ""
         actions.append(_freed(trials, action, holding.n_bytes, _how(holding), cause))
     if held.garbage_bytes > 5 * least:
         size = format_size(held.garbage_bytes)
         title = f"Collect garbage: {size} were held by objects that refer to each other, and that nobody uses"
-        action = replace(RELEASE, title=title, code="gc.collect()")
+        action = Action(kind=ActionKind.HOLDER, title=title, code="gc.collect()")
         actions.append(_freed(trials, action, held.garbage_bytes, "", f"Garbage that was not collected held {size}"))
     return actions
 
@@ -87,7 +76,7 @@ def growth(trials: StepTrials) -> list[Action]:
     grown = trials.failed.facts.grown
     assert grown is not None
     each = format_size(grown.n_bytes // grown.n_batches)
-    action = replace(FIND_GROWTH, title=f"Find what grows by {each} a batch")
+    action = Action(kind=ActionKind.GROWTH, title=f"Find what grows by {each} a batch")
     how = (
         f"In {grown.n_batches} batches, {format_size(grown.n_bytes)} have accumulated that belong neither to the model "
         "nor to its optimizers or inputs. The usual cause is losses or outputs that are kept with their graph (use "
@@ -96,30 +85,29 @@ def growth(trials: StepTrials) -> list[Action]:
     return [_freed(trials, action, grown.n_bytes, how, f"Memory grew by {each} in each batch")]
 
 
-def rare_batch(trials: StepTrials) -> list[Action]:
-    """Run a batch in parts that is far larger than those before it."""
-    facts = trials.failed.facts
-    assert facts.before is not None
-    largest = _shapes_of(facts.before.batch)
-    odd = f"The batch, {_shapes_of(facts.batch)}, is {facts.before.times:.3g} times as large as any before it"
-    alike = f"To keep batches alike, sort or bucket samples by their length, or cap it at that of {largest}"
-    cause = f"{odd}, at most {largest}"
-    if not trials.failed.run.can_split:
-        title = "Avoid the rare large batch"
-        return [replace(RUN_IN_PARTS, title=title, code="", outcome=Outcome.MAY_BE_ENOUGH, detail=alike, cause=cause)]
-    fits = None
+def odd_batch(trials: StepTrials) -> list[Action]:
+    """Run a batch in parts that is larger in a dimension than all before it, and does not fit, as these do."""
+    facts, recovery = trials.failed.facts, trials.failed.run.recovery
+    before, fits, detail = facts.before, None, ""
+    if not trials.why_not:
+        usual = trials.with_batch(before.largest)
+        is_far_larger = trials.plain.peak_allocated >= LEAST_ODD * usual.peak_allocated
+        if not (is_far_larger if trials.limit is None else trials.fits(usual)):
+            return []
+        detail = f"Its step takes {format_size(trials.plain.peak_allocated)}, and that of the largest batch before it "
+        detail += f"{format_size(usual.peak_allocated)}. "
+    shapes = [f"`{name}` is {list(now)}, usually at most {list(most)}" for name, now, most in before.odd(facts.batch)]
+    cause = f"This batch is an odd one: {'; '.join(shapes[:_MOST_SHAPES])}"
+    alike = "To keep batches alike, sort or bucket samples by their size, or cap it"
+    action = Action(kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code=recovery, cause=cause)
+    if not recovery:
+        how = f"{detail}{alike}"
+        return [replace(action, title="Avoid the rare large batch", outcome=Outcome.MAY_BE_ENOUGH, detail=how)]
     if not trials.why_not and trials.limit is not None:
         fits = trials.fits(trials.at(-(-trials.size // _MOST_PARTS)))
     whether = {True: "it then fits", False: "it does not fit either", None: "it may or may not fit"}[fits]
-    how = f"OOMRecovery runs such a batch in up to {_MOST_PARTS} parts, and the others whole: {whether}"
-    detail = f"{how}. {alike}"
-    return [replace(RUN_IN_PARTS, outcome=Outcome.of(fits=fits), detail=detail, cause=cause)]
-
-
-def _shapes_of(batch: object) -> str:
-    """Return the shape of a batch's largest tensor, such as "[16, 900, 64]"."""
-    tensors = sorted(tensors_in(batch), key=lambda tensor: -tensor.numel() * tensor.element_size())
-    return str(list(tensors[0].shape)) if tensors else "no tensors"
+    detail += f"OOMRecovery runs such a batch in up to {_MOST_PARTS} parts, and the others whole: {whether}. {alike}"
+    return [replace(action, outcome=Outcome.of(fits=fits), detail=detail)]
 
 
 def expandable_segments(trials: StepTrials) -> list[Action]:
@@ -130,23 +118,24 @@ def expandable_segments(trials: StepTrials) -> list[Action]:
     served, why = failed.history.with_expandable_segments()
     if served is None:
         raise NotCheckedError(why)
-    detail = f"In a replay of the recorded allocations, {why}"
+    detail, code = f"In a replay of the recorded allocations, {why}", 'PYTORCH_ALLOC_CONF="expandable_segments:True"'
+    action = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="Use expandable segments", code=code)
     if not served:
-        return [replace(EXPAND_SEGMENTS, outcome=Outcome.USELESS, detail=detail)]
+        return [replace(action, outcome=Outcome.USELESS, detail=detail)]
     if trials.why_not or failed.usable is None:
         detail += ". Whether the rest of the step would fit is not known"
-        return [replace(EXPAND_SEGMENTS, outcome=Outcome.MAY_BE_ENOUGH, detail=detail)]
+        return [replace(action, outcome=Outcome.MAY_BE_ENOUGH, detail=detail)]
     plain = trials.plain
     config = replace(plain.trace.config, expandable_segments=True)
     peak, usable = format_size(plain.peak_allocated), format_size(failed.usable)
     if not replay(plain.trace, config=config, capacity=failed.usable).completed:
         detail += f". The whole step does not fit: its peak is {peak}, and {usable} are available"
-        return [replace(EXPAND_SEGMENTS, outcome=Outcome.USELESS, detail=detail)]
+        return [replace(action, outcome=Outcome.USELESS, detail=detail)]
     detail += f". The whole step fits, with a peak of {peak} within the available {usable}"
     unusable, reserved = failed.facts.unusable or 0, failed.facts.stats.reserved or 0
     pieces = f"{format_size(unusable)} of the {format_size(reserved)} that are reserved lay in pieces (fragmentation)"
     cause = pieces if unusable >= _IN_PIECES * reserved else ""
-    return [replace(EXPAND_SEGMENTS, outcome=Outcome.ENOUGH, detail=detail, cause=cause)]
+    return [replace(action, outcome=Outcome.ENOUGH, detail=detail, cause=cause)]
 
 
 def processes(trials: StepTrials) -> list[Action]:
@@ -159,8 +148,8 @@ def processes(trials: StepTrials) -> list[Action]:
         if process.used_bytes:
             name = f"{process.name or 'process'} (pid {process.pid})"
             holds = f"{name} holds {format_size(process.used_bytes)}"
-            action = replace(STOP_PROCESSES, title=f"Stop {name}")
+            action = Action(kind=ActionKind.STOP_PROCESS, title=f"Stop {name}")
             freed = _freed(trials, action, process.used_bytes, f"{holds[0].upper()}{holds[1:]}", holds)
-            is_large = freed.fits and process.used_bytes > _LARGE_SHARE * capacity
+            is_large = freed.outcome is Outcome.ENOUGH and process.used_bytes > _LARGE_SHARE * capacity
             actions.append(freed if is_large else replace(freed, cause=""))
     return actions

@@ -16,25 +16,6 @@ from lightning_memtools.simulation.step_runner import PrecisionName
 _BF16: PrecisionName = "bf16-mixed"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
-SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
-ACCUMULATE = Action(
-    kind=ActionKind.ACCUMULATION,
-    title="Accumulate gradients over smaller batches",
-    code="Trainer(accumulate_grad_batches=...)",
-)
-RECOMPUTE = Action(
-    kind=ActionKind.CHECKPOINTING,
-    title="Recompute activations in the backward pass",
-    code="GradientCheckpointing()",
-)
-CHUNK_THE_LOSS = Action(
-    kind=ActionKind.LOSS,
-    title="Compute the loss without holding all logits at once",
-    code="GradientCheckpointing(memory_budget=...)",
-)
-BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
-LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
-
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
     """Use the largest batch that fits; half of the failed one where a trace cannot tell what fits."""
@@ -43,14 +24,14 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
 
     def batches_of(smaller: int) -> Action:
         title = f"Use {stage} batches of {smaller} instead of {size}"
-        return replace(SMALLER_BATCHES, title=title, code=_loader(smaller))
+        return Action(kind=ActionKind.BATCH_SIZE, title=title, code=_loader(smaller))
 
     if limit is None:
         half = max(size // 2, min(2, size - 1))  # BatchNorm refuses to train on one sample
         return [_compared(trials, trials.at(half).peak_allocated, batches_of(half), fits=None)] if size > 1 else []
     largest = trials.largest_batch
     if not largest:
-        return [replace(SMALLER_BATCHES, outcome=Outcome.USELESS, detail="Not even one sample fits")]
+        return [Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches", detail="Not even one sample fits")]
     peak = trials.at(largest).peak_allocated
     how = f"The step then fits, with a peak of {_within(trials, peak)}"
     return [_fitting_batch(trials, batches_of(largest), peak, how)]
@@ -73,8 +54,8 @@ def accumulation(trials: StepTrials) -> list[Action]:
         fits, peak = trials.fits(estimate), estimate.peak_allocated
         if fits is False:
             continue
-        action = replace(
-            ACCUMULATE,
+        action = Action(
+            kind=ActionKind.ACCUMULATION,
             title=f"Accumulate gradients over {n_batches} batches of {smaller}",
             code=f"{_loader(smaller)}, Trainer(accumulate_grad_batches={n_batches})",
         )
@@ -118,13 +99,14 @@ def checkpointing(trials: StepTrials) -> list[Action]:
     except BudgetTooSmallError as error:
         plan, code = _planned(trials, -(-error.reachable_bytes // MIB))
     if plan.refused is not None:
-        return [replace(RECOMPUTE, code="", outcome=Outcome.USELESS, detail=plan.refused.rstrip("."))]
+        title = "Recompute activations in the backward pass"
+        return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
     if not any(chain.ranges for chain in plan.chains):
         return []  # It only computes the loss in chunks, which is advice of its own.
     estimate, extra = trials.with_plan(plan), plan.extra_operations
     title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
     title += ", and compute the loss in chunks" if plan.heads else ""
-    action = replace(RECOMPUTE, title=title, code=code)
+    action = Action(kind=ActionKind.CHECKPOINTING, title=title, code=code)
     price = f"{extra:.0%} more computation" if extra >= 0.01 else "less than 1% more computation"  # noqa: PLR2004, 1%
     return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate), price=price)]
 
@@ -142,7 +124,8 @@ def chunked_loss(trials: StepTrials) -> list[Action]:
     if chunked is None or not chunked.names:
         return []
     peak = chunked.cost.peak_bytes
-    action = replace(CHUNK_THE_LOSS, code=f'GradientCheckpointing(memory_budget="{-(-peak // MIB)}MiB")')
+    title, code = "Compute the loss without holding all logits at once", f'memory_budget="{-(-peak // MIB)}MiB"'
+    action = Action(kind=ActionKind.LOSS, title=title, code=f"GradientCheckpointing({code})")
     compared = _compared(trials, peak, action, fits=None if trials.limit is None else peak <= trials.limit)
     return [replace(compared, detail=f"{chunked.size[0].upper()}{chunked.size[1:]}. {compared.detail}")]
 
@@ -151,7 +134,8 @@ def bfloat16(trials: StepTrials) -> list[Action]:
     """Compute in bfloat16."""
     trials.check_time()
     estimate = trials.failed.estimate(precision=_BF16)
-    return [_compared(trials, estimate.peak_allocated, BFLOAT16, fits=trials.fits(estimate))]
+    action = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
+    return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate))]
 
 
 def larger_gpu(trials: StepTrials) -> list[Action]:
@@ -162,9 +146,9 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
     for gpu in sorted(known_gpus(), key=lambda gpu: gpu.usable_bytes):
         usable = DeviceLimit.parse(gpu.name).usable - trials.failed.untraced
         if usable > trials.limit and plain.peak_allocated <= usable and plain.fits(f"{usable}B"):
-            title = f"{LARGER_GPU.title} ({gpu.name})"
+            action = Action(kind=ActionKind.LARGER_GPU, title=f"Use a larger GPU ({gpu.name})")
             detail = "It is the smallest known GPU on which this step fits unchanged"
-            return [replace(LARGER_GPU, title=title, outcome=Outcome.ENOUGH, detail=detail)]
+            return [replace(action, outcome=Outcome.ENOUGH, detail=detail)]
     return []
 
 
@@ -181,7 +165,7 @@ def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
         detail += f" and fits within the available {format_size(trials.limit)}"
     else:
         detail += f". That is not enough by itself: {format_size(trials.limit)} are available"
-    return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak, price=price)
+    return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak)
 
 
 def _within(trials: StepTrials, peak: int) -> str:

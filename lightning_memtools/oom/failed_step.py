@@ -44,10 +44,9 @@ class FailedRun:
         can_accumulate: True if the Trainer takes another number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" where they can.
-        is_sharded: True if FSDP 2 shards the model. A trace is then of one device that holds the whole model.
         plan: The checkpoint plan that is applied to the model.
         others: What else belongs to the run: callbacks and the data module.
-        can_split: True if OOMRecovery would run a batch in parts.
+        recovery: The OOMRecovery that would run the failed batch in parts; "" if none would.
     """
 
     model: nn.Module
@@ -59,10 +58,9 @@ class FailedRun:
     can_accumulate: bool = True
     clip: float | None = None
     untraceable: str = ""
-    is_sharded: bool = False
     plan: CheckpointPlan | None = None
     others: Sequence[Any] = ()
-    can_split: bool = True
+    recovery: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +108,7 @@ class FailedStep:
     def usable(self) -> int | None:
         """The part of the device that is left for what a trace shows; None where it is not known."""
         facts, capacity = self.facts, self.facts.stats.capacity
-        if capacity is None or facts.split is None or self.run.is_sharded:
+        if capacity is None or facts.split is None:
             return None
         return min(capacity - (facts.used_by_others or 0), int(facts.fraction * capacity)) - self.untraced
 
@@ -138,16 +136,19 @@ class FailedStep:
         self,
         size: int | None = None,
         *,
+        batch: Any = None,
         precision: PrecisionName | None = None,
         accumulate: int | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
-        """Trace the failed step with another batch size, precision, number of batches per update or checkpoint plan.
+        """Trace the failed step with another batch, precision, number of batches per update or checkpoint plan.
+
+        `size` is another number of samples of the failed batch.
 
         Raises:
             Exception: Whatever the step raises on fake tensors.
         """
-        run, stage, batch = self.run, self.stage, self.facts.batch
+        run, stage, batch = self.run, self.stage, self.facts.batch if batch is None else batch
         assert stage is not None
         # Without their state, which may be incomplete where a step has failed.
         own = [copy_optimizer(optimizer, lambda tensor: tensor, with_state=False) for optimizer in run.optimizers]

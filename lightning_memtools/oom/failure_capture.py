@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,9 +21,9 @@ from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reade
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_facts import (
+    BatchesBefore,
     FailureFacts,
     FailureMoment,
-    LargestBatchBefore,
     MemoryAtBatchStart,
     MemoryGrowth,
     sizes_only,
@@ -31,9 +32,6 @@ from lightning_memtools.oom.failure_facts import (
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
-# A batch that takes so many times the memory of the largest of at least so many before it is an odd one.
-_LEAST_ODD = 1.5
-_LEAST_BEFORE = 3
 
 OOMObserver = Callable[[int, int, int, int], object]
 """Called with a device's index, the requested bytes, the capacity, and the free bytes."""
@@ -135,12 +133,9 @@ class FailureCapture:
         self._stage, self._n_batches = "", 0
         self._batch_idx: int | None = None
         self._before: MemoryAtBatchStart | None = None
-        # The first batch that began with the same owners of memory as the present one, and the number of batches since;
-        # a stage's own first batch is left out.
-        self._first_before: MemoryAtBatchStart | None = None
-        self._n_since = 0
-        # By stage: the number of batches that ran, and the bytes and sizes of the largest.
-        self._ran: dict[str, tuple[int, int, Any]] = {}
+        # By the owners of memory that there were: the first batch, but for the stage's own first one, and its number.
+        self._first: dict[tuple[bool, bool], tuple[MemoryAtBatchStart, int]] = {}
+        self._ran: defaultdict[str, BatchesBefore] = defaultdict(BatchesBefore)  # by stage
         self._stop_observing = observe(device, self._observe)
 
     def stop(self) -> None:
@@ -160,10 +155,10 @@ class FailureCapture:
     def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
         """Note that a batch of a stage is on the device."""
         if stage != self._stage:
-            self._stage, self._n_batches, self._first_before = stage, 0, None
+            self._stage, self._n_batches, self._first = stage, 0, {}
         self.batch_began = None if self.recording is None else self.recording.now()
         self.batch, self._batch_idx, self.phase, self.captured = batch, batch_idx, phase, None
-        self._n_batches, self._n_since = self._n_batches + 1, self._n_since + 1
+        self._n_batches += 1
         if self.reader is None:
             return
         self._before = before = MemoryAtBatchStart(
@@ -172,19 +167,12 @@ class FailureCapture:
             had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
             had_state=any(optimizer.state for optimizer in self._optimizers()),
         )
-        if self._n_batches == 1:
-            return  # libraries allocate their workspaces in this batch, and keep them
-        first = self._first_before
-        if first is None or replace(first, allocated=before.allocated, inputs=before.inputs) != before:
-            self._first_before, self._n_since = before, 0
+        if self._n_batches > 1:  # libraries allocate their workspaces in the first batch, and keep them
+            self._first.setdefault((before.had_gradients, before.had_state), (before, self._n_batches))
 
     def end_batch(self) -> None:
         """Forget the batch, but for its size."""
-        if self._before is not None:
-            n_batches, most, largest = self._ran.get(self._stage, (0, -1, None))
-            if self._before.inputs > most:
-                most, largest = self._before.inputs, sizes_only(self.batch)
-            self._ran[self._stage] = (n_batches + 1, most, largest)
+        self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
 
@@ -236,21 +224,15 @@ class FailureCapture:
             fraction=fraction,
             split=split,
             grown=self._grown(stats),
-            before=self._largest_before(),
+            before=self._ran[self._stage],
         )
 
-    def _largest_before(self) -> LargestBatchBefore | None:
-        """Return the largest batch before this one, if this one is an odd one beside it."""
-        n_batches, most, largest = self._ran.get(self._stage, (0, 0, None))
-        if n_batches < _LEAST_BEFORE or self._before is None or self._before.inputs < _LEAST_ODD * max(most, 1):
-            return None
-        return LargestBatchBefore(largest, self._before.inputs / max(most, 1))
-
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:
-        first, now, n_batches = self._first_before, self._before, self._n_since
-        if first is None or now is None or not n_batches:
+        now = self._before
+        if now is None or (now.had_gradients, now.had_state) not in self._first:
             return None
-        n_bytes = (now.allocated - now.inputs) - (first.allocated - first.inputs)
+        first, number = self._first[now.had_gradients, now.had_state]
+        n_bytes, n_batches = (now.allocated - now.inputs) - (first.allocated - first.inputs), self._n_batches - number
         is_large = n_bytes > _LEAST_GROWTH * (stats.reserved or stats.allocated or 0)
         return MemoryGrowth(n_bytes, n_batches) if is_large else None
 

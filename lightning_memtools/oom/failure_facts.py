@@ -13,9 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors
+from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors, named_tensors
 from lightning_memtools.memory.owned import OnDevice, composition_of, owned_by
 from lightning_memtools.memory.stats import MemoryStats
+
+# A batch that is in a dimension so many times as large as the largest of at least so many before it is an odd one.
+LEAST_ODD = 1.5
+_LEAST_BEFORE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +127,53 @@ class MemoryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
-class LargestBatchBefore:
-    """The largest of the batches before the failed one, on the meta device; that one is so many `times` as large."""
+class BatchesBefore:
+    """The batches of a stage before the failed one.
 
-    batch: Any
-    times: float
+    Attributes:
+        n: Their number.
+        most: The largest size of each dimension, by the name of the tensor, such as `batch["boxes"]`.
+        n_elements: The elements of the largest of these batches.
+        largest: That batch, on the meta device.
+    """
+
+    n: int = 0
+    most: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    n_elements: int = 0
+    largest: Any = None
+
+    def and_this(self, batch: Any) -> BatchesBefore:
+        """Return the batches with one more."""
+        shapes, n_elements = _shapes_of(batch)
+        most = {
+            name: tuple(map(max, shape, self.most[name])) if len(self.most.get(name, ())) == len(shape) else shape
+            for name, shape in shapes.items()
+        }
+        is_largest = n_elements > self.n_elements
+        largest = sizes_only(batch) if is_largest else self.largest
+        return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
+
+    def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Return the tensors of a batch that are far larger in a dimension than any before: names, sizes, usual ones.
+
+        A batch of as few elements as others, which is longer and has fewer samples, has none.
+        """
+        shapes, n_elements = _shapes_of(batch)
+        if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
+            return []
+        known = [(name, shape, self.most.get(name, ())) for name, shape in shapes.items()]
+        return [
+            (name, shape, most)
+            for name, shape, most in known
+            if len(shape) == len(most)
+            and any(now >= LEAST_ODD * max(size, 1) for now, size in zip(shape, most, strict=True))
+        ]
+
+
+def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return the shape of each tensor of a batch by its name, and the number of their elements."""
+    tensors = dict(named_tensors(batch, "batch"))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, sum(map(torch.numel, tensors.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +190,7 @@ class FailureFacts:
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: The allocated bytes by category; None where nothing is known of them.
         grown: Memory that has accumulated over the batches; None where it is little, or not known.
-        before: The largest batch before, if the failed one is far larger; else None.
+        before: The batches of the stage before the failed one.
         batch: The batch on the meta device (sizes without values); None where none was running.
     """
 
@@ -157,7 +203,7 @@ class FailureFacts:
     fraction: float = 1.0
     split: MemorySplit | None = None
     grown: MemoryGrowth | None = None
-    before: LargestBatchBefore | None = None
+    before: BatchesBefore = field(default_factory=BatchesBefore)
     batch: Any = None
 
     @property

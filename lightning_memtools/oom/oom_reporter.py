@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
 from lightning_memtools.oom.held_memory import held_memory
-from lightning_memtools.oom.notice_board import NoticeBoard, OOMNotice
+from lightning_memtools.oom.notice_board import NoticeBoard
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
@@ -41,13 +41,11 @@ class OOMReporter:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules that are listed.
         board: The notices between ranks; None with one rank.
-        checks_s: The processor's seconds for all checks; None for the usual ones.
     """
 
     directory: Path | NotWritten
     top: int
     board: NoticeBoard | None
-    checks_s: float | None = None
 
     def report(
         self,
@@ -67,7 +65,7 @@ class OOMReporter:
             error: The error that ends the run; it gets the first line of the report as a note.
             done: What was done about it, where the run goes on: other ranks then get no notice.
         """
-        begin, end = time.monotonic(), time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
+        begin, end = time.monotonic(), time.thread_time() + CHECKS_S
         line = None if error is None else user_line_of(error)
         page = ReportPage(
             facts=facts,
@@ -79,10 +77,10 @@ class OOMReporter:
         )
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
-        path = str(page.file) if isinstance(page.file, Path) else ""
         is_first = True
         if self.board is not None and not done:
-            is_first = self.board.leave(OOMNotice(facts.moment.rank, page.headline, path))
+            notice = f"rank {facts.moment.rank} running out of memory. {page.headline} {page.file_line()}"
+            is_first = self.board.leave(notice)
         take = (lambda: None) if capture.recording is None else capture.recording.take
         snapshot = _tried(page, "The allocator's history", take, None)
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
@@ -95,22 +93,17 @@ class OOMReporter:
             error.add_note(page.note())
         return page
 
-    def report_other_rank(self, error: BaseException) -> str | None:
+    def report_other_rank(self, error: BaseException) -> str:
         """Note on an error that another rank ran out of memory, if one did: this rank only saw a closed connection.
 
         Returns:
-            The other rank's report as markdown; None if no rank ran out of memory.
+            The note; "" if no rank ran out of memory.
         """
-        notice = None if self.board is None else self.board.read()
-        if notice is None:
-            return None
-        report = f" Report: {notice.report}" if notice.report else ""
-        consequence = f"this error is a consequence of rank {notice.rank} running out of memory"
-        error.add_note(f"OOMReport: {consequence}. {notice.headline}{report}")
-        try:
-            return Path(notice.report).read_text(encoding="utf-8") if notice.report else notice.headline
-        except OSError:
-            return notice.headline
+        notice = "" if self.board is None else self.board.read()
+        note = f"OOMReport: this error is a consequence of {notice}" if notice else ""
+        if note:
+            error.add_note(note)
+        return note
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
         """Write a report to the directory of the reports, or else to a temporary one: it cannot be made again."""
@@ -140,14 +133,13 @@ def _advise(
     end: float,
 ) -> None:
     """Find who holds what, run the checks of what would have helped, and add their results to the page."""
-    # What the failed step had gathered goes with the step.
-    run = replace(run, is_sharded=free_gathered_parameters(run.model))
+    free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)
     virtual = capture.virtual
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
         advice = advice_for(failed, end - time.thread_time())
-    page.actions, page.modules = advice.actions, advice.modules
+    page.actions, page.unchecked, page.modules = advice.actions, advice.unchecked, advice.modules
     page.notes += advice.notes
 
 

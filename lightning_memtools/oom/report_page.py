@@ -11,7 +11,7 @@ from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.memory.user_code import short_path
-from lightning_memtools.oom.actions import Action, Outcome
+from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.held_words import holding_in_words
@@ -35,6 +35,7 @@ class ReportPage:
         where: The user's line of code; "" where it is not known.
         held: Who holds what the step does not need.
         actions: The suggested actions, the best first.
+        unchecked: Sentences on the changes that could not be checked.
         modules: Bytes of activations by module in the traced step, largest first.
         processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
         notes: Further remarks.
@@ -50,6 +51,7 @@ class ReportPage:
     where: str = ""
     held: Holdings = field(default_factory=Holdings)
     actions: Sequence[Action] = ()
+    unchecked: Sequence[str] = ()
     modules: Sequence[tuple[str, int]] = ()
     processes: Sequence[GpuProcess] | str | None = None
     notes: list[str] = field(default_factory=list)
@@ -86,14 +88,8 @@ class ReportPage:
 
     def console(self) -> str:
         """Return what failed, what to do first, and the path of the report; the whole of it where it has no file."""
-        lines = [self.headline, self._what_was_done(), self._helping(_SHORT)]
-        unchecked = [action for action in self.actions if action.outcome is Outcome.UNCHECKED]
-        if not lines[-1] and len(unchecked) < len(self.actions):
-            lines.append("None of the checked changes helps.")
-        if unchecked:
-            reasons = list(dict.fromkeys(action.detail for action in unchecked))
-            titles = "; ".join(f"{action.title[0].lower()}{action.title[1:]}" for action in unchecked)
-            lines.append(f"These changes were not checked ({first_of(reasons, 1)}): {titles}.")
+        helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.actions else "")
+        lines = [self.headline, self._what_was_done(), helping, *self.unchecked]
         if not isinstance(self.file, Path):
             lines.append(self.markdown())
         return "\n".join(line for line in [*lines, self.file_line()] if line)
@@ -136,17 +132,15 @@ class ReportPage:
         return "\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1))
 
     def _what_to_do(self) -> list[str]:
-        def listed(outcome: Outcome) -> str:
-            return "\n".join(f"- {action}" for action in self.actions if action.outcome is outcome)
-
-        helping, useless = self._helping(), listed(Outcome.USELESS)
+        helping = self._helping()
+        useless = "\n".join(f"- {action}" for action in self.actions if not action.helps)
         how = (
             "Each peak was found by tracing the step with that change on fake tensors. The available memory is the "
             "capacity of the device, less what other processes hold, and less what this process holds beside the step."
         )
         notes = [note if note.endswith(".") else f"{note}." for note in self.notes]
         useless = useless and f"These changes were checked, but do not help:\n\n{useless}"
-        return [helping, helping and how, listed(Outcome.UNCHECKED), useless, *notes]
+        return [helping, helping and how, *self.unchecked, useless, *notes]
 
     def _what_happened(self) -> list[str]:
         facts, stats = self.facts, self.facts.stats

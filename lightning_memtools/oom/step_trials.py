@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cached_property
+from typing import Any
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import StepPlanner
@@ -47,6 +48,15 @@ class StepTrials:
             except Exception as error:  # noqa: BLE001, the user's own step may raise anything on fake tensors
                 self.why_not = why_not_checked(error)
 
+    def require_trace(self) -> None:
+        """Return if the step could be traced.
+
+        Raises:
+            NotCheckedError: It could not.
+        """
+        if self.why_not:
+            raise NotCheckedError(self.why_not)
+
     def check_time(self) -> None:
         """Return if there is time for another trial.
 
@@ -82,6 +92,11 @@ class StepTrials:
             self.check_time()
             self._estimates[key] = self.failed.estimate(size, accumulate=accumulate)
         return self._estimates[key]
+
+    def with_batch(self, batch: Any) -> MemoryEstimate:
+        """Return the estimate of the step with another batch."""
+        self.check_time()
+        return self.failed.estimate(batch=batch)
 
     def with_plan(self, plan: CheckpointPlan) -> MemoryEstimate:
         """Return the estimate of the step with a checkpoint plan."""

@@ -12,7 +12,6 @@ no message. They need none: they cannot tell a rank that runs its step again fro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -30,7 +29,7 @@ from lightning_memtools._torch import (
     reduces_over,
 )
 from lightning_memtools.recovery.batch_parts import CannotSplitError
-from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather, refused_collectives
+from lightning_memtools.reporting.ranks import refused_collectives
 
 
 class GradientExchange:
@@ -38,28 +37,26 @@ class GradientExchange:
 
     Args:
         strategy: The Trainer's strategy, whose `model` is the wrapper. Without a wrapper there is nothing to exchange.
-        agrees: All ranks agree in every step whether it is skipped, and wait for each other to do so.
     """
 
-    def __init__(self, strategy: Any = None, *, agrees: bool = False) -> None:
+    def __init__(self, strategy: Any = None) -> None:
         model = getattr(strategy, "model", None)
         self._strategy = strategy
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        self._flags = RankGather() if agrees else None
-        self._failed_at: float | None = None
+        self._has_failed = False
         self._buckets: list[list[nn.Parameter]] = []
         self._sent: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        self._failed_at, self._buckets, self._sent = None, [], []
+        self._has_failed, self._buckets, self._sent = False, [], []
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
         """Return a context for one attempt at the step; parts send no gradients inside."""
         if n_parts == 1 or self._wrapper is None:
             yield
-        elif self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
+        elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
             with self._wrapper.no_sync():
                 yield
         else:  # on the module without its wrapper, which exchanges nothing
@@ -68,12 +65,6 @@ class GradientExchange:
                 yield
             finally:
                 self._strategy.model = self._wrapper
-
-    def why_late(self) -> str:
-        """Return why this rank must not keep the others waiting any longer; "" if it may."""
-        waited = 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
-        is_late = self._failed_at is not None and waited >= EXCHANGE_LIMIT.total_seconds()
-        return f"the other ranks have waited {waited:.0f} s for its gradients" if is_late else ""
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
         """End the backward pass that failed, if it was to send gradients, and leave gradients None.
@@ -84,9 +75,9 @@ class GradientExchange:
             complete: The parameters to which the failed pass had added its gradients.
             keeps: Those gradients are kept by the caller, because earlier batches had accumulated theirs in them.
         """
-        if self._failed_at is not None or self._wrapper is None:
+        if self._has_failed or self._wrapper is None:
             return ""
-        self._failed_at = time.monotonic()
+        self._has_failed = True
         if not self._wrapper.require_backward_grad_sync:
             return ""
         if keeps and self._wrapper.gradient_as_bucket_view:
@@ -137,18 +128,10 @@ class GradientExchange:
             parameter.grad = average
         self._sent = []
 
-    def any_rank(self, flag: bool) -> bool:
-        """Return True if the flag is set on any rank. The ranks wait for each other."""
-        return flag if self._flags is None else any(self._flags.objects(flag))
-
     def _clear(self) -> None:
         for bucket in self._buckets:
             for parameter in bucket:
                 parameter.grad = None
-
-
-ONE_RANK = GradientExchange()
-"""Nothing is exchanged."""
 
 
 def why_unsent(strategy: Any) -> str:

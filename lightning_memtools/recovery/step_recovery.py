@@ -23,16 +23,13 @@ from lightning_memtools.recovery.batch_parts import (
     n_samples_of,
     split_plainly,
 )
-from lightning_memtools.recovery.gradient_exchange import ONE_RANK, no_collectives
+from lightning_memtools.recovery.gradient_exchange import GradientExchange, no_collectives
 from lightning_memtools.recovery.step_start import StepStart, TrainedState
 
 if TYPE_CHECKING:
     from lightning_memtools._lightning import StepClosure
-    from lightning_memtools.recovery.gradient_exchange import GradientExchange
 
 MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers itself, and that cannot be taken back"
-# After this many batches in parts, one is tried in half as many.
-_TRY_FEWER_AFTER = 50
 
 
 @dataclass(slots=True)
@@ -60,7 +57,7 @@ class StepRecovery:
     """Runs steps; one that runs out of memory is taken back and run again in 2, 4, ... parts.
 
     Args:
-        exchange: How the ranks average gradients.
+        strategy: The Trainer's strategy; None without a Trainer.
         tell: Called after the first step if batches cannot be run in parts, with the reason.
 
     The other arguments are those of OOMRecovery.
@@ -77,7 +74,7 @@ class StepRecovery:
         allow_batch_norm: bool,
         split: Callable[[Any, int], Any] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        exchange: GradientExchange = ONE_RANK,
+        strategy: Any = None,
         tell: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.recoveries = Recoveries()
@@ -87,11 +84,10 @@ class StepRecovery:
         self._loss = loss
         self._split = split
         self._loss_weight = loss_weight
-        self._exchange = exchange
+        self._exchange = GradientExchange(strategy)
         self._tell: Callable[[str], None] | None = tell
         self._norms = [] if allow_batch_norm else norms_of(model)
         self._too_large = math.inf  # the elements of the smallest part that did not fit
-        self._n_until_fewer = _TRY_FEWER_AFTER
 
     def run(self, step: StepClosure) -> Any:
         """Run a step and return its result. That of parts is the last part's, with the loss of the whole batch.
@@ -102,13 +98,12 @@ class StepRecovery:
         self._exchange.begin()
         start = self._start_of(step)
         result = self._run_once(step) if start is None else self._run(start)
-        if not self._exchange.any_rank(result is None):
+        if result is not None:
             return result
         for parameter in self._state.parameters if step.zero_grad is not None else ():
             parameter.grad = None
         self.recoveries.n_skipped += 1
-        if result is not None:
-            self.recoveries.latest = "A batch was skipped, because its smallest parts did not fit on another rank."
+        self.recoveries.latest = "A batch was skipped: even its smallest parts ran out of memory."
         return step.skipped()
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
@@ -156,7 +151,7 @@ class StepRecovery:
 
     def _attempts(self, start: StepStart) -> Any:
         """Run the batch in 1, 2, 4, ... parts until these fit, or return None."""
-        n_elements = _n_elements(start.batch)
+        n_elements = sum(map(torch.numel, tensors_in(start.batch)))
         n_parts, is_recovering = self._first_parts(n_elements), False
         if n_parts > 1:
             start.failure = torch.OutOfMemoryError("Out of memory: a batch of this size did not fit before.")
@@ -180,14 +175,10 @@ class StepRecovery:
                 raise CannotSplitError(reason)
             if more is None:
                 start.zero_once()
-                self._exchange.rejoin()
-                self.recoveries.latest = "A batch was skipped: even its smallest parts ran out of memory."
                 return None
             n_parts, is_recovering = more, True
         if n_parts > 1:
             self._exchange.rejoin()
-        if n_elements / n_parts >= self._too_large:
-            self._too_large = math.inf  # another program may have left the device
         self._note(start, n_parts, is_recovering=is_recovering)
         return result
 
@@ -196,11 +187,7 @@ class StepRecovery:
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
-        self._n_until_fewer -= n_parts > 1
-        if self._n_until_fewer:
-            return n_parts
-        self._n_until_fewer = _TRY_FEWER_AFTER
-        return n_parts // 2
+        return n_parts
 
     def _run_parts(self, start: StepStart, n_parts: int) -> Any:
         """Run the parts of a batch, and return the last one's result with the loss of all."""
@@ -209,8 +196,6 @@ class StepRecovery:
         start.set_gradients_aside()
         with no_collectives():
             for part, factor in self._parts_of(start.batch, n_parts):
-                if reason := self._exchange.why_late():
-                    raise CannotSplitError(reason)
                 result = start.run_part(part, factor)
                 losses.append(result.closure_loss)
         start.add_gradients_set_aside()
@@ -310,10 +295,6 @@ def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
                 "allow_batch_norm=True accepts that"
             )
     return ""
-
-
-def _n_elements(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def _add_reason(error: Exception, why_not: str) -> None:

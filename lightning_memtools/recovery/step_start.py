@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
+from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.recovery.batch_parts import copied_containers
 from lightning_memtools.recovery.logged_values import LoggedValues
@@ -18,6 +19,8 @@ from lightning_memtools.state.random_state import RandomState
 
 if TYPE_CHECKING:
     from lightning_memtools._lightning import StepClosure
+
+_MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointing
 
 
 class TrainedState:
@@ -89,7 +92,8 @@ class StepStart:
         except Exception as error:
             self.raised = error
             # Such a backward pass starts others, which may add to one gradient several times.
-            self._adds_in_pieces = loss is not None and _has_node(loss, "CheckpointFunctionBackward")
+            nodes = () if loss is None else nodes_below(loss.grad_fn, _MOST_NODES)
+            self._adds_in_pieces = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
             raise
         return result
 
@@ -165,17 +169,3 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
         key: value.clone() if isinstance(value, Tensor) else list(value) if type(value) is list else value
         for key, value in values.items()
     }
-
-
-def _has_node(loss: Tensor, name: str) -> bool:
-    """Return whether the graph of a loss has a node of this name."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == name:
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False

@@ -44,7 +44,7 @@ _UNSEEN: Mapping[StrategyFamily, str] = {
 # Callbacks that are not named here work under every strategy. A callback works under a family that has no entry.
 _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
     "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP"), _CHECKPOINTS_ITSELF),
-    "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP"), _CANNOT_TRACE),
+    "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
     "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
     "OOMRecovery": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "XLA", "unknown"), _DECIDES_ALONE),
     "TrainingDoctor": {

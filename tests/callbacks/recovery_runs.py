@@ -167,7 +167,7 @@ def one_step(root: Path, model: Any, *callbacks: L.Callback, at: int | None, dat
 
 
 def recovery(**options: Any) -> OOMRecovery:
-    return OOMRecovery(**({"on_recover": "ignore", "loss": "mean"} | options))
+    return OOMRecovery(**({"loss": "mean"} | options))
 
 
 @dataclass

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from tests.callbacks.recovery_runs import FailsOnce, Watched, batches, recovery
 from tests.lightning_models import trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:OOMRecovery. A batch")
+
 N_BATCHES = 6
 # The second batch fails in its forward pass, and those after it are as large.
 PARTS = [[16], *[[8, 8]] * (N_BATCHES - 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import re
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ from tests.callbacks.recovery_runs import (
     recovery,
 )
 from tests.lightning_models import trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:OOMRecovery. A batch")
 
 ONCE_A_STEP = (
     "on_train_batch_start",
@@ -192,29 +193,6 @@ def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_seco
     assert "register_post_accumulate_grad_hook was called" in caught.value.__notes__[0]
     assert "register_post_accumulate_grad_hook was called" in " ".join(capsys.readouterr().out.split())
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-def test_a_batch_is_freed_without_a_garbage_collection(tmp_path):
-    class Looks(Sequences):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen_batches: list[Any] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen_batches.append(weakref.ref(batch[0].untyped_storage()))
-            return super().training_step([batch[0].clone(), batch[1]], batch_idx)
-
-    model = Looks()
-    data: Any = [lambda: batches((8,))[0]] * 6
-    loader: Any = DataLoader(data, batch_size=None, collate_fn=lambda make: make())
-    gc.collect()
-    gc.disable()
-    try:
-        trainer(tmp_path, recovery(), logger=False).fit(model, loader)
-        alive = sum(reference() is not None for reference in model.seen_batches)
-    finally:
-        gc.enable()
-    assert alive <= 2  # those that the loader fetched last
 
 
 class Counts(Watched):

@@ -106,30 +106,12 @@ def test_raise_ends_training_after_the_first_step_where_that_tells(tmp_path):
     [
         ({"steps": 0}, "steps=0 watches nothing"),
         ({"on_finding": "shout"}, "on_finding='shout' is neither 'warn' nor 'raise'"),
-        ({"checks": ["los_sum"]}, "Did you mean 'loss_sum'"),
+        ({"checks": ["los_sum"]}, "no check 'los_sum'.* loss_sum"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(arguments, message):
     with pytest.raises(ValueError, match=message):
         TrainingDoctor(**arguments)
-
-
-def test_a_checkpoint_that_does_not_fit_is_explained_before_lightning_fails(tmp_path):
-    path = tmp_path / "wrong.ckpt"
-    run = trainer(tmp_path)
-    run.fit(Regression(), loader())
-    run.save_checkpoint(path)
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["state_dict"]["net.1.num_batches_tracked"]
-    torch.save(checkpoint, path)
-    doctor = TrainingDoctor(checks="checkpoint_keys")
-    run = trainer(tmp_path, doctor, max_epochs=2)
-    with (
-        pytest.warns(UserWarning, match="TrainingDoctor found 1 serious mistake.*checkpoint_keys"),
-        pytest.raises(RuntimeError, match="Missing key"),
-    ):
-        run.fit(Regression(), loader(), ckpt_path=path)
-    assert "net.1.num_batches_tracked" in doctor.report.serious[0].place
 
 
 def hooks_of(model: nn.Module) -> int:

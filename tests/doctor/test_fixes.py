@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_memtools import TrainingDoctor
 from lightning_memtools.doctor import loader_checks
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import MISTAKES
 from tests.doctor.specimens import HalfUsed, ZeroesGradients, found, network, rows, squared
+from tests.lightning_models import Regression, loader, trainer
 
 Patch = pytest.MonkeyPatch
 Examine = Callable[[Patch], list[Finding]]
@@ -105,7 +109,69 @@ def workers(n: int, prefetch: int, free: int) -> Examine:
 fix(  # 8 x (4 + 1) numbers of 4 bytes in a batch, 8 batches ahead
     "shared_memory", workers(2, 4, 640),
     workers(1, 4, 640), workers(2, 2, 640), workers(2, 4, 1280),
-    evidence=("160 B need 1.25 KiB", "640 B were free", "bus error (insufficient shared memory)"),
+    evidence=("160 B, on 1 rank, need 1.25 KiB", "640 B were free", "bus error (insufficient shared memory)"),
+)  # fmt: skip
+
+
+class Streamed(IterableDataset[Any]):
+    """Sixteen samples, which the workers share or not."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared = shared
+
+    def __iter__(self) -> Any:
+        info: Any = get_worker_info()
+        yield from islice(rows(16).dataset, info.id if self.shared else 0, None, info.num_workers if self.shared else 1)
+
+
+def streaming(*, shared: bool) -> Examine:
+    return lambda _: found(network(), DataLoader(Streamed(shared=shared), 2, num_workers=2), steps=4)
+
+
+fix(
+    "worker_repeats", streaming(shared=False), streaming(shared=True),
+    place="Streamed", evidence=("The first 2 batches are equal, one from each of 2 workers",),
+)  # fmt: skip
+
+# --- the plan of a Trainer
+
+
+class Scheduled(Regression):
+    """A schedule of so many steps, which is stepped once an epoch or an update."""
+
+    def __init__(self, length: int, interval: str) -> None:
+        super().__init__()
+        self.length, self.interval = length, interval
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+def trained(model: Callable[[], Any], **options: Any) -> Examine:
+    """Examine a training of two epochs with eight batches each."""
+
+    def examine(patch: Patch) -> list[Finding]:
+        doctor, root = TrainingDoctor(ignore="reproducibility"), Path(patch.tmp_path)  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer(root, doctor, logger=False, max_epochs=2, **options).fit(model(), loader(64))
+        return list(doctor.report.findings)
+
+    return examine
+
+
+fix(
+    "scheduler_interval", trained(lambda: Scheduled(16, "epoch")), trained(lambda: Scheduled(16, "step")),
+    place="OneCycleLR", evidence=("16 steps", "once per epoch, 2 times in this training. It has 16 updates"),
+)  # fmt: skip
+fix(
+    "last_window",
+    trained(Regression, accumulate_grad_batches=3),
+    trained(Regression, accumulate_grad_batches=4),
+    trained(Regression, accumulate_grad_batches=3, limit_train_batches=6),
+    evidence=("8 batches in windows of 3 leave 2", "67% of their mean"),
 )  # fmt: skip
 
 # --- the checkpoint
@@ -119,15 +185,6 @@ def versioned(state: Any) -> Any:
     state = type(STATE)(state)
     state._metadata = STATE._metadata  # type: ignore[attr-defined]
     return state
-
-
-class Wrapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(norm=True)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
 
 
 def no_statistics() -> nn.Module:
@@ -150,19 +207,13 @@ fix(
     "checkpoint_keys/others",
     loaded(network(6, norm=True).state_dict()),
     loaded(STATE), loaded(network(6, norm=True).state_dict(), lambda: network(6, norm=True)),
-    evidence=("0.weight is (6, 4) in the checkpoint and (8, 4) in the model",),
+    evidence=("size mismatch for 0.weight",),
 )  # fmt: skip
 fix(
     "checkpoint_keys/others",
     loaded({key.replace("0.weight", "0.kernel"): value for key, value in STATE.items()}), loaded(STATE),
     evidence=("Missing: 0.weight. Unexpected: 0.kernel.",),
 )  # fmt: skip
-fix("checkpoint_keys/prefix", loaded({f"module.{key}": value for key, value in STATE.items()}), loaded(STATE))
-fix(
-    "checkpoint_keys/prefix",
-    loaded(STATE, Wrapping), loaded({f"net.{key}": value for key, value in STATE.items()}, Wrapping),
-)  # fmt: skip
-
 # --- parameters and optimizers
 
 
@@ -203,7 +254,12 @@ fix(
     optimizing(lambda m: m[2].parameters(), first_frozen),
     place=r"0\.weight, 0\.bias", evidence=("2 parameters", "(160 bytes after 8 steps)"),
 )  # fmt: skip
-fix("missing_gradients/zero", lambda _: found(dead(), rows()), lambda _: found(dead(0.1), rows()))
+fix(
+    "missing_gradients/none",
+    lambda _: found(dead(), rows()),
+    lambda _: found(dead(0.1), rows()),
+    place=r"0\.weight, .*",
+)
 
 
 def checkpointed(*, reentrant: bool) -> Examine:
@@ -228,7 +284,7 @@ fix("missing_gradients/none", checkpointed(reentrant=True), checkpointed(reentra
 fix(
     "missing_gradients/none",
     stepping(detached, chained), stepping(detached, lambda: chained(frozen=True)), stepping(through, chained),
-    place="first", evidence=("2 parameters", "at any of 8 updates"),
+    place="first", evidence=("2 parameters", "at all of 8 updates"),
 )  # fmt: skip
 fix(
     "missing_gradients/shrunk",
@@ -237,10 +293,9 @@ fix(
         {"params": m.used.parameters()}, {"params": m.unused.parameters(), "weight_decay": 0.0}
     ], HalfUsed),
     optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], half_frozen),
-    place=r"unused\.weight, unused\.bias",
-    evidence=("2 parameters", "exactly zero at all of 8 updates", "shrank unused.",
-              "0.001 of its norm",  # lr x weight_decay
-              "63% are lost in 1000 such steps"),  # 1 - 0.999 ** 1000
+    place="unused",
+    evidence=("2 parameters", "or zeros, at all of 8 updates", "shrank unused.",
+              "0.001 of its norm"),  # lr x weight_decay
 )  # fmt: skip
 fix("missing_gradients/shrunk", decayed(ZeroesGradients), decayed(torch.optim.SGD))
 
@@ -277,7 +332,7 @@ def evaluated(evaluate: Callable[..., Any], **options: Any) -> Examine:
 fix(
     "module_modes/training",
     *(lambda _, how=how: found(partly_in_eval(**how), rows()) for how in ({}, {"training": True}, {"frozen": True})),
-    place="1", evidence=("with 1 Dropout",),
+    place="1", evidence=("1 layer of dropout",),
 )  # fmt: skip
 fix(
     "module_modes/evaluation",
@@ -289,6 +344,41 @@ fix(
     "evaluation_graphs",
     evaluated(squared), evaluated(torch.no_grad()(squared)), evaluated(lambda m, batch: squared(m, batch).detach()),
     evidence=("1 output of an evaluation batch",),
+)  # fmt: skip
+
+
+def pretrained(*, in_eval: bool = False) -> nn.Sequential:
+    """A frozen part with BatchNorm, and a head; the loop calls train() in each step, as older ones do."""
+    model = nn.Sequential(network(4, norm=True), nn.Linear(1, 1))
+    model[0].requires_grad_(requires_grad=False)
+    if in_eval:
+        model[0].eval()
+    return model
+
+
+fix(
+    "module_modes/frozen",
+    *(lambda _, how=how: found(pretrained(in_eval=how), rows()) for how in (False, True)),
+    place=r"0\.1", evidence=("8 steps have written the running statistics", "overwritten"),
+)  # fmt: skip
+
+
+class Switched(nn.Module):
+    """Has the switch of transformers' models, and looks at it in train mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.gradient_checkpointing = network(), True
+
+    def forward(self, x: Tensor) -> Any:
+        is_on = self.gradient_checkpointing and self.training
+        return checkpoint(self.net, x, use_reentrant=False) if is_on else self.net(x)
+
+
+fix(
+    "checkpointing_switch",
+    *(lambda _, how=how: found(nn.Sequential(Switched().train(how), nn.Linear(1, 1)), rows()) for how in (False, True)),
+    place="0", evidence=("1 part in eval mode",),
 )  # fmt: skip
 
 

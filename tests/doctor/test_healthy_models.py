@@ -160,33 +160,6 @@ def test_a_teacher_in_eval_mode():
     assert_healthy(both, rows(), step, torch.optim.Adam(student.parameters()))
 
 
-@pytest.mark.parametrize("in_optimizer", [True, False])
-def test_a_frozen_backbone(in_optimizer):
-    model = nn.Sequential(network(width=4, norm=True).eval(), nn.Linear(1, 1))
-    model[0].requires_grad_(requires_grad=False)
-    held = model.parameters() if in_optimizer else model[1].parameters()
-    assert_healthy(model, rows(), squared, torch.optim.AdamW(held))
-
-
-def test_tied_weights():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, ids: Tensor) -> Any:
-            return self.head(self.words(ids))
-
-    torch.manual_seed(0)
-    batches = [(torch.randint(0, 16, (4, 6)),) * 2 for _ in range(2)]
-
-    def step(model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    assert_healthy(Tied(), batches, step)
-
-
 class Adapted(nn.Module):
     """A frozen layer with an adapter of low rank whose second matrix begins at zero, as in LoRA."""
 
@@ -251,14 +224,3 @@ def test_a_recurrent_network_that_carries_its_state_detached():
 
     torch.manual_seed(0)
     assert_healthy(Carries(), rows(), squared)
-
-
-def test_contrastive_pairs():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 8)
-
-    def step(model: nn.Module, batch: Any) -> Any:
-        out = F.normalize(model(batch[0]), dim=1)
-        return F.cross_entropy(out @ out.T / 0.1, torch.arange(len(out)))
-
-    assert_healthy(model, rows(), step)

@@ -77,7 +77,7 @@ def test_weight_decay_shrinks_parameters_that_get_no_gradient_an_unused_layer4_o
     torch.manual_seed(0)
     model = WithoutLayer4()
     batches = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
-    finding = only(found(model, batches, step, steps=3), "missing_gradients")
+    finding = only(found(model, batches, step, steps=5), "missing_gradients")
     assert finding.place == "net.layer4"
     assert "30 parameters in the optimizer" in finding.evidence
 
@@ -86,7 +86,7 @@ def test_weight_decay_shrinks_parameters_that_get_no_gradient_an_unused_layer4_o
     optimizer = ZeroesGradients(model.parameters(), lr=0.1, weight_decay=0.01)
     findings = found(model, batches, step, optimizer=optimizer, steps=5)
     (shrunk,) = [one for one in findings if one.check == "missing_gradients" and one.is_serious]
-    assert shrunk.place.startswith("net.layer4.0.conv1.weight")
+    assert shrunk.place == "net.layer4"
     assert "shrank net.layer4." in shrunk.evidence
     assert "0.001 of its norm" in shrunk.evidence  # lr x weight_decay
 
@@ -110,6 +110,6 @@ def test_shrinking_is_measured_although_no_update_falls_into_the_last_watched_ba
     run = trainer(tmp_path, doctor, accumulate_grad_batches=accumulate, max_epochs=-1, max_steps=8, logger=False)
     run.fit(Shrinks(), rows(192))
     finding = only(list(doctor.report.findings), "missing_gradients")
-    assert (finding.severity, finding.place) == ("warning", "net.unused.weight, net.unused.bias")
+    assert (finding.severity, finding.place) == ("warning", "net.unused")
     assert f"all of {steps // accumulate if accumulate > 1 else 8} updates" in finding.evidence
     assert "0.001 of its norm" in finding.evidence

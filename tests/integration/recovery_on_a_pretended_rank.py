@@ -30,7 +30,7 @@ def main() -> None:
         fit(folder, healthy, data)
         failing: list[Failures] = [{(1, 2): (1, WHOLE)}, {(1, 0): ("forward", WHOLE)}]
         for failures in failing:
-            model, recovery = Net(failures), OOMRecovery(loss="mean", on_recover="ignore")
+            model, recovery = Net(failures), OOMRecovery(loss="mean")
             fit(folder, model, data, recovery)
             assert recovery.recoveries.n_recovered == 1
             assert model.seen.count(4) > 2  # in two parts

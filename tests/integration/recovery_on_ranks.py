@@ -12,7 +12,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
-from lightning_memtools.recovery import gradient_exchange
 from tests.lightning_models import trainer
 
 WIDTH, LAYERS, SAMPLES = 400, 5, 8
@@ -52,15 +50,15 @@ class RunsOut(torch.autograd.Function):
 
 
 class Net(L.LightningModule):
-    """Linear layers, a buffer that every step writes, and a choice of optimizers."""
+    """Linear layers, a buffer that every step writes, and values that ranks may exchange."""
 
     count: Tensor
 
-    def __init__(self, failures: Failures, *, optimizer: str = "SGD", sync_dist: bool = False) -> None:
+    def __init__(self, failures: Failures, *, sync_dist: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.register_buffer("count", torch.zeros(()))
-        self.failures, self.optimizer, self.sync_dist = failures, optimizer, sync_dist
+        self.failures, self.sync_dist = failures, sync_dist
         self.seen: list[int] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -84,52 +82,44 @@ class Net(L.LightningModule):
     last_sample: list[Tensor]
 
     def configure_optimizers(self) -> Any:
-        if self.optimizer == "SGD":
-            return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
 
 
 def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(bucket_cap_mb=0.7, **options)
 
 
-Scenario = tuple[Failures, dict[str, Any], dict[str, Any], Callable[[], dict[str, Any]]]
+Scenario = tuple[Failures, dict[str, Any], Callable[[], dict[str, Any]]]
 SCENARIOS: dict[str, Scenario] = {
-    "forward": ({(1, 2): ("forward", WHOLE)}, {}, {}, dict),
-    "forward_of_the_first_step": ({(1, 0): ("forward", WHOLE)}, {}, {}, dict),
-    **{f"backward_of_layer_{layer}": ({(1, 2): (layer, WHOLE)}, {}, {}, dict) for layer in range(LAYERS)},
-    "backward_of_the_first_step": ({(1, 0): (1, WHOLE)}, {}, {}, dict),
-    "rank_0": ({(0, 2): (1, WHOLE)}, {}, {}, dict),
-    "both_ranks": ({(0, 2): ("forward", WHOLE), (1, 2): (1, WHOLE)}, {}, {}, dict),
-    "both_in_backward": ({(0, 2): (3, WHOLE), (1, 2): (0, WHOLE), (0, 3): (0, WHOLE)}, {}, {}, dict),
-    "planned_parts": ({(1, 2): ("forward", WHOLE), (1, 4): (1, (4,))}, {}, {}, dict),
-    "beside_others": ({(1, 2): (1, WHOLE)}, {}, {}, dict),
-    "last_micro_batch": ({(1, 2): ("last", (8, 4))}, {}, {}, dict),
-    "adamw_clipped": ({(1, 2): (1, WHOLE)}, {"optimizer": "AdamW"}, {}, lambda: {"gradient_clip_val": 0.1}),
+    "forward": ({(1, 2): ("forward", WHOLE)}, {}, dict),
+    **{f"backward_of_layer_{layer}": ({(1, 2): (layer, WHOLE)}, {}, dict) for layer in range(LAYERS)},
+    "backward_of_the_first_step": ({(1, 0): (1, WHOLE)}, {}, dict),
+    "both_ranks": ({(0, 2): ("forward", WHOLE), (1, 2): (1, WHOLE)}, {}, dict),
+    "both_in_backward": ({(0, 2): (3, WHOLE), (1, 2): (0, WHOLE), (0, 3): (0, WHOLE)}, {}, dict),
+    "planned_parts": ({(1, 2): ("forward", WHOLE), (1, 4): (1, (4,))}, {}, dict),
+    "beside_others": ({(0, 2): (1, WHOLE)}, {}, dict),
+    "last_micro_batch": ({(1, 2): ("last", (8, 4))}, {}, dict),
     "bucket_views": (
-        {(1, 1): (1, WHOLE), (1, 2): ("forward", WHOLE)}, {}, {},
+        {(1, 1): (1, WHOLE), (1, 2): ("forward", WHOLE)}, {},
         lambda: {"strategy": ddp(gradient_as_bucket_view=True)},
     ),
     "accumulation": (
-        {(1, 0): (1, WHOLE), (1, 3): ("forward", WHOLE), (0, 5): ("forward", WHOLE)}, {}, {},
+        {(1, 0): (1, WHOLE), (1, 3): ("forward", WHOLE), (0, 5): ("forward", WHOLE)}, {},
         lambda: {"accumulate_grad_batches": 2},
     ),
     "accumulation_in_backward": (
-        {(1, 1): (1, WHOLE), (0, 2): (2, WHOLE)}, {}, {}, lambda: {"accumulate_grad_batches": 3}
+        {(1, 1): (1, WHOLE), (0, 2): (2, WHOLE)}, {}, lambda: {"accumulate_grad_batches": 3}
     ),
-    "skipped": ({(1, 2): ("forward", tuple(range(9)))}, {}, {"skip_batch": True}, dict),
-    "gives_up": ({(1, 2): (1, tuple(range(9)))}, {}, {}, dict),
-    "late": ({(1, 2): ("last", (8, 4))}, {}, {}, dict),
-    "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, {}, dict),
+    "gives_up": ({(1, 2): (1, tuple(range(9)))}, {}, dict),
+    "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, dict),
 }  # fmt: skip
 
-CANNOT_GO_ON = ("gives_up", "late", "talks")
+CANNOT_GO_ON = ("gives_up", "talks")
 
 
-def batches(rank: int, *, n: int = 6, leave_out: int | None = None) -> list[Tensor]:
+def batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    made = [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(n)]
-    return [batch for index, batch in enumerate(made) if index != leave_out]
+    return [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(6)]
 
 
 def fit(folder: Path, model: Net, data: list[Tensor], *callbacks: L.Callback, **options: Any) -> L.Trainer:
@@ -156,17 +146,17 @@ def compared(model: nn.Module, other: nn.Module) -> float:
 @cache
 def healthy_run(name: str, folder: Path, rank: int) -> Net:
     """The model after the run of a scenario in which nothing fails."""
-    _, module, _, options = SCENARIOS[name]
+    _, module, options = SCENARIOS[name]
     healthy = Net({}, **module)
-    fit(folder, healthy, batches(rank, leave_out=2 if name == "skipped" else None), **options())
+    fit(folder, healthy, batches(rank), **options())
     return healthy
 
 
 def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
-    failures, module, callback, options = SCENARIOS[name]
-    is_plain = options is dict and not module and name != "skipped"
+    failures, module, options = SCENARIOS[name]
+    is_plain = options is dict and not module
     healthy = healthy_run("forward" if is_plain else name, folder, rank)
-    model, recovery = Net(failures, **module), OOMRecovery(loss="mean", on_recover="ignore", **callback)
+    model, recovery = Net(failures, **module), OOMRecovery(loss="mean")
     begin = time.monotonic()
     logger = CSVLogger(folder, name=name, version="")
     others: list[L.Callback] = default_callbacks() if name == "beside_others" else []
@@ -196,7 +186,7 @@ def run_on_devices(folder: Path, rank: int) -> dict[str, Any]:
 
     torch.manual_seed(5 + rank)
     mine = data()
-    healthy, model, recovery = Net({}), Net({}), OOMRecovery(loss="mean", on_recover="ignore")
+    healthy, model, recovery = Net({}), Net({}), OOMRecovery(loss="mean")
     fit(folder, healthy, mine)
     with VirtualDevice("64MiB"):
         done = fit(folder, model, mine, recovery)
@@ -215,8 +205,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     torch.set_num_threads(1)
-    if "late" in sys.argv:
-        vars(gradient_exchange)["EXCHANGE_LIMIT"] = timedelta(0)
     seen = []
     for name in sys.argv[2:]:
         seen.append(run_on_devices(folder, rank) if name == "devices" else run(name, folder, rank))

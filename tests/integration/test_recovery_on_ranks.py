@@ -15,7 +15,6 @@ from tests.two_processes import run_ranks, run_script, seen_by_ranks
 Seen = dict[str, list[dict[str, Any]]]
 REASONS = {
     "gives_up": "each of its 8 samples alone",
-    "late": "the other ranks have waited 0 s for its gradients",
     "talks": "calls the collective",
 }
 LASTING = [*(name for name in SCENARIOS if name not in REASONS), "devices"]
@@ -60,11 +59,6 @@ def test_a_part_that_fails_last_is_run_again_in_smaller_ones(seen):
     assert "in up to 4 parts" in seen["planned_parts"][1]["remark"]
     assert seen["last_micro_batch"][0]["seen"] == seen["planned_parts"][0]["seen"] == [8] * 6
     assert seen["last_micro_batch"][1]["seen"][:9] == [8, 8, 8, 4, 4, 2, 2, 2, 2]
-
-
-def test_a_batch_is_skipped_on_both_ranks(seen):
-    for rank in seen["skipped"]:
-        assert "1 were skipped" in rank["remark"]
 
 
 def test_the_other_rank_is_told_in_the_summary(seen):

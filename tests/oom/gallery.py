@@ -418,12 +418,6 @@ class WideEvaluation(Case):
         return loader([64 if self.mended else 240] * 2)
 
 
-@exhibit("sanity check, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
-         fit_options={"validate": True, "num_sanity_val_steps": 1})  # fmt: skip
-class WideSanityCheck(WideEvaluation):
-    pass
-
-
 @exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
          fit_options={"validate": True})  # fmt: skip
 class WideValidation(WideEvaluation):
@@ -504,9 +498,28 @@ class OddBatch(Net):
         return [*[8 + n % 5 for n in range(20)], 60, 8, 8]
 
 
-@exhibit("[60, ", "5 times as large", "[12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
+@exhibit("is [60, ", "usually at most [12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
 def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
-    fit(OddBatch(), *([OOMRecovery(loss="mean", on_recover="ignore")] if mended else []))
+    fit(OddBatch(), *([OOMRecovery(loss="mean")] if mended else []))
+
+
+class DenseLabels(Net):
+    """One batch has forty times the boxes: few bytes, but what is compared with each of them is much."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pairs = batch["boxes"][:, :, None] - torch.ones(512, 4, device=self.device)
+        return self(batch["image"]).square().mean() + pairs.square().mean()
+
+    def train_dataloader(self) -> Any:
+        counts = [3, 12, 7, 5, 480, 4]
+        data: Any = [{"image": torch.ones(8, WIDTH), "boxes": torch.ones(8, n, 4)} for n in counts]
+        return DataLoader(data, batch_size=None)
+
+
+@exhibit('`batch["boxes"]` is [8, 480, 4], usually at most [8, 12, 4]', advice=("OOMRecovery(", "it then fits"),
+         capacity_mib=48)  # fmt: skip
+def one_batch_with_many_boxes(fit: FitOn, *, mended: bool) -> None:
+    fit(DenseLabels(), *([OOMRecovery(loss="mean")] if mended else []))
 
 
 # --- healthy runs, in which much is kept on purpose

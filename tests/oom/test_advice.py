@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_without_a_capacity_nothing_is_said_to_fit():
 def test_where_batchnorm_refuses_one_sample_the_advice_is_checked_all_the_same():
     for capacity, size in ((None, 7), (4 * MIB, 4096)):
         advice = advice_on(Weighty(2, 64, norm=True), torch.ones(size, 64), capacity)
-        assert all(action.outcome is not Outcome.UNCHECKED for action in advice.actions)
+        assert advice.unchecked == []
     assert "Accumulate gradients" in " ".join(action.title for action in advice.actions)
 
 
@@ -137,49 +136,20 @@ def test_where_no_plan_fits_the_one_with_the_lowest_peak_is_shown():
 # --- the time, and what goes wrong
 
 
-def test_once_the_time_is_over_nothing_more_is_tried_and_nothing_else_is_stopped():
-    """Another thread's forward pass and optimizer step are none of the report's business."""
-    model, other = Weighty(2, 64), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    failures: list[BaseException] = []
-    is_over = threading.Event()
-    n_steps = 0
-
-    def train() -> None:
-        nonlocal n_steps
-        try:
-            while not is_over.is_set():
-                optimizer.zero_grad()
-                other(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-                n_steps += 1
-        except BaseException as error:  # noqa: BLE001, any error is one too many
-            failures.append(error)
-
+def test_once_the_time_is_over_nothing_more_is_tried():
     class Slow(Weighty):
         """Takes longer than there is time."""
 
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
             end = time.thread_time() + 0.1
             while time.thread_time() < end:
-                time.sleep(0)
-            before = n_steps
-            while n_steps < before + 2 and not failures:
-                time.sleep(0.001)
+                pass
             return super().training_step(batch)
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        advice = advice_for(failed_on(Slow(2, 64), torch.ones(64, 64), 1), 0.05)
-    finally:
-        is_over.set()
-        thread.join()
-    assert failures == []
-    unchecked = [action for action in advice.actions if action.outcome is Outcome.UNCHECKED]
-    assert len(unchecked) >= 4
-    assert {action.detail for action in unchecked} == {"the time for the checks was over"}
-    assert advice_for(failed_on(model, torch.ones(64, 64), 1), 0.0).modules == ()
+    (unchecked,) = advice_for(failed_on(Slow(2, 64), torch.ones(64, 64), 1), 0.05).unchecked
+    assert unchecked.count(",") >= 3
+    assert "(the time for the checks was over)" in unchecked
+    assert advice_for(failed_on(Weighty(2, 64), torch.ones(64, 64), 1), 0.0).modules == ()
 
 
 def test_a_check_that_fails_costs_its_own_line_only(monkeypatch):
@@ -190,7 +160,5 @@ def test_a_check_that_fails_costs_its_own_line_only(monkeypatch):
     monkeypatch.setattr("lightning_memtools.oom.change_checks.known_gpus", fails)
     advice = advice_on(Weighty(), torch.ones(4096, 1024), 250 * MIB, cuda=True)
     by_kind: dict[ActionKind, Action] = {action.kind: action for action in advice.actions}
-    for kind in (ActionKind.CHECKPOINTING, ActionKind.LARGER_GPU):
-        assert by_kind[kind].outcome is Outcome.UNCHECKED
-        assert by_kind[kind].detail == "KeyError: 'broken'"
+    assert advice.unchecked == ["Not checked: a larger GPU, GradientCheckpointing (KeyError: 'broken')."]
     assert by_kind[ActionKind.BATCH_SIZE].outcome is Outcome.ENOUGH

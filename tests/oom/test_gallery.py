@@ -47,6 +47,7 @@ def actions_of(report: str) -> list[str]:
     return re.findall(r"^\d+\. (.*)$", section, re.MULTILINE)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:OOMRecovery. A batch")
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_memory)]
 
 

@@ -68,15 +68,12 @@ def test_the_cause_comes_first_then_what_is_enough_and_what_was_not_checked_has_
         action("may be enough", Outcome.MAY_BE_ENOUGH, saved=1),
         action("more", Outcome.NOT_ENOUGH, saved=2),
         action("little", Outcome.NOT_ENOUGH, saved=1),
-        action("unchecked", Outcome.UNCHECKED),
         action("useless", Outcome.USELESS),
     ]
     assert ranked(reversed(order)) == order
     text = ReportPage(facts=FACTS, actions=order).markdown()
     assert "4. least intrusive. detail of least intrusive.\n5. enough (`n=1`). detail of enough.\n6. may" in text
-    assert "- unchecked. This was not checked: detail of unchecked.\n" in text
     assert "do not help:\n\n- useless. " in text
-    assert [one.fits for one in order[-5:]] == [None, False, False, None, False]
 
 
 def test_the_sizes_of_a_batch_take_no_memory_and_keep_its_nesting():

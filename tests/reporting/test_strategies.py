@@ -36,7 +36,7 @@ SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
     ("callback", "refused"),
     [
         ("GradientCheckpointing", SHARDED - {"ModelParallelStrategy"}),
-        ("OOMReport", SHARDED - {"ModelParallelStrategy"}),
+        ("OOMReport", SHARDED),
         ("OOMRecovery", SHARDED | {"NobodyKnows", "XLAStrategy", "SingleDeviceXLAStrategy"}),
         ("BatchSizeTuner", SHARDED | {"NobodyKnows"}),
         ("HaltOnNaN", {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"}),

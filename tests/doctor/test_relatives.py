@@ -1,0 +1,244 @@
+"""Relatives of the mistakes that users report, and healthy runs that look like them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_memtools import TrainingDoctor
+from tests.doctor.specimens import found, network, only, rows, serious, squared
+from tests.lightning_models import Regression, loader, trainer
+
+
+def frozen(part: nn.Module) -> nn.Module:
+    return part.requires_grad_(requires_grad=False)
+
+
+# --- BatchNorm of a part that is frozen
+
+
+class Tuned(L.LightningModule):
+    """A frozen backbone and a head; the loop calls train() at the start of each epoch."""
+
+    def __init__(self, *, mended: bool = False) -> None:
+        super().__init__()
+        self.backbone, self.head, self.mended = frozen(network(norm=True).eval()), nn.Linear(1, 1), mended
+
+    def on_train_epoch_start(self) -> None:
+        self.train()
+        if self.mended:
+            self.backbone.eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)  # of the frozen part too
+
+
+def images() -> Any:
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
+
+
+def doctored(root: Any, model: Any, data: Any, **options: Any) -> list[Any]:
+    doctor = TrainingDoctor(ignore="reproducibility")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(root, doctor, **({"logger": False, "max_epochs": 2} | options)).fit(model, data)
+    return list(doctor.report.findings)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
+    findings = doctored(tmp_path, Tuned(mended=mended), rows())
+    assert [(one.check, one.place) for one in findings] == [("module_modes", "backbone.1")] * (not mended)
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        (lambda: frozen(images()), "0.2"),
+        (lambda: nn.Sequential(frozen(images()), nn.Linear(12, 4)), "0.0.2"),  # deeper, and trained behind it
+        (lambda: frozen(nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))), "0.0"),
+    ],
+)
+def test_other_frozen_parts(part, place):
+    made = part()
+    width = made(torch.zeros(2, 4)).shape[1]
+    assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "module_modes").place == place
+
+
+def follows(both: Any, batch: Any) -> Any:
+    """As a momentum encoder: it runs in train mode, and its weights follow those that are trained."""
+    with torch.no_grad():
+        for own, other in zip(both["follower"].parameters(), both["net"].parameters(), strict=True):
+            own.lerp_(other, 0.1)
+        target = both["follower"](batch[0])
+    return F.mse_loss(both["net"](batch[0]), target + batch[1])
+
+
+def adversarial(both: Any, batch: Any) -> Any:
+    """As toggle_optimizer does: the critic is frozen while it judges, and only then."""
+    both["critic"].requires_grad_(requires_grad=False)
+    loss = (both["critic"](both["net"](batch[0]) + batch[0]) - batch[1]).square().mean()
+    both["critic"].requires_grad_(requires_grad=True)
+    return loss
+
+
+def only_its_scale_is_frozen() -> Any:
+    model = network(norm=True)
+    frozen(model[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "step"),
+    [
+        (lambda: nn.ModuleDict({"net": network(norm=True), "follower": frozen(network(norm=True))}), follows),
+        (lambda: nn.ModuleDict({"net": network(), "critic": network(norm=True)}), adversarial),
+        (only_its_scale_is_frozen, squared),
+        (lambda: nn.Sequential(frozen(network(norm=True)).eval(), nn.Linear(1, 1)), squared),
+    ],
+    ids=["momentum_encoder", "critic", "scale_only", "in_eval_mode"],
+)
+def test_batch_norm_that_is_meant_to_run_so_is_left_alone(model, step):
+    assert not serious(found(model(), rows(), step))
+
+
+# --- a data set that each worker repeats
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        return self.make()
+
+
+def samples() -> Iterator[Any]:
+    return iter(rows(24).dataset)
+
+
+def named() -> Iterator[Any]:
+    return ({"x": x, "y": y, "name": "a"} for x, y in samples())
+
+
+def whole_batches() -> Iterator[Any]:
+    return iter([*rows(24)])
+
+
+def of_each_worker() -> Iterator[Any]:
+    info: Any = get_worker_info()
+    return (pair for n, pair in enumerate(samples()) if n % info.num_workers == info.id)
+
+
+def drawn() -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(torch.initial_seed())  # each worker has its own
+    return ((x, x.sum(0, keepdim=True)) for x in torch.randn(24, 4, generator=generator))
+
+
+def alike() -> Iterator[Any]:
+    return ((torch.ones(4), torch.ones(1)) for _ in range(24))
+
+
+def by_name(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "n_workers", "step"),
+    [(samples, 3, 2, squared), (named, 4, 2, by_name), (whole_batches, None, 2, squared), (samples, 1, 2, squared)],
+)
+def test_workers_that_repeat_each_other(make, size, n_workers, step):
+    data = DataLoader(Stream(make), size, num_workers=n_workers)
+    assert only(found(network(), data, step, steps=5), "worker_repeats").place == "Stream"
+
+
+@pytest.mark.parametrize(
+    ("make", "n_workers"), [(of_each_worker, 2), (drawn, 2), (alike, 2), (samples, 1), (samples, 0)]
+)
+def test_workers_that_do_not_are_left_alone(make, n_workers):
+    assert not serious(found(network(), DataLoader(Stream(make), 4, num_workers=n_workers), steps=4))
+
+
+# --- a scheduler at another pace than it is made for
+
+
+class Paced(Regression):
+    def __init__(self, make: Callable[[Any], Any], **how: Any) -> None:
+        super().__init__()
+        self.make, self.how = make, how
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.how}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+BY_STEP = {"interval": "step"}
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "options"),
+    [
+        (lambda o: CosineAnnealingLR(o, T_max=16), {}, {}),
+        (lambda o: CosineAnnealingLR(o, T_max=6), BY_STEP, {"max_epochs": 6}),
+        (lambda o: OneCycleLR(o, 0.1, epochs=2, steps_per_epoch=8), {}, {}),
+        (lambda o: OneCycleLR(o, 0.1, total_steps=8), {}, {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_schedules_at_the_wrong_pace(make, how, options, tmp_path):
+    other = "step" if how == {} else "epoch"
+    finding = only(doctored(tmp_path, Paced(make, **how), loader(64), **options), "scheduler_interval")
+    assert f'"interval": "{other}"' in finding.fix
+    assert not serious(doctored(tmp_path, Paced(make, interval=other), loader(64), **options))
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (lambda o: CosineAnnealingLR(o, T_max=2), {}),
+        (lambda o: CosineAnnealingLR(o, T_max=100), {}),  # a short trial of a long training
+        (lambda o: CosineAnnealingLR(o, T_max=4), BY_STEP),  # restarts
+        (lambda o: StepLR(o, 5), {}),
+        (ReduceLROnPlateau, {"monitor": "loss"}),
+        (lambda o: OneCycleLR(o, 0.1, total_steps=16), BY_STEP),
+    ],
+)
+def test_schedules_at_their_pace_are_left_alone(make, how, tmp_path):
+    assert not serious(doctored(tmp_path, Paced(make, **how), loader(64)))
+
+
+# --- a switch without effect
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing_enable")
+@pytest.mark.parametrize("training", [False, True])
+def test_the_switch_of_a_model_of_transformers(training):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    model.gradient_checkpointing_enable()
+    ids = torch.randint(0, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+    model.train(training)
+    whole = nn.ModuleDict({"language": model, "scale": nn.Linear(1, 1)})  # in train mode as a whole
+
+    def step(whole: Any, batch: Any) -> Any:
+        return whole["scale"](whole["language"](input_ids=batch[0], labels=batch[0], use_cache=False).loss[None]).mean()
+
+    findings = found(whole, [ids], step, steps=2)
+    names = {one.check for one in findings if one.is_serious}
+    assert ("checkpointing_switch" in names) is not training
