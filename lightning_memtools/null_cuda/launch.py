@@ -22,8 +22,6 @@ _DRY_RUN = " (dry run)"
 _NAME = "NULL_CUDA_NAME"
 # The variable that names a file in which each process that takes memory of the devices writes its number.
 USERS = "NULL_CUDA_USERS"
-# The variable that names a file in which each convolution that runs is written.
-CONVOLUTIONS = "NULL_CUDA_CONVOLUTIONS"
 
 
 def is_on_null_device() -> bool:

@@ -8,11 +8,8 @@ and the workspaces of kernels count as temporaries.
 from __future__ import annotations
 
 import gc
-import os
-import tempfile
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +32,7 @@ from lightning_memtools.memory.user_code import CodeLine, line_of_frames
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.memory.virtual.operators import LT_WORKSPACE
-from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
-from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, workspaces_after
+from lightning_memtools.null_cuda.launch import computes_nothing
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, is_too_large, values_known
 from lightning_memtools.simulation.one_rank import Placement, one_rank
@@ -101,7 +97,6 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
     exchange = _ZeroExchange(dtype, keep_meta=subject.ranks is not None and subject.ranks.strategy == "fsdp2")
     torch.cuda.reset_peak_memory_stats()
     with (
-        tempfile.TemporaryDirectory() as folder,
         values_known() as known,
         borrowed([model], exchange),
         random_streams_restored(),
@@ -111,9 +106,6 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
             exchange.forget()
         exchange.forget_memory()
         whole = [one.numel() for one in model.parameters()]
-        convolutions = Path(folder) / "convolutions.txt"
-        before = os.environ.get(CONVOLUTIONS)
-        os.environ[CONVOLUTIONS] = str(convolutions)
         run = _CudaRun(model, batch, dtype, place, known)
         result = Traced(run.device_for(settings), AllocationRecorder(run.device.allocator))
         record_cuda_history(_MOST_ENTRIES)
@@ -131,10 +123,7 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
         finally:
             stop_cuda_history()
             run.labels.remove()
-            os.environ.pop(CONVOLUTIONS)
-            if before is not None:
-                os.environ[CONVOLUTIONS] = before
-        run.play(snapshot, convolutions, result.recorder, settings)
+        run.play(snapshot, result.recorder, settings)
     real = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     _clean_up()
     played = result.device.stats()
@@ -226,17 +215,14 @@ class _CudaRun(StepListener):
     def _note(self, owned: dict[int, BlockOwner]) -> None:
         self._notes.append((self._phase, self._step, owned))
 
-    def play(
-        self, snapshot: dict[str, Any], convolutions: Path, recorder: AllocationRecorder, settings: SimulationSettings
-    ) -> None:
+    def play(self, snapshot: dict[str, Any], recorder: AllocationRecorder, settings: SimulationSettings) -> None:
         """Play the history on the device and record it."""
         entries = snapshot["device_traces"][0]
-        workspaces = workspaces_after(entries, convolutions_in(convolutions, 0), settings.gpu)
         allocator = self.device.allocator
         live: dict[int, Block] = {}
         streams = {0: 0}  # those of the device by their numbers here
         of_products = {parse_size(settings.cublas_workspace), LT_WORKSPACE}
-        for at, entry in enumerate(entries):
+        for entry in entries:
             address = entry["addr"]
             if entry["action"] == "alloc":
                 phase, _, label = entry.get("user_metadata", "").partition(" | ")
@@ -249,8 +235,6 @@ class _CudaRun(StepListener):
                 recorder.on_allocation(block, Category.ACTIVATION if recorder.step >= 0 else Category.OTHER, module)
                 live[address] = block
                 recorder.allocations[block.id].line = self._line_of(entry)
-                for n_bytes in workspaces.get(at, ()):
-                    recorder.on_library_workspace(n_bytes)
             elif entry["action"] == "free_completed" and address in live:
                 block = live.pop(address)
                 known = recorder.allocations[block.id]
