@@ -42,9 +42,7 @@ def test_two_dry_runs(tmp_path, capsys):
     after.write_text(json.dumps(asdict(dry_run_result(8))))
     found = diff(capsys, before, after)
     assert found["totals"][0]["difference"] == 8 * MIB
-    assert found["modules"] == [
-        {"name": "net", "before": 64 * MIB, "after": 72 * MIB, "count": 1, "difference": 8 * MIB}
-    ]
+    assert found["modules"] == [{"name": "net", "before": 64 * MIB, "after": 72 * MIB, "difference": 8 * MIB}]
     assert found["lines"][0]["name"] == "net.py:7: self.kept.append(x)"
     assert main(["diff", str(before), str(after), "--markdown"]) == 0
     assert "| net.py:7: self.kept.append(x) | 0 B | 8.00 MiB | +8.00 MiB |" in capsys.readouterr().out

@@ -32,10 +32,13 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
     def guard_fabric(module: ModuleType) -> None:
         observer.files.guard_save(module.Fabric, "save")
 
-    packages = ("lightning.pytorch", "pytorch_lightning")
-    trainers = {f"{package}.trainer.trainer": functools.partial(cut, package) for package in packages}
-    fabrics = dict.fromkeys(("lightning.fabric.fabric", "lightning_fabric.fabric"), guard_fabric)
-    sys.meta_path.insert(0, _WhenImported(trainers | fabrics))
+    functions: dict[str, Callable[[ModuleType], None]] = {
+        "lightning.fabric.fabric": guard_fabric,
+        "lightning_fabric.fabric": guard_fabric,
+        "lightning.pytorch.trainer.trainer": functools.partial(cut, "lightning.pytorch"),
+        "pytorch_lightning.trainer.trainer": functools.partial(cut, "pytorch_lightning"),
+    }
+    sys.meta_path.insert(0, _WhenImported(functions))
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
@@ -141,16 +144,13 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
 def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
     """Note it if a Trainer asks for another number of devices than there are."""
     wanted = options.get("devices")
-    if isinstance(wanted, str):
-        wanted = int(wanted) if wanted.isdigit() else None
-    count = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
-    if isinstance(count, int) and count > 0:
-        count *= int(options.get("num_nodes") or 1)
-        if count != observer.spec.devices:
-            observer.note(
-                f"The script's Trainer asks for {count} devices, and this dry run has {observer.spec.devices}: give "
-                f"--devices {count}."
-            )
+    per_node = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
+    count = per_node * int(options.get("num_nodes") or 1) if isinstance(per_node, int) else 0
+    if count > 0 and count != observer.spec.devices:
+        observer.note(
+            f"The script's Trainer asks for {count} devices, and this dry run has {observer.spec.devices}: give "
+            f"--devices {count}."
+        )
 
 
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
