@@ -47,14 +47,14 @@ def measured(source: Path, config: str, peak_gb: float | None) -> dict[str, Any]
     result = dry_run(SCRIPT, arguments, gpu="A10G 24GB", devices=devices, output=sys.stderr)
     (stage,) = result.stages
     # The weights and AdamW's two averages, which are all of the weights' type.
-    least = 3 * stage.by_category["parameters"] if config.endswith("full.yaml") else 0
+    least = 3 * stage.bytes_by_category["parameters"] if config.endswith("full.yaml") else 0
     return {
         "devices": devices,
         "micro_batch_size": train["micro_batch_size"],
         "published_gb": peak_gb,
         "comparable": peak_gb is None or devices > 1 or least <= peak_gb * 1e9,
-        "dry_run_gb": None if result.status == _OUT_OF_MEMORY else round(stage.peak_allocated / 1e9, 4),
-        "error_pct": peak_gb and round(100 * (stage.peak_allocated / 1e9 / peak_gb - 1), 2),
+        "dry_run_gb": None if result.status == _OUT_OF_MEMORY else round(stage.peak_allocated_bytes / 1e9, 4),
+        "error_pct": peak_gb and round(100 * (stage.peak_allocated_bytes / 1e9 / peak_gb - 1), 2),
     }
 
 

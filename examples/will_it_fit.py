@@ -90,7 +90,7 @@ def main() -> None:
     except DryRunError as error:
         print(f"On {args.ranks} of {args.gpu}: not tried. {error}")
         return
-    peaks = ", ".join(f"{one.peak_reserved / 2**30:.1f} GiB reserved at the peak" for one in result.stages)
+    peaks = ", ".join(f"{one.peak_reserved_bytes / 2**30:.1f} GiB reserved at the peak" for one in result.stages)
     print(f"AdamW, FSDP 2 on {args.ranks} of {args.gpu}: {'fits' if result.fits else 'does not fit'}, {peaks}")
 
 

@@ -1,7 +1,6 @@
 """PyTorch Lightning callbacks that make GPU memory and training health visible and manageable.
 
-Public names are resolved on first use (PEP 562): importing the package imports neither torch nor lightning, so that
-command lines and TensorBoard, which load plugins at start-up, stay fast.
+Public names are resolved on first use (PEP 562), so that command lines and TensorBoard start without torch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.training_doctor import TrainingDoctor
     from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
     from lightning_memtools.checkpointing.planning import plan_checkpoints
-    from lightning_memtools.cli.dry_run import DryRunResult, dry_run
     from lightning_memtools.doctor.diagnosing import diagnose
     from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
     from lightning_memtools.estimate import estimate_memory
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from lightning_memtools.nonfinite.bad_step import NonFiniteError
     from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError
     from lightning_memtools.nonfinite.step_file import Replay, StepFileError, replay
+    from lightning_memtools.null_cuda.dry_run.api import dry_run
+    from lightning_memtools.null_cuda.dry_run.result import DryRunResult
     from lightning_memtools.null_cuda.stubs import DryRunError
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _HOME_OF_NAME = {
     "CheckpointPlan": "checkpointing.checkpoint_plan",
     "DoctorReport": "doctor.findings",
     "DryRunError": "null_cuda.stubs",
-    "DryRunResult": "cli.dry_run",
+    "DryRunResult": "null_cuda.dry_run.result",
     "EmptyCache": "callbacks.empty_cache",
     "FailedStepRelease": "memory.release_failed_step",
     "Finding": "doctor.findings",
@@ -72,7 +72,7 @@ _HOME_OF_NAME = {
     "assert_peak_memory": "budgets.assert_peak_memory",
     "default_callbacks": "callbacks.presets",
     "diagnose": "doctor.diagnosing",
-    "dry_run": "cli.dry_run",
+    "dry_run": "null_cuda.dry_run.api",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
     "release_failed_step": "memory.release_failed_step",

@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lightning_memtools.budgets.peak_memory import RecordedPeaks
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +36,12 @@ class CurrentTest:
         settings: Those that pytest was started with.
         peaks: The peaks that it has measured, by their names in the file.
         notes: Sentences for the end of pytest's report.
-        unused: Contexts of `assert_peak_memory` that were made and not entered yet.
     """
 
     name: str
     settings: BudgetSettings
     peaks: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    unused: list[object] = field(default_factory=list)
-
-    @cached_property
-    def recorded(self) -> RecordedPeaks:
-        """The recorded peaks; read when the first test asks."""
-        from lightning_memtools.budgets.peak_memory import read_recorded  # noqa: PLC0415, only tests with a budget
-
-        return read_recorded(self.settings.file)
 
     def next_name(self) -> str:
         """Return the name of the next peak: the test's, and its number from the second on."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -15,13 +14,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools._torch import (
     clear_cublas_workspaces,
     cuda_memory_snapshot,
     in_backward,
-    is_cuda_history_recorded,
     record_cuda_history,
     stop_cuda_history,
 )
@@ -48,17 +45,6 @@ _MOST_ENTRIES = 10_000_000
 _STAGE = "code"
 
 
-def device_matches(gpu: str | None) -> bool:
-    """Return whether this process has a CUDA device, of dry runs or real, that is like the GPU that is meant."""
-    if not torch.cuda.is_available():
-        return False
-    wanted = None if gpu is None else find_gpu(gpu)
-    if wanted is None:
-        return True
-    here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return (here.multi_processor_count, here.major, here.minor) == (wanted.multiprocessors, *wanted.capability)
-
-
 def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory:
     """Return the peak of an estimate."""
     return PeakMemory(
@@ -75,8 +61,9 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
     )
 
 
-class MeasuredCode:
-    """Measures the code within a `with` statement.
+@contextmanager
+def measured_code(gpu: str | None) -> Iterator[Measuring]:
+    """Measure the code within.
 
     What was allocated before does not count, and garbage is collected after each step of an optimizer and at no other
     time, so that the peak depends on the code alone.
@@ -87,91 +74,66 @@ class MeasuredCode:
     Raises:
         ValueError: This process has a CUDA device that is unlike the GPU.
     """
+    measuring: Measuring
+    if torch.cuda.is_available():
+        _check_device(gpu)
+        measuring = _OnCuda(gpu)
+    else:
+        measuring = _OnVirtualDevice(gpu)
+    gc.collect()
+    was_on = gc.isenabled()
+    with gc_frozen():
+        gc.disable()
+        try:
+            with measuring, _used_objects(measuring):
+                yield measuring
+        finally:
+            if was_on:
+                gc.enable()
 
-    def __init__(self, *, gpu: str | None) -> None:
-        if torch.cuda.is_available() and not device_matches(gpu):
-            raise ValueError(
-                f"gpu={gpu!r}, and this process's CUDA device is like {torch.cuda.get_device_name()}. Start it with "
-                f"`python -m lightning_memtools.null_cuda --gpu '{gpu}' -m pytest`, or hide the device for a "
-                "simulation: CUDA_VISIBLE_DEVICES= pytest."
-            )
-        self._gpu = gpu
-        self._measuring: _OnCuda | _OnVirtualDevice = (
-            _OnCuda(gpu) if torch.cuda.is_available() else _OnVirtualDevice(gpu)
+
+def _check_device(gpu: str | None) -> None:
+    here, wanted = torch.cuda.get_device_properties(torch.cuda.current_device()), find_gpu(gpu)
+    kind = here.multi_processor_count, here.major, here.minor
+    if wanted is not None and kind != (wanted.multiprocessors, *wanted.capability):
+        raise ValueError(
+            f"gpu={gpu!r}, and this process's CUDA device is like {here.name}. Start it with `python -m "
+            f"lightning_memtools.null_cuda --gpu '{gpu}' -m pytest`, or hide the device for a simulation: "
+            "CUDA_VISIBLE_DEVICES= pytest."
         )
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
+
+@contextmanager
+def _used_objects(measuring: Measuring) -> Iterator[None]:
+    """Tell a measurement of modules and optimizers: models may be older than the code, as a test's fixtures are."""
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    roots: list[weakref.ref[nn.Module]] = []
+    used: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def see(module: nn.Module, _args: Any) -> None:
+        if module not in seen:
+            roots.append(weakref.ref(module))
+            seen.update(module.modules())
+            measuring.on_module(module)
+
+    def end_step(optimizer: Optimizer, *_: Any) -> None:
+        used.add(optimizer)
+        measuring.on_step([module for module in (root() for root in roots) if module is not None], list(used))
         gc.collect()
-        was_on = gc.isenabled()
-        with ExitStack() as stack:
-            stack.enter_context(gc_frozen())
-            gc.disable()
-            stack.callback(gc.enable if was_on else gc.disable)
-            stack.enter_context(self._measuring)
-            stack.enter_context(_UsedObjects(self._measuring))
-            self._stack = stack.pop_all()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
-
-    @property
-    def n_steps(self) -> int:
-        """The number of steps that optimizers have taken."""
-        return self._measuring.lines.n_steps
-
-    @property
-    def peak(self) -> PeakMemory:
-        """The peak, once the code has ended."""
-        return self._measuring.peak(self._gpu or "")
-
-
-class _UsedObjects:
-    """Tells a measurement of each module when it is first called from outside of others, and of each optimizer step.
-
-    Models may be older than the code that is measured, as the fixtures of a test are.
-    """
-
-    def __init__(self, measuring: _OnCuda | _OnVirtualDevice) -> None:
-        self._measuring = measuring
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._roots: list[weakref.ref[nn.Module]] = []
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> Self:
-        self._hooks = [
-            register_module_forward_pre_hook(lambda module, _: self._see(module)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer)),
-        ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
+    hooks = register_module_forward_pre_hook(see), register_optimizer_step_post_hook(end_step)
+    try:
+        yield
+    finally:
+        for hook in hooks:
             hook.remove()
-
-    def _see(self, module: nn.Module) -> None:
-        if module in self._seen:
-            return
-        self._roots.append(weakref.ref(module))
-        for one in module.modules():
-            self._seen.add(one)
-        self._measuring.on_module(module)
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        self._optimizers.add(optimizer)
-        modules = [module for module in (root() for root in self._roots) if module is not None]
-        self._measuring.on_step(modules, list(self._optimizers))
-        gc.collect()
 
 
 class _OnVirtualDevice:
     """The measurement on a simulated device."""
 
     def __init__(self, gpu: str | None) -> None:
+        self._gpu = gpu or ""
         self._device = VirtualDevice(cuda_like=True, cublas_workspace=cublas_workspace_of(gpu))
         self._device.gpu = GpuShape.of(None if gpu is None else find_gpu(gpu))
         self.lines = OptimizerLines()
@@ -200,7 +162,7 @@ class _OnVirtualDevice:
         known = line_that_allocates()
         return known or (self.lines.running if self._recorder.phase == "optimizer" else None)
 
-    def peak(self, gpu: str) -> PeakMemory:
+    def peak(self) -> PeakMemory:
         timeline = timeline_of(self._recorder)
         stats = self._device.stats()
         holders = holders_at(self._recorder, timeline.peak, "") if timeline.allocated else ()
@@ -209,7 +171,7 @@ class _OnVirtualDevice:
             reserved=stats.peak_reserved or 0,
             engine="simulation",
             torch=torch.__version__.partition("+")[0],
-            gpu=gpu,
+            gpu=self._gpu,
             peak_at=str(place_at(self._recorder, timeline.peak, "")),
             categories={name: n for name, n in (timeline.at(timeline.peak) if holders else {}).items() if n},
             modules=held_by(holders, "module"),
@@ -270,17 +232,11 @@ class _OnCuda:
         self._owners.note(_STAGE, model, optimizers, None)
 
     def __exit__(self, *error: object) -> None:
-        was_recorded = is_cuda_history_recorded()
         snapshot = cuda_memory_snapshot()
         stop_cuda_history()
         for labels in self._labels:
             labels.remove()
         self.lines.__exit__(*error)
-        if not was_recorded:
-            raise RuntimeError(
-                "the code within the budget stopped the recording of torch's memory history, by which it is measured. "
-                "Take torch.cuda.memory._record_memory_history out of it."
-            )
         history = snapshot["device_traces"][torch.cuda.current_device()]
         self._snapshot = {
             "device_traces": [_own_entries([entry for entry in history if entry["time_us"] >= self._begin])],
@@ -288,7 +244,7 @@ class _OnCuda:
             "allocator_settings": snapshot.get("allocator_settings", {}),
         }
 
-    def peak(self, gpu: str) -> PeakMemory:
+    def peak(self) -> PeakMemory:
         (entries,) = self._snapshot["device_traces"]
         end = entries[-1]["time_us"] + 1 if entries else 0
         trace = trace_until(self._snapshot, config_of(self._snapshot), capacity=None, used_by_others=0, until=end)
@@ -299,7 +255,7 @@ class _OnCuda:
             reserved=stats.peak_reserved or 0,
             engine="cuda",
             torch=torch.__version__.partition("+")[0],
-            gpu=gpu or self._gpu,
+            gpu=self._gpu,
             peak_at=self._owners.moment(entries, _STAGE),
             categories=held_by(holders, "category"),
             modules=held_by(holders, "module"),
@@ -321,3 +277,7 @@ def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 made.discard(entry["addr"])
         kept.append(entry)
     return kept
+
+
+Measuring = _OnCuda | _OnVirtualDevice
+"""A measurement of the code within a `with` statement."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_memtools.budgets.peak_memory import PeakMemory, pattern_of, place_of, without_number
+from lightning_memtools.budgets.peak_memory import PeakMemory, by_pattern, without_number
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, markdown_table
 
@@ -21,13 +21,11 @@ class Change:
         name: A category, the path of a module, or a line of code.
         before: Its bytes on the first side.
         after: Its bytes on the second side.
-        count: The number of modules that changed alike and are shown as one.
     """
 
     name: str
     before: int
     after: int
-    count: int = 1
 
     @property
     def difference(self) -> int:
@@ -39,6 +37,11 @@ class Change:
         """The difference in words, such as "+1.20 GiB"."""
         change = self.difference
         return f"{'+' if change > 0 else '-'}{format_size(abs(change))}" if change else "0"
+
+    @property
+    def sizes(self) -> str:
+        """Both sides in words, such as "180 MiB -> 204 MiB"."""
+        return f"{format_size(self.before)} -> {format_size(self.after)}"
 
     @property
     def percent(self) -> str:
@@ -75,27 +78,14 @@ class MemoryDiff:
 
     @property
     def modules(self) -> list[Change]:
-        """The modules that changed, largest change first; members of a list that changed alike are one."""
-        sides = self.before.modules, self.after.modules
-        if any("*" in name for side in sides for name in side):
-            return _changes(*sides, key=pattern_of)
-        return _alike(_changes(*sides))
+        """The modules that changed, largest change first; members of a list are one, as "layers.*.norm"."""
+        return _changes(by_pattern(self.before.modules), by_pattern(self.after.modules))
 
     @property
     def lines(self) -> list[Change]:
-        """The lines of code that changed, largest change first.
-
-        A line that only moved is the same line, and so is one whose text changed where it stands.
-        """
-        moved = {without_number(line) for line in self.before.lines} & {
-            without_number(line) for line in self.after.lines
-        }
-
-        def key(line: str) -> str:
-            text = without_number(line)
-            return text if text in moved else place_of(line)
-
-        return [one for one in _changes(self.before.lines, self.after.lines, key=key) if one.name]
+        """The lines of code that changed, largest change first. A line that only moved is the same line."""
+        changes = _changes(self.before.lines, self.after.lines, key=without_number)
+        return [one for one in changes if one.name]
 
     @property
     def remarks(self) -> list[str]:
@@ -163,32 +153,16 @@ def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[
     for name, size in after.items():
         known = found.get(key(name), Change(name, 0, 0))
         found[key(name)] = Change(name if not known.after else known.name, known.before, known.after + size)
-    return _ranked(one for one in found.values() if one.difference)
-
-
-def _alike(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes of modules, those of one list that are equal as one."""
-    groups: dict[tuple[str, int, int], list[Change]] = {}
-    for one in changes:
-        groups.setdefault((pattern_of(one.name), one.before, one.after), []).append(one)
-    return _ranked(
-        group[0] if len(group) == 1 else Change(pattern, before * len(group), after * len(group), count=len(group))
-        for (pattern, before, after), group in groups.items()
-    )
-
-
-def _ranked(changes: Iterator[Change]) -> list[Change]:
-    return sorted(changes, key=lambda one: (-abs(one.difference), one.name))
+    changed = (one for one in found.values() if one.difference)
+    return sorted(changed, key=lambda one: (-abs(one.difference), one.name))
 
 
 def _row(one: Change) -> tuple[str, str, str, str]:
-    count = f" ({one.count} modules)" if one.count > 1 else ""
-    return f"{one.name or '(no module)'}{count}", format_size(one.before), format_size(one.after), one.sign
+    return one.name or "(no module)", format_size(one.before), format_size(one.after), one.sign
 
 
 def _rows(changes: Sequence[Change], most: int | None) -> list[tuple[str, str, str, str]]:
-    shown = changes if most is None or len(changes) <= most else changes[:most]
-    rest = changes[len(shown) :]
+    shown, rest = changes[:most], changes[len(changes[:most]) :]
     rows = [_row(one) for one in shown]
     if rest:
         left = Change(f"{len(rest)} more", sum(one.before for one in rest), sum(one.after for one in rest))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memtools.budgets.peak_memory import PeakMemory
-from lightning_memtools.cli.dry_run import FITS, DryRunResult
 from lightning_memtools.cli.targets import UsageError, say, working
+from lightning_memtools.null_cuda.dry_run.result import FITS, DryRunResult
 
 if TYPE_CHECKING:
     from lightning_memtools.budgets.memory_diff import MemoryDiff

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
@@ -22,8 +21,6 @@ _DRY_RUN = " (dry run)"
 _NAME = "NULL_CUDA_NAME"
 # The variable that names a file in which each process that takes memory of the devices writes its number.
 USERS = "NULL_CUDA_USERS"
-# The variable that names a file in which each convolution that runs is written.
-CONVOLUTIONS = "NULL_CUDA_CONVOLUTIONS"
 
 
 def is_on_null_device() -> bool:
@@ -100,9 +97,7 @@ def null_devices(
     )
 
 
-def environment(
-    devices: NullDevices, inherited: Mapping[str, str] = os.environ, *, cache: Path | None = None
-) -> dict[str, str]:
+def environment(devices: NullDevices, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment in which PyTorch's CUDA build finds the devices.
 
     The stubs are preloaded, so no library of NVIDIA is opened and the installed torch is not changed.
@@ -110,12 +105,11 @@ def environment(
     Args:
         devices: The devices that are found.
         inherited: The environment that it is made of.
-        cache: The folder where the stubs are kept.
 
     Raises:
         DryRunError: The stubs cannot be built here.
     """
-    libraries = stub_libraries(installed_torch(), cache)
+    libraries = stub_libraries(installed_torch())
     stubs = ":".join(map(str, libraries))
     others = inherited.get("LD_PRELOAD")
     return {

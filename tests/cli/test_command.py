@@ -1,11 +1,8 @@
-"""The command `memtools` as a whole: its version, its pages of help, and Ctrl-C."""
+"""The command `memtools` as a whole: its version and its pages of help."""
 
 import os
 import re
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -78,19 +75,3 @@ def test_an_error_of_the_users_code_is_shown_without_our_internals(module, funct
     assert places
     assert {Path(place).name for place in places} == {"broken.py"}
     assert re.sub(r"\n +", "\n", done.stderr).strip().endswith(last)
-
-
-def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import time\n\ndef model_and_batch():\n    print('ready', flush=True)\n    time.sleep(60)\n"
-    )
-    line = [sys.executable, "-m", "lightning_memtools", "estimate", "slow:model_and_batch"]
-    with subprocess.Popen(
-        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    ours = [line for line in err.splitlines() if "torch" not in line]  # which may say that Triton is missing
-    assert (process.returncode, ours) == (130, ["memtools: interrupted"])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_memtools.budgets.peak_memory import PeakMemory
-from lightning_memtools.cli.dry_run import DryRunResult, DryRunStage
 from lightning_memtools.cli.main import main
+from lightning_memtools.null_cuda.dry_run.result import DryRunResult, DryRunStage
 
 MIB = 2**20
 
@@ -27,13 +27,13 @@ def diff(capsys, *arguments):
 def dry_run_result(kept):
     stages = [
         DryRunStage(
-            stage="train", peak_allocated=(64 + kept) * MIB, peak_reserved=128 * MIB, phase="backward",
-            by_category={"activations": (64 + kept) * MIB}, by_module={"net": (64 + kept) * MIB},
-            by_line={"net.py:7: self.kept.append(x)": kept * MIB},
+            stage="train", peak_allocated_bytes=(64 + kept) * MIB, peak_reserved_bytes=128 * MIB, peak_at="backward",
+            bytes_by_category={"activations": (64 + kept) * MIB}, bytes_by_module={"net": (64 + kept) * MIB},
+            bytes_by_line={"net.py:7: self.kept.append(x)": kept * MIB},
         ),
-        DryRunStage(stage="val", peak_allocated=MIB, peak_reserved=2 * MIB),
+        DryRunStage(stage="val", peak_allocated_bytes=MIB, peak_reserved_bytes=2 * MIB),
     ]  # fmt: skip
-    return DryRunResult(device="A100 80GB (dry run)", capacity=2**36, status=0, stages=stages, torch="2.13.0")
+    return DryRunResult(device="A100 80GB (dry run)", capacity_bytes=2**36, status=0, stages=stages, torch="2.13.0")
 
 
 def test_two_dry_runs(tmp_path, capsys):
@@ -42,9 +42,7 @@ def test_two_dry_runs(tmp_path, capsys):
     after.write_text(json.dumps(asdict(dry_run_result(8))))
     found = diff(capsys, before, after)
     assert found["totals"][0]["difference"] == 8 * MIB
-    assert found["modules"] == [
-        {"name": "net", "before": 64 * MIB, "after": 72 * MIB, "count": 1, "difference": 8 * MIB}
-    ]
+    assert found["modules"] == [{"name": "net", "before": 64 * MIB, "after": 72 * MIB, "difference": 8 * MIB}]
     assert found["lines"][0]["name"] == "net.py:7: self.kept.append(x)"
     assert main(["diff", str(before), str(after), "--markdown"]) == 0
     assert "| net.py:7: self.kept.append(x) | 0 B | 8.00 MiB | +8.00 MiB |" in capsys.readouterr().out

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.cli.dry_run import DryRunResult, dry_run
+from lightning_memtools.null_cuda.dry_run.api import dry_run
+from lightning_memtools.null_cuda.dry_run.result import DryRunResult
 from tests.null_cuda.dry_run_scripts import TRAINER, write_script
 
 

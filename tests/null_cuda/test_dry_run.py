@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.cli.dry_run import dry_run
 from lightning_memtools.memory.sizes import known_gpus
+from lightning_memtools.null_cuda.dry_run.api import dry_run
 from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command, write_script
 
 pytestmark = pytest.mark.cuda_memory
@@ -32,12 +32,8 @@ def plain(tmp_path_factory):
 
 def test_a_script_without_a_trainer_is_measured_as_a_whole(plain):
     (stage,) = plain.stages
-    assert (plain.status, stage.stage, stage.peak_allocated, stage.peak_reserved) == (
-        0,
-        "script",
-        100 * MIB,
-        100 * MIB,
-    )
+    assert (plain.status, stage.stage) == (0, "script")
+    assert (stage.peak_allocated_bytes, stage.peak_reserved_bytes) == (100 * MIB, 100 * MIB)
     assert plain.fits
     assert plain.device == "RTX 4090 24GB (dry run)"
 
@@ -60,28 +56,22 @@ def test_a_lightning_script_is_cut_short_and_leaves_the_users_files_alone(cut):
     assert "Each training run was cut to 2 optimizer steps of one epoch" in done.stdout
 
 
-def test_the_largest_layers_and_the_smallest_gpu_that_fits_are_printed(cut):
+def test_the_smallest_gpu_that_fits_is_printed(cut):
     printed = cut[0].stdout
-    assert re.search(r"^Layers that keep most: net\.0 \S+ MiB, net\.\d", printed, re.MULTILINE)
     (gpu,) = re.findall(r"smallest known GPU .*: (.+)\. Other GPUs run other kernels", printed)
     assert gpu == min(known_gpus(), key=lambda one: (one.usable_bytes, one.name)).name
-
-
-def test_zeros_are_explained_once(cut):
-    assert cut[0].stdout.count("Tensors that are copied from the device hold zeros") == 1
 
 
 def test_what_the_peak_consists_of_is_what_arithmetic_says(trained):
     train = next(one for one in trained.stages if one.stage == "train")
     # In multiples of the allocator's 512 bytes: two weights, two biases of 4096 and of 10 elements.
     parameters = 4 * (1024 * 4096 + 4096 * 10 + 4096) + 512
-    assert train.by_category["parameters"] == parameters
-    assert train.by_category["gradients"] == parameters
+    assert train.bytes_by_category["parameters"] == parameters
+    assert train.bytes_by_category["gradients"] == parameters
     # Adam counts its steps on the host.
-    assert train.by_category["optimizer"] == 2 * parameters
-    assert train.by_category["inputs"] == 64 * 1024 * 4
-    assert sum(train.by_category.values()) == train.peak_allocated
-    assert trained.layers[0] == ("net.0", max(size for _, size in trained.layers))
+    assert train.bytes_by_category["optimizer"] == 2 * parameters
+    assert train.bytes_by_category["inputs"] == 64 * 1024 * 4
+    assert sum(train.bytes_by_category.values()) == train.peak_allocated_bytes
 
 
 def test_running_out_of_memory_gives_status_3_and_a_report(script):
@@ -105,7 +95,7 @@ def test_an_error_of_the_script_is_shown_without_our_frames(script):
 def test_json_is_all_that_is_printed_and_a_snapshot_is_torchs_own(script, tmp_path):
     path = script("import torch\nprint('hello')\nx = torch.empty(2**20, device='cuda')\n")
     done = command("--json", "--snapshot", "snapshot.pickle", str(path))
-    assert json.loads(done.stdout)["stages"][0]["peak_allocated"] == 4 * MIB
+    assert json.loads(done.stdout)["stages"][0]["peak_allocated_bytes"] == 4 * MIB
     assert "hello" in done.stderr
     snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())  # noqa: S301, torch's own
     assert [one["action"] for one in snapshot["device_traces"][0]] == ["segment_alloc", "alloc"]
@@ -116,7 +106,6 @@ def test_a_script_that_never_trains_is_told_so(script):
     assert done.returncode == 0
     assert "Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train." in done.stdout
     assert "There was nothing to measure." in done.stdout
-    assert "It fits." not in done.stdout
 
 
 def test_a_script_that_needs_values_fails_with_its_own_error_and_is_told_of_the_zeros(script):

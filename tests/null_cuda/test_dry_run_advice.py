@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.cli.dry_run import dry_run
+from lightning_memtools.null_cuda.dry_run.api import dry_run
 
 pytestmark = pytest.mark.cuda_memory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.cli.dry_run import dry_run
+from lightning_memtools.null_cuda.dry_run.api import dry_run
 from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command
 
 pytestmark = pytest.mark.cuda_memory
@@ -36,7 +36,7 @@ def test_of_a_script_that_starts_a_process_for_each_rank_one_rank_is_run(script)
     assert result.status == 0, result.error
     # The weight, DDP's bucket that its gradient lies in, and the input; cuBLAS's workspace for one thread or two.
     (stage,) = result.stages
-    assert 12 * MIB < stage.peak_allocated < 12 * MIB + 2 * 33 * MIB
+    assert 12 * MIB < stage.peak_allocated_bytes < 12 * MIB + 2 * 33 * MIB
 
 
 def test_more_processes_than_devices_are_refused_with_the_option_that_is_missing(script):
@@ -75,9 +75,9 @@ def test_ranks_shard_a_model_with_fsdp_2(script):
     assert result.status == 0, result.error
     train = next(one for one in result.stages if one.stage == "train")
     shard = 8 * 1024 * 1024 * 4 // 4
-    assert train.by_category["parameters"] == shard
-    assert train.by_category["optimizer"] == 2 * shard
-    assert 0 < train.by_category["gradients"] <= shard  # at the peak, in backward, not all layers have theirs
+    assert train.bytes_by_category["parameters"] == shard
+    assert train.bytes_by_category["optimizer"] == 2 * shard
+    assert 0 < train.bytes_by_category["gradients"] <= shard  # at the peak, in backward, not all layers have theirs
     assert "What NCCL allocates for itself is not counted." in result.notes
 
 
@@ -126,7 +126,7 @@ def test_a_plan_lowers_the_peak_of_one_of_eight_ranks_of_fsdp_2_and_gathers_no_m
         path = script(PLANNED.format(planned=planned))
         result = dry_run(path, devices=8, rank=3)
         assert result.status == 0, result.error
-        peaks.append(next(one.peak_allocated for one in result.stages if one.stage == "train"))
+        peaks.append(next(one.peak_allocated_bytes for one in result.stages if one.stage == "train"))
         number, saved = map(int, path.with_suffix(".txt").read_text().split())
         gathered.append(number)
     assert gathered[0] == gathered[1] > 0
@@ -162,8 +162,8 @@ def test_ranks_split_layers_with_tensor_parallel(script):
     assert result.status == 0, result.error
     (train,) = result.stages
     quarter = 2 * 1024 * 8192 * 4 // 4
-    assert (train.by_category["parameters"], train.by_category["gradients"]) == (quarter, quarter)
-    assert train.by_category["optimizer"] == 2 * quarter
+    assert (train.bytes_by_category["parameters"], train.bytes_by_category["gradients"]) == (quarter, quarter)
+    assert train.bytes_by_category["optimizer"] == 2 * quarter
     assert "What NCCL allocates for itself is not counted." in result.notes
 
 
@@ -172,10 +172,10 @@ def test_data_parallel_ranks_hold_the_whole_model_and_its_buckets(trained, scrip
     result = dry_run(path, devices=2)
     assert result.status == 0, result.error
     two, one = (next(s for s in r.stages if s.stage == "train") for r in (result, trained))
-    assert two.by_category["parameters"] == one.by_category["parameters"]
+    assert two.bytes_by_category["parameters"] == one.bytes_by_category["parameters"]
     # The buckets hold every gradient once more; each starts at a multiple of 512 bytes.
     buckets = 4 * (1024 * 4096 + 4096 + 4096 * 10 + 10)
-    assert 0 <= two.peak_allocated - one.peak_allocated - buckets <= 16 * 512
+    assert 0 <= two.peak_allocated_bytes - one.peak_allocated_bytes - buckets <= 16 * 512
 
 
 PREPARES = """

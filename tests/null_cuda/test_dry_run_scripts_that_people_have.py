@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from lightning_memtools.cli.dry_run import DryRunResult, dry_run
+from lightning_memtools.null_cuda.dry_run.api import dry_run
+from lightning_memtools.null_cuda.dry_run.result import DryRunResult
 from tests.null_cuda.dry_run_scripts import TRAINER, write_script
 
 pytestmark = pytest.mark.cuda_memory
@@ -160,4 +161,4 @@ def test_lightnings_command_line_with_yaml_takes_what_the_same_trainer_takes(scr
     assert result.verdict == "It fits."
     assert result.optimizer_steps == 3
     ours, theirs = (next(one for one in run.stages if one.stage == "train") for run in (result, trained))
-    assert ours.peak_allocated == theirs.peak_allocated
+    assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes

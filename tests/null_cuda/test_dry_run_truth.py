@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from lightning_memtools.cli.dry_run import dry_run
 from lightning_memtools.memory.sizes import known_gpus
+from lightning_memtools.null_cuda.dry_run.api import dry_run
 from tests.null_cuda.dry_run_scripts import MIB, command
 from tests.null_cuda.null_processes import FORKS, null_python
 
@@ -52,7 +52,7 @@ def test_a_step_that_depends_on_the_loss_fits_under_a_condition_that_names_its_l
     (line,) = result["assumed"]
     assert line.startswith("train.py:9: ")
     assert result["optimizer_steps"] == 3
-    assert result["stages"][0]["peak_allocated"] == plain.stages[0].peak_allocated
+    assert result["stages"][0]["peak_allocated_bytes"] == plain.stages[0].peak_allocated_bytes
     assert done.returncode == 0
 
 
@@ -69,7 +69,7 @@ def test_peaks_that_the_script_resets_still_count(script, plain):
     for name in ("torch.cuda.reset_peak_memory_stats()", "torch.cuda.reset_max_memory_allocated()"):
         reset = LOOP.format(condition="pass") + f"    optimizer.zero_grad(); del loss; {name}\n"
         (stage,) = dry_run(script(reset)).stages
-        assert stage.peak_allocated == plain.stages[0].peak_allocated
+        assert stage.peak_allocated_bytes == plain.stages[0].peak_allocated_bytes
 
 
 def test_a_mask_that_comes_from_the_data_is_true_and_one_that_does_not_selects_all_and_is_named(script):
@@ -91,11 +91,9 @@ def test_a_mask_that_comes_from_the_data_is_true_and_one_that_does_not_selects_a
     assert known.assumed == []
     assert unknown.assumed
     # Selected rows and their product: a quarter of the rows, or all.
-    rows = {
-        name: one.stages[0].peak_allocated for name, one in (("known", known), ("unknown", unknown), ("whole", whole))
-    }
-    assert rows["unknown"] - rows["known"] >= 2 * 3 * quarter - MIB
-    assert rows["unknown"] >= rows["whole"]
+    of_known, of_unknown, of_whole = (one.stages[0].peak_allocated_bytes for one in (known, unknown, whole))
+    assert of_unknown - of_known >= 2 * 3 * quarter - MIB
+    assert of_unknown >= of_whole
 
 
 SORTED = """
@@ -122,7 +120,7 @@ trainer.fit(Model(), DataLoader(rows, batch_size=4, collate_fn=lambda rows: nn.u
 def test_the_largest_batch_of_a_sorted_loader_runs_last(script):
     path = script(SORTED.format(lengths=list(range(1, 801, 10))))
     cut, whole = dry_run(path), dry_run(path, steps=None)
-    assert cut.stages[0].peak_allocated == whole.stages[0].peak_allocated
+    assert cut.stages[0].peak_allocated_bytes == whole.stages[0].peak_allocated_bytes
     (note,) = (one for one in cut.notes if "largest" in one)
     assert "from 256 to" in note
     assert not any("largest" in one for one in whole.notes)

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memtools import estimate_memory
-from lightning_memtools.cli.dry_run import dry_run
+from lightning_memtools.null_cuda.dry_run.api import dry_run
 
 pytestmark = pytest.mark.cuda_memory
 

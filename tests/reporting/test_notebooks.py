@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 
 import lightning_memtools
 from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, OOMRecovery, default_callbacks
-from lightning_memtools.cli.dry_run import DryRunStage
 from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.null_cuda.dry_run.result import DryRunStage
 from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
 
 RESULTS = ["BatchSizeResult", "CheckpointPlan", "DoctorReport", "DryRunResult", "MemoryEstimate", "Replay"]
@@ -53,12 +53,12 @@ def test_a_notebook_shows_text_and_never_markup():
 
 
 def test_a_dry_run_says_if_it_fits():
-    stage = DryRunStage(stage="train", peak_allocated=2**30, peak_reserved=2**30)
-    page = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0, stages=[stage])._repr_html_()
+    stage = DryRunStage(stage="train", peak_allocated_bytes=2**30, peak_reserved_bytes=2**30)
+    page = DryRunResult(device="RTX 4090", capacity_bytes=24 * 2**30, status=0, stages=[stage])._repr_html_()
     assert "Dry run on RTX 4090, 24.0 GiB. It fits." in page
     assert "<th>stage</th>" in page
-    idle = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0, stages=[stage], optimizer_steps=0)
+    idle = DryRunResult(device="RTX 4090", capacity_bytes=24 * 2**30, status=0, stages=[stage], optimizer_steps=0)
     assert not idle.fits
     assert idle.verdict.startswith("No optimizer step ran")
-    full = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=3, error="CUDA out of memory")
+    full = DryRunResult(device="RTX 4090", capacity_bytes=24 * 2**30, status=3, error="CUDA out of memory")
     assert "It runs out of memory. CUDA out of memory" in str(full)

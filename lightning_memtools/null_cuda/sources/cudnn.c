@@ -1,9 +1,8 @@
 // cuDNN without a GPU, through the functions that torch's cuDNN 7 interface calls (TORCH_CUDNN_V8_API_DISABLED=1).
-// Workspaces are 0: what real ones take is estimated apart, because torch does without them when memory is short.
+// Workspaces are 0: only a real cuDNN knows them, and torch does without them when memory is short.
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <stdio.h>
 #include "null_device.h"
 static char descriptor[256];
 #define CREATES(name) int name(void **made) { *made = descriptor; return 0; }
@@ -39,12 +38,9 @@ int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int m, int
 int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int m, int o, void *x, void *y, void *dy, void *dz, void *dx, void *b, void *a, size_t *bytes) { *bytes = 0; return 0; }
 int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int m, int o, void *a, void *x, size_t *bytes) { *bytes = 0; return 0; }
 
-// Each convolution that runs is written to the file NULL_CUDA_CONVOLUTIONS, if there is one: the device, the operation, the
-// address of its result, the bytes of an element, whether it runs channels last, the number of groups, and the sizes of
-// input, weight and output. From these the workspaces are told that a real cuDNN takes.
 #define MAX_DIMENSIONS 8
-typedef struct { int type, is_last, count, sizes[MAX_DIMENSIONS], groups; } Descriptor;
-static int create(Descriptor **made) { *made = calloc(1, sizeof **made); (*made)->groups = 1; return 0; }
+typedef struct { int type, count, sizes[MAX_DIMENSIONS]; } Descriptor;
+static int create(Descriptor **made) { *made = calloc(1, sizeof **made); return 0; }
 static int destroy(Descriptor *made) { free(made); return 0; }
 int cudnnCreateTensorDescriptor(Descriptor **made) { return create(made); }
 int cudnnCreateFilterDescriptor(Descriptor **made) { return create(made); }
@@ -52,36 +48,17 @@ int cudnnCreateConvolutionDescriptor(Descriptor **made) { return create(made); }
 int cudnnDestroyTensorDescriptor(Descriptor *made) { return destroy(made); }
 int cudnnDestroyFilterDescriptor(Descriptor *made) { return destroy(made); }
 int cudnnDestroyConvolutionDescriptor(Descriptor *made) { return destroy(made); }
-static int set(Descriptor *made, int type, int is_last, int count, const int *sizes) {
-  made->type = type, made->is_last = is_last, made->count = count < MAX_DIMENSIONS ? count : MAX_DIMENSIONS;
+static int set(Descriptor *made, int type, int count, const int *sizes) {
+  made->type = type, made->count = count < MAX_DIMENSIONS ? count : MAX_DIMENSIONS;
   memcpy(made->sizes, sizes, made->count * sizeof *sizes);
   return 0;
 }
-int cudnnSetTensorNdDescriptor(Descriptor *made, int type, int count, const int *sizes, const int *strides) { return set(made, type, 0, count, sizes); }
-enum { NHWC = 1 };  // of cudnnTensorFormat_t
-int cudnnSetFilterNdDescriptor(Descriptor *made, int type, int format, int count, const int *sizes) { return set(made, type, format == NHWC, count, sizes); }
-int cudnnSetConvolutionGroupCount(Descriptor *made, int groups) { made->groups = groups; return 0; }
-
+int cudnnSetTensorNdDescriptor(Descriptor *made, int type, int count, const int *sizes, const int *strides) { return set(made, type, count, sizes); }
+int cudnnSetFilterNdDescriptor(Descriptor *made, int type, int format, int count, const int *sizes) { return set(made, type, count, sizes); }
 static size_t element_bytes(int type) {
   static const char bytes[] = {4, 8, 2, 1, 4, 4, 1, 4, 32, 2};  // by cudnnDataType_t
   return type < (int)sizeof bytes ? bytes[type] : 1;
 }
-static void write_sizes(FILE *file, const Descriptor *one) {
-  for (int i = 0; i < one->count; i++) fprintf(file, "%c%d", i ? ',' : ' ', one->sizes[i]);
-}
-static int ran(const char *operation, const void *result, Descriptor *in, Descriptor *weight, Descriptor *out, Descriptor *convolution) {
-  const char *path = getenv("NULL_CUDA_CONVOLUTIONS");
-  FILE *file = path ? fopen(path, "a") : NULL;
-  if (!file) return 0;
-  fprintf(file, "%d %s %llu %d %d %d", null_current_device(), operation, (unsigned long long)result, (int)element_bytes(in->type), weight->is_last, convolution->groups);
-  write_sizes(file, in), write_sizes(file, weight), write_sizes(file, out);
-  fprintf(file, "\n");
-  fclose(file);
-  return 0;
-}
-int cudnnConvolutionForward(void *h, void *alpha, Descriptor *in, void *x, Descriptor *weight, void *w, Descriptor *convolution, int algorithm, void *workspace, size_t bytes, void *beta, Descriptor *out, void *y) { return ran("forward", y, in, weight, out, convolution); }
-int cudnnConvolutionBackwardData(void *h, void *alpha, Descriptor *weight, void *w, Descriptor *out, void *dy, Descriptor *convolution, int algorithm, void *workspace, size_t bytes, void *beta, Descriptor *in, void *dx) { return ran("input-gradient", dx, in, weight, out, convolution); }
-int cudnnConvolutionBackwardFilter(void *h, void *alpha, Descriptor *in, void *x, Descriptor *out, void *dy, Descriptor *convolution, int algorithm, void *workspace, size_t bytes, void *beta, Descriptor *weight, void *dw) { return ran("weight-gradient", dw, in, weight, out, convolution); }
 
 // Recurrent layers. The weights lie in one buffer, layer after layer: all gates of the input, all of the state, a projection,
 // then the biases. Only a real cuDNN knows its reserve space; here it is what the estimate assumes (cuda_ops/recurrent.py).
@@ -131,9 +108,9 @@ int cudnnGetRNNWeightParams(void *h, Layers *of, int layer, size_t bytes, char *
   size_t n = gates(of), in = layer_input(of, layer), at = first_weight(of, layer), count = of->layers * of->directions;
   int is_state = linear >= (int)n, is_projection = linear >= (int)(2 * n);
   at += is_projection ? n * of->hidden * (in + of->out) : is_state ? n * of->hidden * in + (linear - n) * of->hidden * of->out : linear * of->hidden * in;
-  if (matrix) set(matrix, of->type, 0, 3, (int[]){1, is_projection ? of->out : of->hidden, is_projection ? of->hidden : is_state ? of->out : in});
+  if (matrix) set(matrix, of->type, 3, (int[]){1, is_projection ? of->out : of->hidden, is_projection ? of->hidden : is_state ? of->out : in});
   if (matrix_at) *matrix_at = weights + at * element_bytes(of->type);
-  if (bias) set(bias, of->type, 0, 3, (int[]){1, of->hidden, 1});
+  if (bias) set(bias, of->type, 3, (int[]){1, of->hidden, 1});
   at = first_weight(of, count) + (2 * n * layer + linear) * of->hidden;
   if (bias_at) *bias_at = of->biased && !is_projection ? weights + at * element_bytes(of->type) : NULL;
   return 0;

@@ -4,7 +4,6 @@
 //   NULL_CUDA_NAME     its name               NULL_CUDA_CAPABILITY  its compute capability, as 86 for 8.6
 //   NULL_CUDA_MULTIPROCESSORS  their number
 //   NULL_CUDA_USERS    a file in which each process that takes memory writes its number, if there is one
-//   NULL_CUDA_CONVOLUTIONS  a file in which each convolution of cuDNN is written (cudnn.c), if there is one
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

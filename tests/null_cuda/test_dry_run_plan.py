@@ -1,14 +1,14 @@
-"""`memtools plan` lists what makes a script fit, and each line that it gives makes it fit in a dry run."""
+"""`memtools dry-run --advise` lists what makes a script fit, and each line that it gives makes it fit in a dry run."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from lightning_memtools.cli.dry_run import dry_run
+from lightning_memtools.cli.main import main
+from lightning_memtools.null_cuda.dry_run.api import dry_run
+from tests.null_cuda.dry_run_scripts import command
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -40,27 +40,21 @@ DEEP = """
 """
 
 
-def planned(path, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_memtools.cli.main", "plan", *arguments, str(path)],
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-
-
 def test_each_line_for_checkpointing_makes_the_script_fit(script):
     path = script(DEEP.replace("SIZE", "160"))
-    done = planned(path, "--gpu", "RTX 4090", "--json")
+    done = command("--advise", "--gpu", "RTX 4090", "--json", str(path))
     assert done.returncode == 3, done.stderr
     advice = json.loads(done.stdout)["advice"]
     codes = [one["code"] for one in advice if one["fits"] and one["code"].startswith("GradientCheckpointing(")]
     assert codes
-    assert all(one["peak"] <= 24 * 2**30 for one in advice if one["fits"] and one["peak"] is not None)
+    assert all(one["peak_bytes"] <= 24 * 2**30 for one in advice if one["fits"] and one["peak_bytes"] is not None)
+    assert any(one["code"].startswith('Trainer(strategy="fsdp"') for one in advice)
     assert any(one["code"].startswith("DataLoader(batch_size=") for one in advice)
     for code in codes:
         assert dry_run(path, [code], gpu="RTX 4090").fits, code
 
 
-def test_a_gpu_that_nobody_knows_is_status_2(script):
-    done = planned(script("print()"), "--gpu", "RTX 4091")
-    assert done.returncode == 2
-    assert "RTX 4091" in done.stderr
+@pytest.mark.parametrize(("options", "said"), [((), "RTX 4090"), (("--gpu", "RTX 4091"), "RTX 4091")])
+def test_plan_is_the_same_command_and_needs_a_gpu_that_is_known(script, options, said, capsys):
+    assert main(["plan", *options, str(script("print()"))]) == 2
+    assert said in capsys.readouterr().err

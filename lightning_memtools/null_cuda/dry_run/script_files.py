@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 _LARGEST_WHOLE_TENSOR = 2**24
 
 
-class RunFiles:
+class ScriptFiles:
     """Decides where the script's checkpoints are written.
 
     Args:
@@ -31,31 +30,24 @@ class RunFiles:
         self._moved: dict[Path, Path] = {}
         self._new: set[Path] = set()
 
-    def within_run(self, path: str | os.PathLike[str]) -> Path:
-        """Return the place in the run's folder for a file that the script writes to `path`."""
-        given = Path(path).resolve()
-        if given.is_relative_to(self._directory):
-            return given
-        target = self._moved.setdefault(given, self._directory / "saved" / given.relative_to(given.anchor))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return target
-
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         """Return where a file is written: at the script's path, unless that is an existing file of the user's."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
-        if given.exists() or given in self._moved:
-            target = self.within_run(given)
+        if given.exists():
+            target = self._moved.setdefault(given, self._directory / "saved" / given.relative_to(given.anchor))
+            target.parent.mkdir(parents=True, exist_ok=True)
             self._note(f"{path} was there before and is untouched; the script's was written to {target}.")
             return target
         self._new.add(given)
         self._note(f"The script wrote {path}: what it holds of the device is zeros.")
         return path
 
-    def to_read(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return where the script's own file for `path` is; `path` itself if the script wrote none."""
-        return self._moved.get(Path(path).resolve(), path)
+    def to_read(self, file: Any) -> Any:
+        """Return the script's own file where it was moved; else the path or open file that is given."""
+        path = getattr(file, "name", file)  # Lightning opens files itself
+        return self._moved.get(Path(path).resolve(), file) if isinstance(path, (str, os.PathLike)) else file
 
     def guard_torch(self) -> None:
         """Make `torch.save` and `torch.load` use these paths from now on."""
@@ -63,32 +55,24 @@ class RunFiles:
 
         @functools.wraps(save)
         def guarded_save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
-            save(_changed(obj, _shrunk), self.to_write(f) if _is_path(f) else f, *args, **options)
+            is_path = isinstance(f, (str, os.PathLike))
+            save(_changed(obj, _shrunk), self.to_write(f) if is_path else f, *args, **options)
 
         @functools.wraps(load)
         def guarded_load(f: Any, *args: Any, **options: Any) -> Any:
-            return _changed(load(self.to_read(f) if _is_path(f) else f, *args, **options), _filled)
+            return _changed(load(self.to_read(f), *args, **options), _filled)
 
         torch.save, torch.load = guarded_save, guarded_load
 
-    def guard_fabric(self, module: ModuleType) -> None:
-        """Make Fabric use these paths; `module` holds its class."""
-        for name, place in (("save", self.to_write), ("load", self.to_read), ("load_raw", self.to_read)):
-            _with_path_from(module.Fabric, name, place)
+    def guard_save(self, owner: type, name: str) -> None:
+        """Make a method that saves to a path use these paths."""
+        original = getattr(owner, name)
 
+        @functools.wraps(original)
+        def save(saver: Any, path: Any, *args: Any, **options: Any) -> Any:
+            return original(saver, self.to_write(path), *args, **options)
 
-def _with_path_from(owner: type, name: str, place: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(self: Any, path: Any, *args: Any, **options: Any) -> Any:
-        return original(self, place(path), *args, **options)
-
-    setattr(owner, name, call)
-
-
-def _is_path(file: object) -> bool:
-    return isinstance(file, (str, os.PathLike))
+        setattr(owner, name, save)
 
 
 def _changed(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:

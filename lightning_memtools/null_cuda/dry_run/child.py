@@ -1,0 +1,269 @@
+"""The process of a dry run: runs the user's script and writes down what the device saw."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import runpy
+import sys
+import traceback
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import cuda_memory_snapshot, pretended_ranks, record_cuda_history
+from lightning_memtools.memory.allocator import replay
+from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
+from lightning_memtools.memory.living_objects import instances_of
+from lightning_memtools.memory.oom_errors import is_out_of_memory
+from lightning_memtools.memory.peak_holders import held_by
+from lightning_memtools.memory.sizes import Gpu, context_bytes, known_gpus
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.null_cuda.dry_run.api import DryRunSpec
+from lightning_memtools.null_cuda.dry_run.result import (
+    FAILED,
+    FITS,
+    OUT_OF_MEMORY,
+    DryRunAdvice,
+    DryRunResult,
+    DryRunStage,
+)
+from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, LoopWatch, RunObserver
+from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
+from lightning_memtools.null_cuda.launch import USERS
+from lightning_memtools.null_cuda.stubs import DryRunError
+from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, values_known
+
+_HISTORY_ENTRIES = 2_000_000
+
+
+def main(path: str) -> None:
+    """Run the task in a spec file, write the result beside it, and end the process."""
+    spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
+    with _as_one_rank(spec), _values_followed() as known:
+        observer = RunObserver(spec)
+        result = _run(observer, known)
+    Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+
+
+# --- the script's surroundings
+
+
+@contextmanager
+def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
+    """Make this process one rank of several within, as torchrun would start it."""
+    _run_one_of(spec)
+    if spec.devices == 1:
+        yield
+        return
+    os.environ |= {
+        "RANK": str(spec.rank), "LOCAL_RANK": str(spec.rank), "GROUP_RANK": "0", "WORLD_SIZE": str(spec.devices),
+        "LOCAL_WORLD_SIZE": str(spec.devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "dry-run",
+    }  # fmt: skip
+    torch.cuda.set_device(spec.rank)
+    with pretended_ranks(spec.rank, spec.devices):
+        yield
+
+
+def _run_one_of(spec: DryRunSpec) -> None:
+    """Make `torch.multiprocessing.spawn` run this rank alone, in this process."""
+
+    def start_processes(
+        function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> Any:
+        if nprocs != spec.devices:
+            raise DryRunError(
+                f"The script starts {nprocs} processes for as many ranks, and the dry run has --devices "
+                f"{spec.devices}: give --devices {nprocs}."
+            )
+        function(spec.rank, *args)
+        # A context whose processes have ended.
+        return None if join else SimpleNamespace(processes=[], join=lambda *_, **__: True)
+
+    modules: tuple[Any, ...] = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
+    for module in modules:
+        module.start_processes = start_processes
+
+
+@contextmanager
+def _values_followed() -> Iterator[KnownValues]:
+    """Follow the values of the data inside, until the script compiles something: compiled code ignores modes."""
+    patches = Patches()
+    with values_known() as known, ExitStack() as following:
+        following.enter_context(FollowedValues(known))
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def compile_(*args: Any, **kwargs: Any) -> Any:
+                following.close()
+                return original(*args, **kwargs)
+
+            return compile_
+
+        patches.replace(torch, "compile", make)
+        try:
+            yield known
+        finally:
+            patches.undo()
+
+
+# --- the run
+
+
+def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
+    spec = observer.spec
+    observer.note("Tensors that are copied from the device hold zeros, unless their values follow from the data alone.")
+    if spec.devices > 1:
+        observer.note("What NCCL allocates for itself is not counted.")
+    cut_trainers_when_imported(observer)
+    observer.files.guard_torch()
+    loops = LoopWatch(observer)
+    record_cuda_history(_HISTORY_ENTRIES)
+    observer.owners.enter(WHOLE_SCRIPT)
+    # Registered before the script registers its own functions, so it runs after them.
+    atexit.register(_end_here)
+    observer.owners.lines.__enter__()  # until the process ends
+    variables: dict[str, Any] = {}
+    try:
+        variables = _run_program(spec)
+        status, message = FITS, None
+    except BaseException as error:  # noqa: BLE001, the user's error is reported, whatever it is
+        loops.look()
+        status, message = _judge(error)
+    observer.end()
+    others = _other_processes()
+    if others:
+        observer.note(
+            f"The script started other processes, of which {others} used the devices. They ran whole and are in none "
+            "of these figures: give the script that trains itself, with --devices for its ranks."
+        )
+    snapshot = cuda_memory_snapshot()
+    optimizer_steps = loops.n_steps if loops.n_steps or instances_of(Optimizer) else None
+    del variables
+    if not observer.stages:
+        observer.stages[WHOLE_SCRIPT] = whole = observer.whole_script()
+        if status == FITS and not others and not whole.peak_allocated_bytes:
+            observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
+    if spec.snapshot is not None:
+        Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
+    reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
+    properties = torch.cuda.get_device_properties(spec.rank)
+    return DryRunResult(
+        device=properties.name,
+        capacity_bytes=properties.total_memory,
+        status=status,
+        error=message,
+        report=str(reports[-1]) if reports else None,
+        stages=_with_holders(observer, snapshot["device_traces"][spec.rank]),
+        smallest_fitting=_smallest_gpus(snapshot, spec.rank) if status == FITS else (None, None),
+        notes=observer.notes,
+        assumed=list(known.assumed),
+        optimizer_steps=optimizer_steps,
+        rank=spec.rank,
+        devices=spec.devices,
+        directory=spec.directory,
+        torch=torch.__version__.partition("+")[0],
+        advice=_advice(observer),
+    )
+
+
+def _run_program(spec: DryRunSpec) -> dict[str, Any]:
+    """Run the program and return its global variables: holding them keeps its models and tensors alive."""
+    sys.argv = [spec.program, *spec.arguments]
+    if spec.module:
+        sys.path.insert(0, str(Path.cwd()))
+        return runpy.run_module(spec.program, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, str(Path(spec.program).resolve().parent))
+    return runpy.run_path(spec.program, run_name="__main__")
+
+
+def _judge(error: BaseException) -> tuple[int, str | None]:
+    """Return the status and the message of a program that ended with an error, and print it as Python would have."""
+    if isinstance(error, SystemExit):
+        return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
+    if isinstance(error, DryRunError):
+        return FAILED, str(error)
+    outer = error.__traceback__
+    while outer is not None and outer.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
+        outer = outer.tb_next
+    traceback.print_exception(error.with_traceback(outer or error.__traceback__))
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY, str(error).partition(" See documentation")[0]
+    return FAILED, f"{type(error).__name__}: {error}"
+
+
+def _other_processes() -> int:
+    """Return how many other processes have taken memory of the devices."""
+    users = Path(os.environ[USERS])
+    return len(set(users.read_text(encoding="ascii").split()) - {str(os.getpid())}) if users.exists() else 0
+
+
+def _end_here() -> None:
+    # Threads of PyTorch's CUDA code may still run, and abort the process when the interpreter tears them down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# --- what the device saw
+
+
+def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
+    """Return the stages with what their peaks consist of, unless the history of allocations was too long to keep."""
+    if len(entries) >= _HISTORY_ENTRIES:
+        return list(observer.stages.values())
+    holders = observer.owners.holders(entries)
+
+    def composed(stage: DryRunStage) -> DryRunStage:
+        found = holders.get(stage.stage, ())
+        known = {name: size for name, size in held_by(found, "category").items() if size and name != "activations"}
+        rest = max(0, stage.peak_allocated_bytes - sum(known.values()))
+        return replace(
+            stage,
+            peak_at=observer.owners.moment(entries, stage.stage) if known else "",
+            bytes_by_category=known | {"activations": rest} if known else {},
+            bytes_by_module=held_by(found, "module"),
+            bytes_by_line=held_by(found, "line"),
+        )
+
+    return [composed(stage) for stage in observer.stages.values()]
+
+
+def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
+    """Find the largest known GPU that the recorded run does not fit, and the smallest that it does fit."""
+    entries = snapshot["device_traces"][device]
+    if not entries:
+        return None, None
+    gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
+    end, context = entries[-1]["time_us"] + 1, context_bytes(gpus[0].name)
+    trace = trace_until(snapshot, config_of(snapshot), capacity=None, used_by_others=context, until=end, device=device)
+
+    def fits(gpu: Gpu) -> bool:
+        return replay(trace, capacity=gpu.usable_bytes).completed
+
+    place = bisect_left(gpus, True, key=fits)  # noqa: FBT003, the smallest for which it is True
+    return gpus[place - 1].name if place else None, gpus[place].name if place < len(gpus) else None
+
+
+def _advice(observer: RunObserver) -> list[DryRunAdvice]:
+    """Return the changes that the last out-of-memory report of a Trainer has tried; none where there is no report."""
+    tried = next((one.advice for one in reversed(observer.reporting) if one.advice), ())
+    return [
+        DryRunAdvice(
+            title=one.title, code=one.code, fits=one.fits, peak_bytes=one.peak, price=one.price, detail=one.detail
+        )
+        for one in tried
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,181 @@
+"""Observes a run: the peaks of its stages, and who owns which block meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_memtools._torch import has_compiled
+from lightning_memtools.memory.history_owners import OwnerNotes
+from lightning_memtools.memory.living_objects import instances_of, outermost
+from lightning_memtools.memory.peaks import Phase, Stage, StageWatch, peak_counter
+from lightning_memtools.memory.readers import accelerator_reader
+from lightning_memtools.memory.step_snapshot import ModuleLabels
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.null_cuda.dry_run.api import DryRunSpec
+from lightning_memtools.null_cuda.dry_run.result import DryRunStage
+from lightning_memtools.null_cuda.dry_run.script_files import ScriptFiles
+
+WHOLE_SCRIPT = "script"
+
+
+class RunObserver:
+    """Collects the peaks of each stage, and notes the owners of blocks. It knows no Lightning.
+
+    Attributes:
+        notes: Sentences for the result.
+        stages: The peaks of each stage that a Trainer has run.
+        owners: The owners of blocks, to be read beside the allocator's history.
+        files: The files of the script.
+        reporting: The OOMReports of all Trainers.
+    """
+
+    def __init__(self, spec: DryRunSpec) -> None:
+        self.spec = spec
+        self.notes: list[str] = []
+        self.stages: dict[str, DryRunStage] = {}
+        self.owners = OwnerNotes()
+        self.files = ScriptFiles(Path(spec.directory), self.note)
+        self.reporting: list[Any] = []
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reader = accelerator_reader(torch.device("cuda", spec.rank))
+        assert reader is not None
+        self._counter = peak_counter(reader)
+        self._script = self._counter.open()
+        self._script.resume()
+        self._watch: StageWatch | None = None
+        self._labels: list[ModuleLabels] = []
+        self._let_script_reset_peaks()
+
+    def note(self, text: str) -> None:
+        """Add a sentence to the result's notes, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _let_script_reset_peaks(self) -> None:
+        """Take in the device's peaks before the script resets them."""
+
+        def make(reset: Callable[..., None]) -> Callable[..., None]:
+            def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
+                self._counter.fold(reset=False)
+                reset(*args, **kwargs)
+
+            return reset_peak_memory_stats
+
+        patches = Patches()
+        for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory):
+            patches.replace(module, "reset_peak_memory_stats", make)
+
+    # --- a Trainer
+
+    @property
+    def is_watching(self) -> bool:
+        """True while a Trainer runs."""
+        return self._watch is not None
+
+    def begin(self, device: torch.device) -> None:
+        """Begin a call of a Trainer."""
+        if device.type == "cuda":
+            self._watch = StageWatch(self._counter)
+        else:
+            self.note(
+                f"The Trainer used {device}, not a CUDA device: set accelerator='auto' or 'gpu' to see a GPU's memory."
+            )
+
+    def enter(self, stage: Stage) -> None:
+        """Begin a stage."""
+        if self._watch is not None:
+            self._watch.enter(stage)
+            self.owners.enter(stage)
+
+    def leave(self, stage: Stage) -> None:
+        """End a stage."""
+        if self._watch is not None and self._watch.running == stage:
+            self._watch.point(stage)
+            self._watch.leave(stage)
+            self.owners.enter(self._watch.running)
+
+    def phase(self, phase: Phase | None) -> None:
+        """Begin a phase of a training step; None after the last."""
+        for labels in self._labels:
+            labels.enter_phase(phase or "")
+
+    def see(self, model: nn.Module, optimizers: Sequence[Any], batch: Any) -> None:
+        """Note which blocks model, optimizers and batch own; the batch is on the device."""
+        running = self._watch.running if self._watch is not None else WHOLE_SCRIPT
+        self.owners.note(running, model, optimizers, batch)
+
+    def label_modules(self, model: nn.Module) -> None:
+        """Label what the allocator is asked for with the module that asks, from now to the end of the Trainer."""
+        self._labels.append(ModuleLabels(model))
+
+    def end(self) -> None:
+        """End a call of a Trainer. Idempotent."""
+        while self._labels:
+            self._labels.pop().remove()
+        if self._watch is None:
+            return
+        self._watch.close()
+        for stage, peak in self._watch.peaks.items():
+            known = self.stages.get(stage)
+            if peak.allocated is not None and (known is None or known.peak_allocated_bytes < peak.allocated):
+                self.stages[stage] = DryRunStage(
+                    stage=stage, peak_allocated_bytes=peak.allocated, peak_reserved_bytes=peak.reserved or 0
+                )
+        self._watch = None
+        self.owners.enter(None)
+
+    def whole_script(self) -> DryRunStage:
+        """Return the peaks of the script from its beginning to now."""
+        self._counter.fold(reset=False)
+        allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
+        return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+
+
+class LoopWatch:
+    """Notes the owners of blocks after each step of an optimizer, unless a Trainer runs, which is observed itself.
+
+    Args:
+        observer: Is told what is found.
+
+    Attributes:
+        n_steps: The number of optimizer steps so far, those of Trainers included.
+    """
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.n_steps = 0
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self.n_steps += 1
+        if self._observer.is_watching:
+            return
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            for model in outermost(instances_of(nn.Module)):
+                if model not in self._models and any(id(weight) in trained for weight in model.parameters()):
+                    self._models.add(model)
+                    if not has_compiled():  # hooks would change what is compiled
+                        self._observer.label_modules(model)
+        self._note()
+
+    def look(self) -> None:
+        """Note models if the script ended with an error before an optimizer made a step."""
+        if not self._observer.is_watching and not self._optimizers:
+            self._models.update(outermost(instances_of(nn.Module)))
+            self._note()
+
+    def _note(self) -> None:
+        models = list(self._models)
+        self._observer.see(models[0] if len(models) == 1 else nn.ModuleList(models), list(self._optimizers), None)
