@@ -9,24 +9,21 @@ from torch import nn
 
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of, timeline_of
-from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.peak_holders import PeakHolder, gathered
 from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder
 from lightning_memtools.simulation.step_runner import batch_size_of
-from lightning_memtools.simulation.tracer import SimulationSettings, Traced
+from lightning_memtools.simulation.tracer import Traced
 
 
 def read_estimate(
     traced: Traced,
     model: nn.Module,
     batch: Any,
-    settings: SimulationSettings,
     *,
     capacity: str | None,
     retrace: Callable[[int], MemoryEstimate],
-    notes: tuple[str, ...] = (),
 ) -> MemoryEstimate:
     """Return the estimate of a traced step."""
     recorder = traced.recorder
@@ -48,25 +45,12 @@ def read_estimate(
         step_peaks=_step_peaks(timeline),
         timeline=timeline,
         batch_size=batch_size_of(batch),
-        device="cuda" if settings.cuda else "cpu",
-        notes=notes,
+        notes=traced.notes,
         capacity=capacity,
-        convolution_workspaces=_convolution_workspaces(traced),
         _simulation=traced.device.allocator,
         _trace=traced.device.trace,
         _retrace=retrace,
     )
-
-
-def _convolution_workspaces(traced: Traced) -> int:
-    """Return by how much the peak of reserved memory grows when libraries take their workspaces."""
-    wanted, own = traced.recorder.library_workspaces, traced.device.trace
-    if not wanted or own is None:
-        return 0
-    peaks = traced.device.stats().peak_reserved, replay(own.with_passing_blocks(wanted)).stats.peak_reserved
-    assert peaks[0] is not None
-    assert peaks[1] is not None
-    return max(0, peaks[1] - peaks[0])
 
 
 def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:

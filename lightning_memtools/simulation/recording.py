@@ -58,7 +58,6 @@ class AllocationRecorder(DeviceListener):
         allocated: Bytes allocated after each event.
         reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
-        library_workspaces: Momentary workspaces of libraries: (length of the allocator's trace at that time, bytes).
         line: Returns the line of code that asks for memory now; None where none is known.
     """
 
@@ -71,7 +70,6 @@ class AllocationRecorder(DeviceListener):
         self.allocated: list[int] = []
         self.reserved: list[int] = []
         self.marks: list[tuple[int, int, str]] = [(0, -1, "setup")]
-        self.library_workspaces: list[tuple[int, int]] = []
         self._allocator = allocator
         # The modules that forward entered, each with the sequence number of the next autograd node at that moment.
         self._numbers: list[int] = []
@@ -127,11 +125,6 @@ class AllocationRecorder(DeviceListener):
         allocation.died = len(self.allocated)
         allocation.kind, allocation.module = WORKSPACE if category is None else category, module
         self._note()
-
-    def on_library_workspace(self, n_bytes: int) -> None:
-        """Record the workspace that a library would take now."""
-        if self._allocator.trace is not None:
-            self.library_workspaces.append((len(self._allocator.trace), n_bytes))
 
     def finish(self, device: VirtualDevice) -> None:
         """Record the category and module of all memory that is still allocated, and end the device's accounting."""
