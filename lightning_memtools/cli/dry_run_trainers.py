@@ -28,7 +28,8 @@ from lightning_memtools.memory.peaks import PeakCounter, Phase, PhaseWatch, Stag
 from lightning_memtools.memory.readers import accelerator_reader, allocated_bytes
 from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, values_known
+from lightning_memtools.simulation.followed_functions import FollowedValues
+from lightning_memtools.simulation.known_values import KnownValues, values_known
 
 WHOLE_SCRIPT = "script"
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.

@@ -17,7 +17,8 @@ from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
-from lightning_memtools.simulation.known_values import ValueReaders, values_known
+from lightning_memtools.simulation.followed_functions import ValueReaders
+from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
 
