@@ -17,10 +17,10 @@ from lightning_memtools.simulation.known_values import KnownValues
 pytestmark = pytest.mark.cuda_memory
 
 WANTED = (
-    "index", "masked", "where", "take", "gather", "scatter", "select", "repeat_interleave", "tile", "unique", "bincount",
-    "nonzero", "argwhere", "sort", "topk", "searchsorted", "bucketize", "put", "cumsum", "diff", "roll", "eq", "ne", "lt",
-    "isnan", "isfinite", "allclose", "equal", "nn.functional.embedding", "nn.functional.one_hot", "__getitem__", "clamp",
-    "nn.functional.cross_entropy", "nn.functional.nll_loss", "histc", "kthvalue", "median", "mode", "triu", "arange",
+    "index", "masked", "where", "take", "gather", "scatter", "select", "repeat_interleave", "tile", "unique",
+    "bincount", "nonzero", "argwhere", "sort", "topk", "searchsorted", "bucketize", "put", "cumsum", "diff", "roll", "eq", "ne",
+    "lt", "isnan", "isfinite", "allclose", "equal", "nn.functional.embedding", "nn.functional.one_hot", "__getitem__",
+    "clamp", "nn.functional.cross_entropy", "nn.functional.nll_loss", "histc", "kthvalue", "median", "mode", "triu", "arange",
     "full", "new_zeros", "zeros_like", "full_like",
 )  # fmt: skip
 OPERATORS = [one for one in op_db if one.name.startswith(WANTED) and torch.float32 in one.dtypes]
