@@ -45,7 +45,8 @@ from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 from lightning_memtools.memory.sizes import GpuShape, find_gpu, known_gpus
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.known_values import FollowedValues, values_known
+from lightning_memtools.simulation.followed_functions import FollowedValues
+from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, Traced, trace

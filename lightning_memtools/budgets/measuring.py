@@ -50,7 +50,7 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
     return PeakMemory(
         allocated=estimate.peak_allocated,
         reserved=estimate.peak_reserved,
-        engine=estimate.engine,
+        engine="simulation",
         torch=torch.__version__.partition("+")[0],
         gpu=gpu or "",
         peak_at=str(estimate.peak_at),

@@ -19,9 +19,10 @@ from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import put_on_device
+from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.notice_board import NoticeBoard
-from lightning_memtools.oom.oom_reporter import OOMReporter
+from lightning_memtools.oom.oom_reporter import CHECKS_S, OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
@@ -72,6 +73,9 @@ class OOMReport(EitherCallback, Neighbour):
         self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
+        # A dry run sets the one and reads the other.
+        self.checks_seconds: float = CHECKS_S
+        self.advice: tuple[Action, ...] = ()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None
 
@@ -83,7 +87,7 @@ class OOMReport(EitherCallback, Neighbour):
         if trainer.world_size > 1:
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
             board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
-        self._reporter = OOMReporter(directory, self.top, board)
+        self._reporter = OOMReporter(directory, self.top, board, self.checks_seconds)
         place, optimizers = partial(place_of, trainer), lambda: trainer.optimizers
         device = trainer.strategy.root_device
         self._capture = FailureCapture(device, pl_module, place, optimizers, snapshot=self.snapshot)
@@ -167,6 +171,7 @@ class OOMReport(EitherCallback, Neighbour):
             untoggle_all(pl_module)
             run = partial(failed_run_of, trainer, facts.batch)
             page = reporter.report(facts, capture, run, error=exception)
+            self.advice = tuple(page.actions)
             _log(trainer, page.markdown())
         except Exception as error:  # noqa: BLE001, nothing may take the place of the original error
             ran_out = "" if facts is None else f"memory ran out ({facts.moment}), but "

@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memtools.cli.targets import Target, UsageError, require_folder_of, say, working
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_memtools.estimate import MemoryEstimate
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
-STRATEGIES = ("ddp", "fsdp", "fsdp2")
 STAGES = ("train", "val", "test", "predict")
 TARGET = Target("estimate_memory", ("model", "batch"), "step")
 
@@ -42,17 +40,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps, or batches of evaluation (default: 2)")
     parser.add_argument("--accumulate", type=int, metavar="N", help="batches per optimizer step (default: 1)")
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm (default: no clipping)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="whose operators are simulated (default: cuda)")
-    parser.add_argument(
-        "--engine", choices=("auto", "simulation", "cuda"), default="auto",
-        help="simulation, or PyTorch's own CUDA code on a device that computes nothing; auto takes the latter where a "
-        "CUDA build of torch and a C compiler are installed and the step runs on it (default: auto)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--strategy", choices=STRATEGIES,
-        help="estimate one rank of several; both kinds of FSDP need the engine cuda (default: a single device)",
-    )  # fmt: skip
-    parser.add_argument("--devices", type=int, metavar="N", help="the number of ranks, with --strategy (default: 1)")
     parser.add_argument(
         "--allocator",
         metavar="CONF",
@@ -81,29 +68,17 @@ def run(chosen: argparse.Namespace) -> int:
     """Estimate, print the result and return the exit status.
 
     Raises:
-        UsageError: The target cannot be found or returns something else, or the engine cannot do what is asked for.
+        UsageError: The target cannot be found or returns something else, or an argument is refused.
     """
     require_folder_of(chosen.snapshot)
-    if chosen.engine == "simulation" and chosen.strategy not in {None, "ddp"}:
-        raise UsageError(f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code: leave --engine out.")
-    simulates = chosen.engine == "simulation" or chosen.device == "cpu"
-    # A CUDA build without NVIDIA's libraries is imported with the stubs alone, by a simulation too.
-    if not is_on_null_device() and not (simulates and _torch_starts()):
+    if not is_on_null_device() and not _torch_starts():
+        # A CUDA build of torch without NVIDIA's libraries can be imported with the stubs alone.
         try:
-            variables = _environment_of(chosen.capacity)
+            variables = environment(null_devices())
         except DryRunError as error:
-            if chosen.engine == "cuda" or chosen.strategy not in {None, "ddp"} or not _torch_starts():
-                needs = f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code. " if chosen.strategy else ""
-                if simulates:
-                    needs = "The installed torch cannot be imported without what a dry run needs. "
-                raise UsageError(f"{needs}{error}") from error
-            chosen.engine = "simulation"
-        else:
-            if chosen.allocator:
-                variables["PYTORCH_ALLOC_CONF"] = chosen.allocator
-            # This command itself: the device has to be there before torch is imported.
-            again = [sys.executable, "-m", "lightning_memtools.cli.main", *chosen.command_line]
-            return subprocess.run(again, env=variables, check=False).returncode  # noqa: S603
+            raise UsageError(f"The installed torch cannot be imported without what a dry run needs. {error}") from error
+        again = [sys.executable, "-m", "lightning_memtools.cli.main", *chosen.command_line]
+        return subprocess.run(again, env=variables, check=False).returncode  # noqa: S603
     _estimate(chosen)
     return 0
 
@@ -116,36 +91,17 @@ def _torch_starts() -> bool:
     return True
 
 
-def _environment_of(capacity: str | None) -> dict[str, str]:
-    """Return environment variables for a process whose stub device is the named GPU with unlimited memory."""
-    gpu = None if capacity is None else find_gpu(capacity)
-    return environment(null_devices() if gpu is None else null_devices(gpu.name, 2**40))
-
-
 def _made(chosen: argparse.Namespace) -> MemoryEstimate:
     from lightning_memtools.estimate import estimate_memory  # noqa: PLC0415, --help needs it not
 
-    options = (
-        *("precision", "stage", "steps", "accumulate", "clip", "device", "allocator", "capacity"),
-        *("strategy", "devices"),
-    )
+    options = ("precision", "stage", "steps", "accumulate", "clip", "allocator", "capacity")
     arguments = TARGET.arguments(chosen, options)
     if chosen.optimizer is not None:
         arguments["optimizer"] = optimizer_of(chosen.optimizer)
-    notes: tuple[str, ...] = ()
-    if chosen.engine == "cuda":
-        arguments["engine"] = "cuda"
-    elif chosen.engine == "auto" and chosen.device != "cpu":
-        try:
-            return estimate_memory(**arguments, engine="cuda")
-        except Exception as error:  # noqa: BLE001, an error of the user's comes from the simulation too
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            notes = (f"The steps do not run on PyTorch's CUDA code, so they were simulated. {why}",)
     try:
-        estimate = estimate_memory(**arguments)
+        return estimate_memory(**arguments)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return replace(estimate, notes=(*estimate.notes, *notes))
 
 
 def _estimate(chosen: argparse.Namespace) -> None:

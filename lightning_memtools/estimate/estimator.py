@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,9 +17,6 @@ from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.sizes import GpuShape, find_gpu, is_count
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.cuda_run import trace_on_cuda
-from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
-from lightning_memtools.simulation.one_rank import RankSettings, StrategyName, configures_itself
 from lightning_memtools.simulation.step_runner import (
     PrecisionName,
     Recipe,
@@ -28,9 +25,8 @@ from lightning_memtools.simulation.step_runner import (
     is_lightning_module,
     step_name,
 )
-from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace, unwrapped
 
-_DDP_BUCKET_MB = 25
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
 
 
@@ -45,28 +41,21 @@ def estimate_memory(
     steps: int = 2,
     accumulate: int = 1,
     clip: float | None = None,
-    device: Literal["cuda", "cpu"] = "cuda",
     allocator: str = "",
     capacity: str | None = None,
-    ddp_bucket_mb: float | None = None,
-    gradient_as_bucket_view: bool = False,
-    strategy: StrategyName | None = None,
-    devices: int = 1,
-    shard: Callable[[nn.Module, Any], Any] | None = None,
-    engine: Literal["simulation", "cuda"] = "simulation",
 ) -> MemoryEstimate:
-    """Predict the peak memory of training, from the model and one batch, without a GPU.
+    """Predict the peak memory of training on one GPU, from the model and one batch, without a GPU.
 
     The step runs on fake tensors: they have sizes and no values, so nothing is computed, and a model on the meta device
     needs no memory. Every storage they would have is given a block in a simulated CUDA caching allocator. The model,
     the batch and the optimizer are left exactly as they were.
 
     A step is: forward, old gradients set to None, backward, clipping, the optimizer's step; as Lightning's Trainer runs
-    it. So from the second step on the gradients of the last one are there during forward.
+    it. So from the second step on the gradients of the last one are there during forward. A Trainer's callbacks are
+    left out. One rank of DDP or FSDP is what a dry run of the script shows (docs/dry-run.md).
 
     Args:
         model: A LightningModule, whose own steps run (automatic or manual optimization), or any module with ``step``.
-            A DistributedDataParallel is estimated as one rank, with its buckets.
         batch: A batch as the step takes it: real, meta or fake tensors, in any nesting.
         step: ``step(model, batch)`` returns the loss.
         optimizer: An optimizer over the model's parameters, its class, or a function of the parameters that makes one.
@@ -76,24 +65,8 @@ def estimate_memory(
         steps: The number of steps. Two show the peak of a longer training; a third changes little.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped.
-        device: "cuda" for the memory of CUDA's operators, "cpu" for that of the CPU's: byte for byte the memory that a
-            `VirtualDevice` shows for a run on real tensors.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
-        ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
-            default.
-        gradient_as_bucket_view: DDP's option of this name: gradients are then views of the buckets, and exist twice
-            only at the start of the second forward, where DDP makes its buckets anew.
-        strategy: The estimate is of one rank under "ddp", "fsdp" (FSDP 1) or "fsdp2" (`fully_shard`), as torch's own
-            code does it in a process group that moves no data. Both kinds of FSDP run on the engine "cuda".
-        devices: The number of ranks, each with a GPU.
-        shard: ``shard(model, mesh)`` applies `fully_shard` as the training does, with its precision and all else; the
-            mesh has one dimension. By default a LightningModule's own ``configure_model`` does, where it has one;
-            otherwise members of lists and Sequentials that have others of their class are sharded one by one, and the
-            rest together. FSDP 1 takes these blocks always.
-        engine: "simulation", or "cuda" to run the steps on PyTorch's own CUDA code, which is several times faster for
-            large models. It needs a device that computes nothing: `memtools estimate` starts one where it can, and
-            ``python -m lightning_memtools.null_cuda`` any program. The estimate's ``engine`` says which one it was.
 
     Returns:
         The prediction. A step may read the values of the batch and of what follows from it alone. For other values
@@ -102,63 +75,32 @@ def estimate_memory(
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
         TypeError: The step returns no loss, or an argument has a wrong type.
-        RuntimeError: A VirtualDevice is active, the steps cannot run on the wanted engine, or an operator has no kernel
-            for fake tensors.
+        RuntimeError: A VirtualDevice is active, or an operator has no kernel for fake tensors.
     """
     if VirtualDevice.current() is not None:
         raise RuntimeError(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "
             "Leave that one first."
         )
-    _check_numbers(steps=steps, accumulate=accumulate, clip=clip, ddp_bucket_mb=ddp_bucket_mb)
-    _check_model(model, step, stage=stage, device=device)
+    _check_numbers(steps=steps, accumulate=accumulate, clip=clip)
+    _check_model(model, step, stage=stage)
     _check_precision(precision)
     _check_optimizer(optimizer)
-    _check_ranks(strategy, devices, shard)
-    is_sharded = strategy not in {None, "ddp"}
-    if is_sharded:
-        _check_sharding(model, optimizer, strategy=strategy or "", precision=precision, clip=clip, device=device)
-    if stage == "train" and not (is_sharded and configures_itself(model)):
+    if stage == "train":
         _check_training(unwrapped(model), step, optimizer, accumulate=accumulate, clip=clip)
     if capacity is not None:
         DeviceLimit.parse(capacity)
-    recipe = Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip)
-    if ddp_bucket_mb is None and strategy == "ddp":
-        ddp_bucket_mb = _DDP_BUCKET_MB
-    ddp = BucketSettings.of(model)
-    if ddp_bucket_mb is not None:
-        starts_small = ddp_bucket_mb == _DDP_BUCKET_MB
-        ddp = BucketSettings(bucket_mb=ddp_bucket_mb, as_view=gradient_as_bucket_view, starts_small=starts_small)
-    elif gradient_as_bucket_view and ddp is None:
-        raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
-    ranks = _ranks(strategy or ("ddp" if ddp and engine == "cuda" else None), devices, shard, ddp)
-    subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp, ranks=ranks)
     settings = SimulationSettings(
-        cuda=device == "cuda",
+        cuda=True,
         allocator=allocator,
         cublas_workspace=cublas_workspace_of(capacity),
         gpu=GpuShape.of(None if capacity is None else find_gpu(capacity)),
     )
-    if engine not in {"simulation", "cuda"}:
-        raise ValueError(f"Unknown engine {engine!r}. Accepted are 'simulation' and 'cuda'.")
-    if engine == "cuda" and device != "cuda":
-        raise ValueError(f'engine="cuda" runs the operators of CUDA: leave device={device!r} out, or the engine.')
-    make = estimate_step if engine == "simulation" and not is_sharded else _estimate_on_cuda
-    estimate = make(subject, batch, recipe, settings, capacity)
+    recipe = Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip)
+    subject = Subject(model=model, step=step, optimizer=optimizer)
+    estimate = estimate_step(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
-
-
-def _ranks(
-    strategy: StrategyName | None,
-    devices: int,
-    shard: Callable[[nn.Module, Any], Any] | None,
-    ddp: BucketSettings | None,
-) -> RankSettings | None:
-    """Return the ranks of a strategy; DDP's buckets alone are those of two or more."""
-    if strategy is None:
-        return None
-    return RankSettings(strategy=strategy, devices=max(2, devices), shard=shard, buckets=ddp)
 
 
 def estimate_step(
@@ -181,30 +123,13 @@ def estimate_step(
             raise
         raise RuntimeError(
             f"{str(error).splitlines()[0]} At {user_line_of(error) or 'an unknown line'}, an operator has no kernel "
-            'for tensors without values. Register one with torch.library.register_fake, or use engine="cuda".'
+            "for tensors without values. Register one with torch.library.register_fake, or run the script dry "
+            "(memtools dry-run), which needs none."
         ) from error
-    notes = traced.notes
-    if subject.ranks is not None:
-        notes = (f"One of {subject.ranks.devices} ranks under DDP.", *notes)
-    model = unwrapped(subject.model)
-    return read_estimate(traced, model, batch, settings, capacity=capacity, retrace=retrace, notes=notes)
+    return read_estimate(traced, unwrapped(subject.model), batch, capacity=capacity, retrace=retrace)
 
 
-def _estimate_on_cuda(
-    subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, capacity: str | None
-) -> MemoryEstimate:
-    def retrace(size: int) -> MemoryEstimate:
-        return _estimate_on_cuda(subject, resized(batch, size), recipe, settings, capacity)
-
-    inner = replace(subject, model=unwrapped(subject.model))
-    traced = trace_on_cuda(inner, batch, recipe, settings)
-    estimate = read_estimate(
-        traced, inner.model, batch, settings, capacity=capacity, retrace=retrace, notes=traced.notes
-    )
-    return replace(estimate, engine="cuda")
-
-
-def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucket_mb: float | None) -> None:
+def _check_numbers(*, steps: int, accumulate: int, clip: float | None) -> None:
     """Raise for numbers that are out of range.
 
     Raises:
@@ -215,82 +140,24 @@ def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucke
             raise ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
     if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
         raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")
-    if ddp_bucket_mb is not None and not ddp_bucket_mb > 0:
-        raise ValueError(f"ddp_bucket_mb is {ddp_bucket_mb!r}: it has to be above 0 MiB, such as torch's default, 25.")
 
 
-def _check_ranks(strategy: object, devices: object, shard: object) -> None:
-    """Raise for unknown strategies, and for settings of ranks that contradict each other.
-
-    Raises:
-        ValueError: These are refused.
-    """
-    if strategy is not None and strategy not in get_args(StrategyName):
-        accepted = ", ".join(map(repr, get_args(StrategyName)))
-        why = ""
-        if "deepspeed" in str(strategy):
-            why = (
-                " DeepSpeed's engine keeps parameters, gradients and optimizer states in buffers of its own, which "
-                'torch knows nothing of. Its ZeRO stage 3 spreads the same tensors over ranks as "fsdp2" does.'
-            )
-        raise ValueError(f"Unknown strategy {strategy!r}. Accepted are {accepted}.{why}")
-    if not is_count(devices):
-        raise ValueError(f"devices is {devices!r}: it has to be the number of ranks, such as 8.")
-    if (strategy is None) != (devices == 1):
-        raise ValueError(
-            f"strategy={strategy!r} and devices={devices!r} do not go together: give both, such as "
-            'strategy="fsdp2", devices=8, or neither for a single device.'
-        )
-    if shard is not None and (strategy != "fsdp2" or not callable(shard)):
-        raise ValueError(
-            f'shard={shard!r} with strategy={strategy!r}: shard belongs to strategy="fsdp2", and is a function of the '
-            "model and the mesh that applies fully_shard."
-        )
-
-
-def _check_sharding(
-    model: nn.Module, optimizer: object, *, strategy: str, precision: str, clip: float | None, device: str
-) -> None:
-    """Raise for models that cannot be sharded or trained in this way.
-
-    Raises:
-        TypeError: The model is wrapped already, or the optimizer is one of whole parameters.
-        ValueError: The settings are refused.
-    """
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError(f"strategy={strategy!r} and a DistributedDataParallel: pass the module that it wraps.")
-    if isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"The {type(optimizer).__name__} that was passed holds whole parameters, and under strategy={strategy!r} "
-            "an optimizer is made once they are sharded: pass its class, or a function of the parameters."
-        )
-    if precision == "16-mixed":
-        raise ValueError(
-            f'precision="16-mixed" is not estimated under strategy={strategy!r}: its scaler reads gradients of all '
-            'ranks. "bf16-mixed" takes the same memory but for that scaler.'
-        )
-    if clip is not None and strategy == "fsdp":
-        raise ValueError(
-            "clip is not estimated under FSDP 1, where Lightning refuses to clip norms too: one rank's shards have no "
-            'norm of their own. Leave it out, or take strategy="fsdp2".'
-        )
-    if device != "cuda":
-        raise ValueError(f"strategy={strategy!r} runs on PyTorch's CUDA code: leave device={device!r} out.")
-
-
-def _check_model(model: object, step: object, *, stage: str, device: str) -> None:
-    """Raise for models without a step, and for unknown stages and devices.
+def _check_model(model: object, step: object, *, stage: str) -> None:
+    """Raise for models without a step, and for unknown stages.
 
     Raises:
         TypeError: The model is no module, or the step no function.
-        ValueError: The stage or the device is unknown, or the model lacks the stage's step.
+        ValueError: The stage is unknown, the model lacks the stage's step, or it is one rank's part of a model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if stage not in get_args(Stage):
         raise ValueError(f"Unknown stage {stage!r}. Accepted are {', '.join(map(repr, get_args(Stage)))}.")
-    if device not in {"cuda", "cpu"}:
-        raise ValueError(f"Unknown device {device!r}. Accepted are 'cuda' and 'cpu': whose operators are estimated.")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(  # noqa: TRY004, its class is right, and its use is not
+            "A DistributedDataParallel is one rank of several, and estimate_memory estimates one GPU: pass the module "
+            "that it wraps, or run the script dry (memtools dry-run --devices 2), which shows a rank with its buckets."
+        )
     if step is not None:
         if not callable(step):
             raise TypeError(f"step must be a function, step=lambda model, batch: loss; got {type(step).__name__}.")

@@ -75,18 +75,16 @@ class MemoryEstimate:
             temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and
             other kernels) and other (buffers among them). They add up to ``peak_allocated``.
         parameter_count: Elements of all parameters, tied ones counted once.
-        gradient_count: Elements of the parameters that got a gradient; under FSDP 1, of this rank's part of them.
-        parameter_bytes: Bytes of parameters and buffers, under FSDP of this rank's part of them.
+        gradient_count: Elements of the parameters that got a gradient.
+        parameter_bytes: Bytes of parameters and buffers.
         modules: Every module of the model, in its order.
         holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
         timeline: Allocated bytes by category, and reserved bytes, after every event.
         batch_size: The first dimension of the batch's first tensor; None where there is none.
-        device: "cuda" or "cpu": whose operators.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
-        engine: "simulation", or "cuda": the steps ran on PyTorch's own CUDA code and allocator, and computed nothing.
     """
 
     peak_allocated: int
@@ -101,10 +99,8 @@ class MemoryEstimate:
     step_peaks: tuple[int, ...]
     timeline: MemoryTimeline = field(repr=False)
     batch_size: int | None
-    device: str
     notes: tuple[str, ...] = ()
     capacity: str | None = None
-    engine: str = "simulation"
     _simulation: CachingAllocator = field(repr=False)
     _trace: AllocationTrace = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
@@ -192,11 +188,7 @@ class MemoryEstimate:
             ("parameters", f"{self.parameter_count:,}"),
             ("parameters with a gradient", f"{self.gradient_count:,}"),
         ]
-        return Table((f"estimate ({self._made_by})", "value"), rows)
-
-    @property
-    def _made_by(self) -> str:
-        return "simulated" if self.engine == "simulation" else "PyTorch's CUDA code, nothing computed"
+        return Table(("estimate (simulated)", "value"), rows)
 
     def module_table(self, top: int | None = None) -> Table:
         """Return one row per module: its output, its parameters, and the activations that it keeps for backward.

@@ -14,18 +14,16 @@ from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder
 from lightning_memtools.simulation.step_runner import batch_size_of
-from lightning_memtools.simulation.tracer import SimulationSettings, Traced
+from lightning_memtools.simulation.tracer import Traced
 
 
 def read_estimate(
     traced: Traced,
     model: nn.Module,
     batch: Any,
-    settings: SimulationSettings,
     *,
     capacity: str | None,
     retrace: Callable[[int], MemoryEstimate],
-    notes: tuple[str, ...] = (),
 ) -> MemoryEstimate:
     """Return the estimate of a traced step."""
     recorder = traced.recorder
@@ -47,8 +45,7 @@ def read_estimate(
         step_peaks=_step_peaks(timeline),
         timeline=timeline,
         batch_size=batch_size_of(batch),
-        device="cuda" if settings.cuda else "cpu",
-        notes=notes,
+        notes=traced.notes,
         capacity=capacity,
         _simulation=traced.device.allocator,
         _trace=traced.device.trace,

@@ -16,9 +16,9 @@ from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunc
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.cpu_kernels import CPU_KERNELS
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
-from lightning_memtools.simulation.known_values import ValueReaders, values_known
+from lightning_memtools.simulation.followed_functions import ValueReaders
+from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
 
@@ -50,7 +50,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(ValueReaders(known))
         device.find_results(repeated.result_of)
         stack.enter_context(fakes_copied_deeply())
-        device.replace_operators({**UNNEEDED, **SIZED, **({} if device.cuda_like else CPU_KERNELS)})
+        device.replace_operators({**UNNEEDED, **SIZED})
         stack.enter_context(without_sharding_hooks(model))
         stack.enter_context(borrowed([model], exchange))
         _skip_checks(model)

@@ -12,17 +12,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
+from lightning_memtools._torch import uncompiled
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.optimizer_lines import OptimizerLines
 from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
-from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation import step_runner
-from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
-from lightning_memtools.simulation.known_values import KnownValues, values_known
-from lightning_memtools.simulation.one_rank import RankSettings
+from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step_runner import (
@@ -46,16 +45,12 @@ class Subject:
         model: Any module.
         step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
         optimizer: An optimizer, several, its class, a function of the parameters, or None.
-        ddp: The settings of DDP's buckets; None without DDP.
-        ranks: The ranks of which one is run on PyTorch's CUDA code; None for a single one.
         trainer: The Trainer of the run that the step is taken from; None where there is none.
     """
 
     model: nn.Module
     step: StepFunction | None = None
     optimizer: Optimizer | Sequence[Optimizer] | type[Optimizer] | MakeOptimizer | None = None
-    ddp: BucketSettings | None = None
-    ranks: RankSettings | None = None
     trainer: Any = None
 
 
@@ -100,22 +95,11 @@ class Traced:
 
 
 class Tracer(StepListener):
-    """Gives fake batches to the loop, records its phases, and simulates DDP's work at the start of a forward pass."""
+    """Gives fake batches to the loop and records its phases."""
 
     def __init__(
-        self,
-        device: VirtualDevice,
-        recorder: AllocationRecorder,
-        batch: Any,
-        dtype: torch.dtype | None,
-        buckets: Buckets | None,
-        *,
-        accumulate: int,
+        self, device: VirtualDevice, recorder: AllocationRecorder, batch: Any, dtype: torch.dtype | None
     ) -> None:
-        self._buckets = buckets
-        self._accumulate = accumulate
-        self._n_batches = 0
-        self._has_new_batch = False
         self._device = device
         self._recorder = recorder
         self._batch = batch
@@ -125,9 +109,6 @@ class Tracer(StepListener):
     def begin(self, phase: str, step: int | None = None) -> None:
         """Record that a phase begins."""
         self._recorder.begin(phase, step)
-        if phase == "forward" and self._has_new_batch and self._buckets is not None:
-            self._has_new_batch = False
-            self._buckets.begin_forward(syncs=self._n_batches % self._accumulate == 0)
 
     def next_batch(self) -> Any:
         """Return a batch of the same sizes and known values, in host memory."""
@@ -138,8 +119,6 @@ class Tracer(StepListener):
         """Return the batch, which is allocated on the device as a copy to a GPU would be."""
         if next(tensors_in(batch), None) is not None:
             self._device.count_batch(batch)
-        self._n_batches += 1
-        self._has_new_batch = True
         return move(batch)
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -185,29 +164,23 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSett
     with ExitStack() as stack:
         known = stack.enter_context(values_known())
         stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda))
-        buckets = None
-
-        def count_bucket(bucket: torch.Tensor) -> None:
-            device.assign(bucket, Category.GRADIENT, "(DDP bucket)")
-
-        if subject.ddp is not None:
-            buckets = Buckets(model, subject.ddp, count=count_bucket, on_host=not settings.cuda)
         stack.enter_context(noted_shapes(model, result.shapes))
         stack.enter_context(lines)
-        tracer = Tracer(device, recorder, batch, recipe.dtype, buckets, accumulate=recipe.accumulate)
+        tracer = Tracer(device, recorder, batch, recipe.dtype)
         run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, tracer)
-        count_parameters(model, result)
+        _count_parameters(model, result)
         recorder.finish(device)
-        result.notes = notes_of(known)
+        result.notes = tuple(f"Assumed at {what}." for what in known.assumed)
     return result
 
 
-def notes_of(known: KnownValues) -> tuple[str, ...]:
-    """Return what was assumed where a step read values that are not known, as remarks on it."""
-    return tuple(f"Assumed at {what}." for what in known.assumed)
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper; any other module itself."""
+    inner = uncompiled(model)
+    return model if inner is None else inner
 
 
-def count_parameters(model: nn.Module, result: Traced) -> None:
+def _count_parameters(model: nn.Module, result: Traced) -> None:
     """Write the counts and bytes of the model's parameters into the result."""
     # `parameters()` yields a shared parameter once.
     parameters = list(model.parameters())

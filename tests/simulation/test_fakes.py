@@ -117,7 +117,7 @@ def test_an_optimizer_with_state_is_left_as_it_was_and_its_state_counts():
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     state = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
-    made = estimate_memory(model, torch.zeros(1, 64), step=total, optimizer=optimizer, steps=1, device="cpu")
+    made = estimate_memory(model, torch.zeros(1, 64), step=total, optimizer=optimizer, steps=1)
     assert made.composition["optimizer"] == 2 * (64 * 64 * 4 + 512) + 2 * 512
     after = optimizer.state[model[0].weight]
     assert optimizer.param_groups[0]["params"][0] is model[0].weight

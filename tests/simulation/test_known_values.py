@@ -80,7 +80,7 @@ UNKNOWN = {
     "number": (lambda x: x.sum().item(), 1.0),
     "flag": (lambda x: bool(x.sum() > 0.5), True),
     "index": (lambda x: int(x.argmax()), 1),
-    "class": (lambda x: torch.unique(x.argmax(1)), (4,)),
+    "class": (lambda x: torch.unique(x.argmax(1)), (10,)),
     "flag of one value": (lambda x: bool(x[:1, 0] > torch.tensor([0.5])), True),
     "mask": (lambda x: x[x > 0], (40,)),
     "rows": (lambda x: x[x[:, 0] > 0], (10, 4)),
@@ -92,6 +92,7 @@ UNKNOWN = {
     "compared with infinity": (lambda x: bool((x == math.inf).any()), False),
     "compared with itself": (lambda x: bool((x != x).any()), False),  # noqa: PLR0124, how NaN is found
     "choice": (lambda x: "abc"[int(torch.empty(1).uniform_(0, 3).item())], "c"),
+    "number of an interval": (lambda x: torch.empty(1).uniform_(0.08, 1.0).item() > 0.9, True),
     "choice by an integer": (lambda x: "abc"[int(torch.randint(3, (1,)))], "c"),
     "levels of the best": (lambda x: torch.unique(LEVELS[x.flatten().topk(20)[1]]), (2,)),
     "a single one, sorted": (lambda x: x.sum().sort()[0].item(), 1.0),

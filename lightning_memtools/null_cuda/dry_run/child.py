@@ -41,7 +41,8 @@ from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, Loop
 from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
 from lightning_memtools.null_cuda.launch import USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
-from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, values_known
+from lightning_memtools.simulation.followed_functions import FollowedValues
+from lightning_memtools.simulation.known_values import KnownValues, values_known
 
 _HISTORY_ENTRIES = 2_000_000
 

@@ -64,7 +64,7 @@ class RunObserver:
 
         def make(reset: Callable[..., None]) -> Callable[..., None]:
             def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
-                self._counter.fold(reset=False)
+                self._counter.fold()
                 reset(*args, **kwargs)
 
             return reset_peak_memory_stats
@@ -134,7 +134,7 @@ class RunObserver:
 
     def whole_script(self) -> DryRunStage:
         """Return the peaks of the script from its beginning to now."""
-        self._counter.fold(reset=False)
+        self._counter.fold()
         allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 

@@ -115,7 +115,8 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
         callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
     for one in callbacks:
         if isinstance(one, OOMReport):
-            one.checks_seconds = spec.checks_seconds
+            if spec.checks_seconds is not None:
+                one.checks_seconds = spec.checks_seconds
             observer.reporting.append(one)
     if spec.strategy is not None and limited.get("strategy", "auto") == "auto":
         limited |= {"strategy": spec.strategy, "devices": spec.devices, "accelerator": "gpu"}

@@ -1,0 +1,131 @@
+"""Reads and follows known values at the functions of torch, above its operators."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_memtools._torch import (
+    ENGINE_RUN,
+    FakeTensor,
+    has_readable_values,
+    kept_in_backward,
+    tree_leaves,
+)
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.null_cuda.launch import computes_nothing
+from lightning_memtools.simulation.known_values import (
+    FACTORIES,
+    RULES,
+    Call,
+    KnownValues,
+    is_too_large,
+    name_of,
+    on_host,
+)
+from lightning_memtools.simulation.packed_sequences import PACKING
+
+_MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}
+_RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|empty|geometric|cauchy")
+_NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
+_WITHOUT_OPERATOR = {"numpy", "tolist", "__array__"}
+
+
+class ValueReaders(TorchFunctionMode):
+    """Serves functions that read fake tensors without an operator: `numpy()`, `tolist()`, packed sequences."""
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self._values = values
+        self._patches = Patches()
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))  # recomputed layers read values too
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.undo()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or read the known values."""
+        if func in PACKING and not has_readable_values(args[0]):
+            return PACKING[func](self._values, *args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _WITHOUT_OPERATOR and isinstance(args[0], FakeTensor):
+            return self._values.find(Tensor.numpy if func is Tensor.__array__ else func, args[:1], {})
+        return func(*args, **(kwargs or {}))
+
+
+class FollowedValues(TorchFunctionMode):
+    """Follows known values above a CUDA device that computes nothing, function by function.
+
+    A dispatch mode would see more, but torch takes other paths under one and allocates otherwise: it no longer adds
+    gradients up in place, for example. A function runs as it is wherever it reads no values.
+    """
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or answer it by known values."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or func in _NOT_FOLLOWED:
+            return func(*args, **kwargs)
+        on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
+        rule = RULES.get(name) if on_device else None
+        if rule is not None and rule.answer is not None:
+            result = rule.answer(self._values, Call(name, func, args, kwargs, _holds_nothing))
+            if result is not NotImplemented:
+                return result
+        out = func(*args, **kwargs)
+        if on_device or any(map(_holds_nothing, tree_leaves(out))):
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what is known of a function's result, and forget what it has written."""
+        name, values = name_of(func), self._values
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        known = None if _RANDOM.search(name) or any(map(is_too_large, made)) else values.of_all(tensors)
+        if known is None:
+            self._follow_unknown(name, args, out)
+            return
+        if not tensors and name not in FACTORIES:
+            return
+        computed = known[0] if name in _MOVES else on_host(func, args, kwargs, known)
+        reals = [value for value in tree_leaves(computed) if isinstance(value, Tensor)]
+        for tensor, real in zip(made, reals, strict=False):
+            if any(tensor is each for each in tensors) or tensor.shape != real.shape or real.is_cuda:
+                continue
+            if _holds_nothing(tensor):
+                if values.of(tensor) is None:  # a view of what is known is known
+                    values.note(tensor, real)
+            elif any(map(_holds_nothing, tensors)):  # a copy in host memory
+                with torch.no_grad():
+                    tensor.copy_(real)
+
+    def _follow_unknown(self, name: str, args: Any, out: Any) -> None:
+        """Forget what a function of unknown values has written, and note what is assumed of its result."""
+        if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            for value in tree_leaves(args[0]):  # a list where the function is one of foreach
+                if isinstance(value, Tensor):
+                    self._values.forget(value)
+        made = next((value for value in tree_leaves(out) if isinstance(value, Tensor)), None)
+        if made is not None and _holds_nothing(made):
+            self._values.guess(name if name in RULES else name.strip("_"), args, out)
+
+
+def _holds_nothing(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda and _computes_nothing(value.device)
+
+
+_computes_nothing = cache(computes_nothing)

@@ -1,0 +1,90 @@
+"""Packs sequences by lengths that are known: torch's kernels for it read them without an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools._torch import PACK_PADDED, PAD_PACKED, without_dispatch_modes
+from lightning_memtools.simulation.known_values import KnownValues
+
+
+class _PackedSequences(torch.autograd.Function):
+    """Packs sequences as torch does (PackedSequence.cpp), by lengths that are known."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
+        """Return the rows of all time steps, one below the other."""
+        ctx.shape, ctx.sizes, ctx.batch_first = source.shape, sizes, batch_first
+        steps = source.transpose(0, 1) if batch_first else source
+        parts = [
+            steps[first:last, :n].contiguous().view(-1, *steps.shape[2:]) for first, last, n in _runs_of_equal(sizes)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Put each row's gradient where the row was."""
+        (gradient,) = gradients
+        shape = [ctx.shape[1], ctx.shape[0], *ctx.shape[2:]] if ctx.batch_first else ctx.shape
+        out = gradient.new_zeros(shape)
+        offset = 0
+        for step, n in enumerate(ctx.sizes):
+            out[step, :n].copy_(gradient[offset : offset + n])
+            offset += n
+        return (out.transpose(0, 1) if ctx.batch_first else out), None, None
+
+
+def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the first and the last time step of each run of steps with equally many sequences, and how many."""
+    first = 0
+    for size, run in groupby(sizes):
+        last = first + len(list(run))
+        yield first, last, size
+        first = last
+
+
+def _pack(values: KnownValues, source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    known = values.read(lengths)
+    with without_dispatch_modes():
+        sizes: list[int] = [int((known > step).sum()) for step in range(int(known.max()))]
+    packed: Tensor = _PackedSequences.apply(source, sizes, batch_first)  # type: ignore[no-untyped-call]
+    return packed, torch.tensor(sizes)
+
+
+def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    batch_first, padding_value, total_length = options
+    known = values.read(batch_sizes)
+    with without_dispatch_modes():
+        sizes: list[int] = known.tolist()
+    length = max(total_length, len(sizes))
+    out = source.new_full((length, sizes[0], *source.shape[1:]), padding_value)
+    offset = 0
+    for first, last, n in _runs_of_equal(sizes):
+        rows = source[offset : offset + (last - first) * n]
+        out[first:last, :n].copy_(rows.view(last - first, n, *source.shape[1:]))
+        offset += (last - first) * n
+    lengths = torch.tensor([sum(n > at for n in sizes) for at in range(sizes[0])])
+    return (out.transpose(0, 1) if batch_first else out), lengths
+
+
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a recurrent function that is given the sizes of packed batches with their values."""
+
+    def run(values: KnownValues, source: Tensor, sizes: Any, *args: Any) -> Any:
+        is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
+        return function(source, values.read(sizes) if is_packed else sizes, *args)
+
+    return run
+
+
+PACKING: dict[Any, Callable[..., Any]] = {
+    **{one: _recurrent(one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    PACK_PADDED: _pack,
+    PAD_PACKED: _pad,
+}
+"""What stands for each function that packs, pads or runs packed sequences; it is given the known values first."""
