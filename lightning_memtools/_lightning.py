@@ -17,9 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 PACKAGE = next((name for name in list(sys.modules) if name in _PACKAGES), _PACKAGES[0])
@@ -391,20 +389,6 @@ def source_of(loop: Any) -> Any:
     return loop._data_source
 
 
-def put_loader_classes_back() -> None:
-    """Undo what Lightning changes on DataLoader and BatchSampler while a hook makes loaders.
-
-    Lightning does so itself, but not where the hook raises; loaders made later in the process then fail in strange ways
-    (those with a positional batch size in `Trainer.predict`, Lightning 2.6). It can go when Lightning undoes it always.
-    """
-    for base in (DataLoader, BatchSampler):
-        for one in {base, *get_all_subclasses(base)}:
-            for name in ("__init__", "__setattr__", "__delattr__"):
-                if f"__old{name}" in vars(one):
-                    setattr(one, name, getattr(one, f"__old{name}"))
-                    delattr(one, f"__old{name}")
-
-
 def forget_saved_arguments(loader: Any) -> None:
     """Have Lightning construct a changed loader from its attributes when it replaces the sampler.
 
@@ -437,12 +421,13 @@ def prepared_loaders(loop: Any) -> list[Any]:
 
 
 def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
-    """Change each loader of a training that starts; see `prepared_loaders`. No hook comes before their iterators."""
+    """Change each loader of a loop that is set up; see `prepared_loaders`. No hook comes before their iterators."""
     before = prepared_loaders(loop)
     after = [change(one) for one in before]
     if any(new is not old for new, old in zip(after, before, strict=True)):
         loop._combined_loader.flattened = after
-        iter(loop._data_fetcher)
+        if loop._data_fetcher is not None:
+            iter(loop._data_fetcher)
 
 
 def batches_in_evaluation(loop: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted
@@ -18,7 +18,7 @@ class RankReading:
     """The memory of one rank's device during a trial. Sizes in bytes; None where the device does not report them.
 
     Attributes:
-        peak: The most that this process's allocator had reserved, as MemoryMonitor logs it.
+        peak: The most that this process's allocator had reserved.
         limit: The most that it may reserve: the capacity less the margin, and less what is held outside of it (by other
             processes, and by the CUDA context).
         peak_allocated: The most that tensors held.
@@ -26,7 +26,6 @@ class RankReading:
             An optimizer that makes temporary copies has a peak of its own, which does not.
         base_allocated: Held before the second batch was fetched: weights, gradients and optimizer state.
         failure: Why this rank could not run the size; empty where it could.
-        seconds_per_batch: The mean time of a training batch; None where none was measured.
     """
 
     peak: int | None = None
@@ -35,7 +34,6 @@ class RankReading:
     batch_allocated: int | None = None
     base_allocated: int | None = None
     failure: str = ""
-    seconds_per_batch: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -51,8 +49,6 @@ class SizeTrial:
         stage: train, val, test or predict.
         size: Samples per batch and rank.
         readings: One for each rank.
-        seconds: Duration of the trial.
-        accumulate: Micro-batches per optimizer step that belong to this size.
         is_configured: True for the size that was set before the search. It fits if it runs to its end, also where it
             leaves less than the margin.
     """
@@ -60,28 +56,22 @@ class SizeTrial:
     stage: str
     size: int
     readings: Sequence[RankReading]
-    seconds: float = 0.0
-    accumulate: int = 1
     is_configured: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """True if every rank ran the size to its end, within its limit or not."""
+        return not any(reading.failure for reading in self.readings)
 
     @property
     def fits(self) -> bool:
         """True if every rank ran the size within its limit; for the configured size, if every rank ran it."""
-        if self.is_configured:
-            return not any(reading.failure for reading in self.readings)
-        return all(reading.fits for reading in self.readings)
+        return self.ended if self.is_configured else all(reading.fits for reading in self.readings)
 
     @property
     def is_within_margin(self) -> bool:
         """True if the configured size runs but leaves less than the margin free."""
         return self.fits and not all(reading.fits for reading in self.readings)
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Training samples per second over all ranks, at the slowest rank's pace; None where none was measured."""
-        times = [reading.seconds_per_batch for reading in self.readings]
-        known = [one for one in times if one]
-        return self.size * len(times) / max(known) if len(known) == len(times) else None
 
     @property
     def tightest(self) -> RankReading:
@@ -94,9 +84,8 @@ class SizeTrial:
         if self.fits:
             return "fits, with less than the margin left" if self.is_within_margin else "fits"
         reading = self.tightest
-        reason = reading.failure or "over the limit"
         rank = f" (rank {list(self.readings).index(reading)})" if len(self.readings) > 1 else ""
-        return reason + rank
+        return (reading.failure or "over the limit") + rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +97,10 @@ class BatchSizeResult:
         trials: Every trial, in order.
         peaks: For each stage, the most that was reserved at that size on the tightest rank, in bytes.
         accumulate: Micro-batches per optimizer step.
-        n_ranks: Number of ranks that train together.
         seconds: Duration of the search.
         device: A sentence that names the device and says if it is simulated.
-        notes: Sentences about limits, the learning rate and schedules.
+        n_ranks: Number of ranks that train together.
+        notes: Sentences about limits and the learning rate.
     """
 
     sizes: Mapping[str, int]
@@ -121,7 +110,7 @@ class BatchSizeResult:
     seconds: float
     device: str = ""
     n_ranks: int = 1
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -129,32 +118,19 @@ class BatchSizeResult:
         train = self.sizes.get("train")
         return None if train is None else train * self.accumulate * self.n_ranks
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return stage, size, outcome, peak and limit of each trial as text, and the samples per second if measured."""
-        is_timed = any(trial.samples_per_second for trial in self.trials)
-        return [
-            (
-                trial.stage,
-                str(trial.size),
-                trial.outcome,
-                _peak_in_words(trial.tightest),
-                format_size(trial.tightest.limit),
-                *([f"{trial.samples_per_second:.4g}" if trial.samples_per_second else ""] if is_timed else []),
-            )
-            for trial in self.trials
-        ]
-
     def table(self) -> str:
         """Return the trials as a markdown table."""
-        rows = self.rows()
-        n_columns = len(rows[0]) if rows else 5
-        heads = ("stage", "batch size", "outcome", "peak", "limit", "samples per second")[:n_columns]
-        return markdown_table(Table(heads, rows, align="lrlrrr"[:n_columns]))
+        heads = ("stage", "batch size", "outcome", "peak", "limit")
+        rows = [
+            (one.stage, str(one.size), one.outcome, _peak_in_words(one.tightest), format_size(one.tightest.limit))
+            for one in self.trials
+        ]
+        return markdown_table(Table(heads, rows, align="lrlrr"))
 
     def summary(self) -> str:
         """Return the sizes, the cost of the search and the effective batch size in one sentence."""
-        found = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
-        text = f"Batch size: {found} (in {counted(len(self.trials), 'trial', 'trials')}, {self.seconds:.1f} s)"
+        sizes = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
+        text = f"Batch size: {sizes} (in {counted(len(self.trials), 'trial', 'trials')}, {self.seconds:.1f} s)"
         if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
             ranks = f" x {self.n_ranks} ranks" if self.n_ranks > 1 else ""
             text += f"; {self.accumulate} micro-batches{ranks} = {self.effective_batch_size} samples per step"
@@ -168,18 +144,14 @@ class BatchSizeResult:
 
 
 def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
-    """Return the message of the error raised when even the smallest size does not fit.
-
-    It gives the lowest need that was measured and what to change.
-    """
+    """Return the error's message where even the smallest size does not fit: the lowest need, and what to change."""
     smallest = min(trials, key=lambda trial: trial.size)
-    reading = smallest.tightest
     needs = [trial.tightest.peak for trial in trials if trial.tightest.peak is not None]
     text = f"No batch size fits for {stage}: not even {smallest.size} fits ({smallest.outcome}"
     if needs:
         text += f"; it needs at least {format_size(min(needs))}"
-    if reading.limit is not None:
-        text += f", and {format_size(reading.limit)} may be used"
+    if smallest.tightest.limit is not None:
+        text += f", and {format_size(smallest.tightest.limit)} may be used"
     return (
         f"{text}). The model and the data are unchanged. Next: a smaller model or smaller samples, "
         "GradientCheckpointing, a lower precision, a smaller margin, or a device with more memory."

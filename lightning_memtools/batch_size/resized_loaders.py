@@ -1,24 +1,32 @@
-"""Copies of data loaders with another batch size, or with the largest samples first."""
+"""Copies of data loaders with another batch size, or with the largest samples in every batch."""
 
 from __future__ import annotations
 
 import copy
+import heapq
 import inspect
+import math
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Sampler, Subset
 
-from lightning_memtools._torch import loader_with_batch_sampler
-from lightning_memtools.batch_size.sample_sizes import SampleSizes, declared_sizes, measured_sizes
+from lightning_memtools._torch import loader_with_batch_sampler, tree_leaves
 from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.state.random_state import random_streams_restored
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
-_PASSES = 4
-_SECONDS_OF_BATCHES = 0.5
+# Reading samples may take this long per data set; and this long where all samples so far have one size.
+_SECONDS = 2.0
+_SECONDS_OF_EQUALS = 0.5
 
 WorstCase = Callable[[Any, int], Sequence[int]]
 """Return the indices of the n samples of a data set that take the most memory, largest first."""
@@ -42,18 +50,18 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
             f"The batch size of a {type(loader).__name__} cannot be set: it is not a torch.utils.data.DataLoader. Pass "
             "a DataLoader, or give the model or data module an attribute batch_size that its *_dataloader hook uses."
         )
+    described = f"the {type(loader).__name__} over {type(loader.dataset).__name__}"
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
         raise CannotResizeError(
-            f"The batch size of {_described(loader)} cannot be set: it has batch_size=None, so its data set makes the "
-            "batches. Let the DataLoader make them, or give the model or data module an attribute batch_size that the "
+            f"The batch size of {described} cannot be set: it has batch_size=None, so its data set makes the batches. "
+            "Let the DataLoader make them, or give the model or data module an attribute batch_size that the "
             "*_dataloader hook passes to the data set."
         )
     if type(batch_sampler) is BatchSampler:
-        return loader_with_batch_sampler(
-            loader, BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last), size
-        )
-    return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size), None)
+        resized = BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last)
+        return loader_with_batch_sampler(loader, resized, size)
+    return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size, described), None)
 
 
 def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
@@ -62,63 +70,39 @@ def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None
         return None
     if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
         return None
-    return declared_sizes(loader.dataset) or measured_sizes(loader.dataset)
+    lengths = _lengths(loader.dataset)
+    return _measured(loader.dataset) if lengths is None else SampleSizes(dict(enumerate(lengths)), len(lengths))
 
 
-def worst_first(loader: Any, n: int, worst_case: WorstCase | None, sizes: SampleSizes | None = None) -> Any:
-    """Return the loader with only the batch that takes the most memory; the loader itself where that is unknown.
+def worst_first(loader: Any, worst_case: WorstCase | None, sizes: SampleSizes | None) -> Any:
+    """Return the loader with the samples that take the most memory in every batch; itself where they are unknown.
 
-    The largest samples come from the `worst_case` function, from a method `worst_case(n)` of the data set, or from the
-    sizes. A batch sampler of the user's is asked for its batches, and the largest of these is taken.
-
-    Args:
-        loader: The loader.
-        n: The number of samples that the batches of all ranks hold together.
-        worst_case: Returns the largest samples; None where there is no such function.
-        sizes: The sizes of the samples; None for those that the data set tells.
+    The batches are made by the loader's own collate function and workers. The largest samples come from the
+    `worst_case` function, from a method `worst_case(n)` of the data set, or from the sizes.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
-    sizes = sizes or declared_sizes(loader.dataset)
-    batch_sampler, size = loader.batch_sampler, batch_size_of(loader)
-    if batch_sampler is None or size is None:
+    dataset, n = loader.dataset, batch_size_of(loader)
+    if loader.batch_sampler is None or n is None:
         return loader
-    if sizes is not None and sizes.vary and type(batch_sampler) is not BatchSampler:
-        batches = _batches_of(batch_sampler)
-        if batches:
-            again = _Again(sizes.largest_batch(batches), len(batches), size, getattr(batch_sampler, "sampler", None))
-            return loader_with_batch_sampler(loader, again, None)
-    indices = _worst_indices(loader.dataset, n, worst_case, sizes)
+    method = getattr(dataset, "worst_case", None)
+    if worst_case is not None or callable(method):
+        indices = [int(index) for index in (method(n) if worst_case is None else worst_case(dataset, n))]  # type: ignore[misc]
+    else:
+        indices = sizes.largest(n) if sizes is not None and sizes.vary else []
     if not indices:
         return loader
-    n_rest = max(n_samples_of(loader) or 0, len(indices))
-    return loader_with_batch_sampler(
-        loader, BatchSampler(_Cycle(indices, n_rest), size, drop_last=False), loader.batch_size
-    )
-
-
-class _Cycle(Sampler[int]):
-    """Repeats the same indices, so that every batch of a trial is the largest one."""
-
-    def __init__(self, indices: Sequence[int], length: int) -> None:
-        self.indices = indices
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return (self.indices[i % len(self.indices)] for i in range(self.length))
+    n_batches = math.ceil(max(n_samples_of(loader) or 0, n) / n)
+    return loader_with_batch_sampler(loader, _Again(indices[:n], n_batches, n), loader.batch_size)
 
 
 class _Again(Sampler[list[int]]):
-    """Repeats one batch. Declares the batch size and the sampler of the batch sampler that it comes from."""
+    """Repeats one batch."""
 
-    def __init__(self, batch: Sequence[int], n_batches: int, batch_size: int, sampler: Any) -> None:
+    def __init__(self, batch: Sequence[int], n_batches: int, batch_size: int) -> None:
         self.batch = list(batch)
         self.n_batches = n_batches
         self.batch_size = batch_size
-        self.sampler = range(n_batches * batch_size) if sampler is None else sampler
 
     def __len__(self) -> int:
         return self.n_batches
@@ -127,72 +111,138 @@ class _Again(Sampler[list[int]]):
         return (self.batch for _ in range(self.n_batches))
 
 
-def _batches_of(batch_sampler: Any) -> list[Sequence[int]]:
-    """Return the batches of a few passes over a batch sampler: where it shuffles, each pass has others."""
-    end = time.perf_counter() + _SECONDS_OF_BATCHES
-    batches: list[Sequence[int]] = []
-    with _streams_of(batch_sampler):
-        for _ in range(_PASSES):
-            for batch in batch_sampler:
-                batches.append(batch)
-                if time.perf_counter() > end:
-                    break
-    are_indices = all(isinstance(index, int) for batch in batches[:1] for index in batch)
-    return batches if are_indices else []
-
-
-def _worst_indices(dataset: Any, n: int, worst_case: WorstCase | None, sizes: SampleSizes | None) -> list[int]:
-    if worst_case is not None:
-        return [int(index) for index in worst_case(dataset, n)]
-    if callable(getattr(dataset, "worst_case", None)):
-        return [int(index) for index in dataset.worst_case(n)]
-    return sizes.largest(n) if sizes is not None and sizes.vary else []
-
-
-def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int) -> Any:
+def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
     """Return a user's batch sampler with a new size: constructed anew if its arguments are known, copied otherwise."""
-    kind = type(batch_sampler).__name__
-    old = getattr(batch_sampler, "batch_size", None)
+    kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
-            f"The batch size of {_described(loader)} cannot be set: its batch_sampler {kind} has no batch_size. Give "
-            "it an int attribute batch_size that its batches follow."
+            f"The batch size of {described} cannot be set: its batch_sampler {kind} has no batch_size. Give it an int "
+            "attribute batch_size that its batches follow."
         )
-    new = _made_anew(batch_sampler, size)
-    if new is None:
+    names = [name for name in inspect.signature(type(batch_sampler).__init__).parameters if name != "self"]
+    if "batch_size" in names and all(hasattr(batch_sampler, name) for name in names):
+        given = {name: getattr(batch_sampler, name) for name in names}
+        new = type(batch_sampler)(**(given | {"batch_size": size}))
+    else:
         new = copy.copy(batch_sampler)
         new.batch_size = size
     # Only a batch shows that the size had an effect: the batches may have been formed in the constructor.
-    with _streams_of(batch_sampler):
-        first = len(list(next(iter(new), [])))
-    if size != old and first == old:
+    before = StateSnapshot([batch_sampler])
+    first = len(list(next(iter(new), [])))
+    before.restore()
+    if first == old != min(size, n_samples_of(loader) or size):
         raise CannotResizeError(
-            f"The batch size of {_described(loader)} cannot be set: its batch_sampler {kind} still gives {first} "
-            f"samples with batch_size={size}. Let it read self.batch_size when it is iterated over."
+            f"The batch size of {described} cannot be set: its batch_sampler {kind} still gives {first} samples with "
+            f"batch_size={size}. Let it read self.batch_size when it is iterated over."
         )
     return new
 
 
-def _made_anew(batch_sampler: Any, size: int) -> Any:
-    parameters = inspect.signature(type(batch_sampler).__init__).parameters
-    names = [name for name in parameters if name != "self"]
-    if "batch_size" not in names or not all(hasattr(batch_sampler, name) for name in names):
+# --- sizes of samples
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """The known sizes of the samples of one data set.
+
+    Attributes:
+        of: The size of each known sample by its index: the declared size, or the number of its values.
+        n_samples: The number of samples in the data set.
+        shapes: The shape of the largest tensor of each measured sample, by its index.
+        are_measured: False if the data set declares the sizes.
+    """
+
+    of: Mapping[int, float]
+    n_samples: int
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    are_measured: bool = False
+
+    @property
+    def vary(self) -> bool:
+        """True if not all known samples have the same size."""
+        return len(set(self.of.values())) > 1 or len(set(self.shapes.values())) > 1
+
+    @property
+    def are_complete(self) -> bool:
+        """True if the size of every sample is known."""
+        return len(self.of) >= self.n_samples
+
+    def largest(self, n: int) -> list[int]:
+        """Return the indices of the n largest samples, the largest first.
+
+        Samples that are the largest in one dimension come before all others: a batch is padded in each of them.
+        """
+        n_dims = {len(shape) for shape in self.shapes.values()}
+        dims = range(n_dims.pop()) if len(n_dims) == 1 else ()
+        first = [max(self.shapes, key=lambda i, dim=dim: (self.shapes[i][dim], self.of[i])) for dim in dims]  # type: ignore[misc]
+        return list(dict.fromkeys([*first, *heapq.nlargest(n, self.of, key=self.of.__getitem__)]))[:n]
+
+    def described(self) -> str:
+        """Return a sentence about the samples that are known."""
+        sizes = self.of.values()
+        read = "all" if self.are_complete else f"{len(self.of):,} of {self.n_samples:,}"
+        return f"samples vary in size, from {min(sizes):g} to {max(sizes):g} values ({read} samples were looked at)"
+
+
+def _lengths(dataset: Any) -> list[float] | None:
+    """Return the sizes that a data set declares by its attribute `lengths`, also through Subset and ConcatDataset."""
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is not None and hasattr(lengths, "__len__") and len(lengths) == len(dataset):
+        return list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
+    if isinstance(dataset, Subset):
+        inner = _lengths(dataset.dataset)
+        return None if inner is None else [inner[index] for index in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_lengths(part) for part in dataset.datasets]
+        return None if None in parts else [length for part in parts for length in part or ()]
+    return None
+
+
+def _measured(dataset: Any) -> SampleSizes | None:
+    """Return the sizes of samples that were read, in random order, as many as the time allows; None where none can be.
+
+    Random streams are restored, and on a VirtualDevice the samples do not count.
+    """
+    try:
+        n_samples = len(dataset)
+    except TypeError:
         return None
-    given = {name: getattr(batch_sampler, name) for name in names}
-    return type(batch_sampler)(**(given | {"batch_size": size}))
+    order = random.Random(0).sample(range(n_samples), min(n_samples, 10**5))  # noqa: S311, no secret
+    sizes: dict[int, float] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    kinds: set[tuple[float, tuple[int, ...] | None]] = set()
+    device = VirtualDevice.current()
+    begin = time.perf_counter()
+    with random_streams_restored(), torch.no_grad(), nullcontext() if device is None else device.host():
+        for index in order:
+            try:
+                kind = _size_of(dataset[index])
+            except Exception:  # noqa: BLE001, the user's code: the run itself will raise it where it matters
+                return None
+            kinds.add(kind)
+            sizes[index], shape = kind
+            if shape is not None:
+                shapes[index] = shape
+            if time.perf_counter() - begin > (_SECONDS_OF_EQUALS if len(kinds) == 1 else _SECONDS):
+                break
+    return SampleSizes(sizes, n_samples, shapes, are_measured=True)
 
 
-@contextmanager
-def _streams_of(batch_sampler: Any) -> Iterator[None]:
-    """Restore the process's random streams, and the generators of a batch sampler and its sampler."""
-    owners = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    states = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-    with random_streams_restored():
-        yield
-    for generator, state in states:
-        generator.set_state(state)
+def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
+    """Return the number of values of a sample, and the shape of its largest tensor."""
+    total, largest = 0.0, None
+    for leaf in tree_leaves(sample):
+        tensors: list[Tensor] = list(tensors_in(leaf))
+        total += sum(tensor.numel() for tensor in tensors) if tensors else _values_of(leaf)
+        largest = max([*tensors, *([] if largest is None else [largest])], key=Tensor.numel, default=None)
+    return total, None if largest is None else tuple(largest.shape)
 
 
-def _described(loader: DataLoader[Any]) -> str:
-    return f"the {type(loader).__name__} over {type(loader.dataset).__name__}"
+def _values_of(leaf: Any) -> int:
+    """Return the length of a text, the number of values of an array or of an image's points; 1 for anything else."""
+    if isinstance(leaf, str | bytes):
+        return len(leaf)
+    size = getattr(leaf, "size", None)
+    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):
+        return math.prod(size)
+    return size if isinstance(size, int) else 1

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from torch import nn
-
-from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.resized_loaders import WorstCase
-from lightning_memtools.memory.peaks import STAGES, Stage
+from lightning_memtools.memory.peaks import STAGES
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.memory.stats import MemoryReader
+
+_CHOICES = {"keep": ("learning_rate", "effective"), "on_failure": ("raise", "warn")}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,13 +38,9 @@ class SizeLimits:
     avoid_single: bool = False
 
     def round_down(self, size: float) -> int:
-        """Return the largest admitted size at or below `size`; 0 if there is none.
-
-        Without any limit, infinity gives 2^62.
-        """
-        highest = min(size, self.max_val or math.inf, self._most_by_data, self.per_rank or math.inf)
-        candidate = 2**62 if math.isinf(highest) else max(int(highest), 0)
-        candidate -= candidate % self.multiple_of
+        """Return the largest admitted size at or below `size`; 0 if there is none. Infinity gives at most 2^62."""
+        highest = min(size, self.max_val or math.inf, self._most_by_data, self.per_rank or math.inf, 2**62)
+        candidate = max(int(highest), 0) // self.multiple_of * self.multiple_of
         while candidate > 0 and (self._splits_unevenly(candidate) or self._leaves_single_sample(candidate)):
             candidate -= self.multiple_of
         return candidate
@@ -81,49 +76,8 @@ class SizeLimits:
         return self.per_rank is not None and self.per_rank % size != 0
 
     def _leaves_single_sample(self, size: int) -> bool:
-        if not self.avoid_single:
-            return False
-        has_last_batch = self.n_samples is not None and not self.drop_last
-        return size == 1 or (has_last_batch and (self.n_samples or 0) % size == 1)
-
-
-def checked_margin(margin: float | str) -> float | int:
-    """Return the share of the capacity (a float), or the bytes (an int), that have to stay free.
-
-    Raises:
-        ValueError: A share outside [0, 1), or a text that is not a size.
-    """
-    if isinstance(margin, str):
-        return parse_size(margin)
-    if not isinstance(margin, int | float) or not 0 <= margin < 1:
-        raise ValueError(f"margin={margin!r} must be a share in [0, 1), or a size such as '1GiB'.")
-    return float(margin)
-
-
-def samples_per_rank(effective_batch_size: int, n_ranks: int) -> int:
-    """Return the samples per optimizer step of each rank.
-
-    Raises:
-        ValueError: The effective batch size is not a multiple of the number of ranks.
-    """
-    if effective_batch_size % n_ranks:
-        raise ValueError(
-            f"effective_batch_size={effective_batch_size} cannot be shared evenly by {n_ranks} ranks. "
-            f"Choose a multiple of {n_ranks}, such as {effective_batch_size // n_ranks * n_ranks or n_ranks}."
-        )
-    return effective_batch_size // n_ranks
-
-
-def normalizes_batches(model: nn.Module) -> bool:
-    """Return True if training may raise on a batch of one sample: a BatchNorm takes its statistics from it."""
-    return any(isinstance(module, AnyBatchNorm) and module.training for module in model.modules())
-
-
-_CHOICES = {
-    "keep": ("learning_rate", "effective"),
-    "on_failure": ("raise", "warn"),
-    "objective": ("memory", "throughput"),
-}
+        rest = 0 if self.n_samples is None or self.drop_last else self.n_samples % size
+        return self.avoid_single and (size == 1 or rest == 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,11 +96,7 @@ class TunerSettings:
     effective_batch_size: int | None
     stages: Sequence[str]
     max_trials: int
-    at_epochs: Sequence[int]
-    precision: float
-    max_time: float | None
     keep: str
-    objective: str
     on_failure: str
     worst_case: WorstCase | None = None
 
@@ -162,39 +112,43 @@ class TunerSettings:
             raise ValueError(f"stages={self.stages!r} must be a sequence of some of {', '.join(STAGES)}.")
         if not self.names or not all(isinstance(name, str) for name in self.names):
             raise ValueError(f"batch_arg_name={self.batch_arg_name!r} names no attribute. Give a name, or several.")
-        if not _several(self.at_epochs) or not all(is_count(epoch, least=0) for epoch in self.at_epochs):
-            raise ValueError(f"at_epochs={self.at_epochs!r} must be whole numbers from 0 on, such as [5, 10].")
-        self._check_ends()
-        checked_margin(self.margin)
-
-    def _check_ends(self) -> None:
-        if not 0 < self.precision < 1:
-            raise ValueError(f"precision={self.precision!r} must be a share between 0 and 1.")
-        if self.max_time is not None and self.max_time <= 0:
-            raise ValueError(f"max_time={self.max_time!r} must be a number of seconds above 0.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
         if self.keep == "effective" and self.effective_batch_size is not None:
             raise ValueError('Give either keep="effective" or effective_batch_size.')
+        self._most_of(1)
 
     @property
     def names(self) -> list[str]:
         """The attributes that hold a batch size."""
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
-    @property
-    def stages_in_fit(self) -> list[Stage]:
-        """The stages that are tuned in a fit, training first."""
-        return [stage for stage in STAGES if stage in self.stages and stage in {"train", "val"}]
-
     def limit(self, reader: MemoryReader | None) -> int | None:
         """Return the most bytes of the device that all processes may use; None where its capacity is not known."""
         capacity = None if reader is None else reader.stats().capacity
-        if capacity is None:
-            return None
-        margin = checked_margin(self.margin)
-        return capacity - margin if isinstance(margin, int) else int(capacity * (1 - margin))
+        return None if capacity is None else self._most_of(capacity)
+
+    def _most_of(self, capacity: int) -> int:
+        if isinstance(self.margin, str):
+            return capacity - parse_size(self.margin)
+        if not isinstance(self.margin, int | float) or not 0 <= self.margin < 1:
+            raise ValueError(f"margin={self.margin!r} must be a share in [0, 1), or a size such as '1GiB'.")
+        return int(capacity * (1 - self.margin))
+
+
+def samples_per_rank(effective_batch_size: int, n_ranks: int) -> int:
+    """Return the samples per optimizer step of each rank.
+
+    Raises:
+        ValueError: The effective batch size is not a multiple of the number of ranks.
+    """
+    if effective_batch_size % n_ranks:
+        raise ValueError(
+            f"effective_batch_size={effective_batch_size} cannot be shared evenly by {n_ranks} ranks. "
+            f"Choose a multiple of {n_ranks}, such as {effective_batch_size // n_ranks * n_ranks or n_ranks}."
+        )
+    return effective_batch_size // n_ranks
 
 
 def _several(value: object) -> TypeGuard[Sequence[object]]:

@@ -6,29 +6,29 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import EitherCallback, end_the_call, running_stage
+from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_call, running_stage
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import TunerSettings
-from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
+from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.simulation.step_runner import is_lightning_module
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch that fits, before training begins.
 
-    It runs the configured size, and never takes a smaller one if that runs. From the peaks of two sizes it predicts the
-    largest that fits, runs it, and corrects the prediction with what it measured: only sizes that were run are used. A
-    trial is a few steps of every optimizer (or two evaluation batches) in the Trainer's own loops, with the callbacks
-    that take part in training; a large one goes on until the allocator reserves no more. After each trial weights,
-    optimizer, random streams, loops, data loaders and attributes are restored bit for bit. Schedulers are built for the
-    new size.
+    It runs the configured size, and never takes a smaller one if that runs. The peaks of two sizes predict the largest
+    that fits; it is run, and what is left is bisected: only sizes that were run are used. A trial is a few steps of
+    every optimizer (or two evaluation batches) in the Trainer's own loops, with the largest samples and the callbacks
+    that take part in training. After each, weights, optimizer, random streams, loops, data loaders and attributes are
+    restored bit for bit. A LearningRateFinder runs afterwards, wherever either stands in the list of callbacks.
 
     On a device without memory statistics (a CPU outside of a VirtualDevice) the size is left as it is.
 
@@ -40,9 +40,8 @@ class BatchSizeTuner(EitherCallback, Neighbour):
 
     Args:
         batch_arg_name: The attribute or hyperparameter of the model or the data module that the `*_dataloader` hooks
-            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. An item of a
-            dict is given by a dot ("loader_kwargs.batch_size"). DataLoaders passed to the Trainer need none: they are
-            rebuilt with the new size.
+            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. DataLoaders
+            passed to the Trainer need none: they are rebuilt with the new size.
         margin: The part of the device that stays free: a share of its capacity, or a size such as "1GiB".
         init_val: The first size that is tried; None for the configured one.
         max_val: No larger size is tried; None for no such limit.
@@ -52,14 +51,9 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             this.
         stages: The stages to tune: train, val, test, predict. Within fit, val is tuned beside training's memory.
         max_trials: The most trials per stage.
-        at_epochs: Training epochs at whose beginning to search again, besides the search before training.
-        precision: The search ends when the size is within this share of the largest one that can fit.
-        max_time: Seconds after which no more trials begin, once a size fits; None for no limit.
         keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" keeps the
             samples per optimizer step that are configured (batch size x `accumulate_grad_batches` x ranks), as
             `effective_batch_size` does with a number.
-        objective: "memory" takes the largest size that fits. "throughput" takes the smallest size within 3% of the most
-            training samples per second, among the configured size and larger ones that fit.
         on_failure: "raise" ends the fit if no search can be run or no size fits; "warn" warns, and trains with the
             configured size.
 
@@ -87,42 +81,30 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         effective_batch_size: int | None = None,
         stages: Sequence[str] = ("train", "val"),
         max_trials: int = 10,
-        at_epochs: Sequence[int] = (),
-        precision: float = 0.05,
-        max_time: float | None = None,
         keep: Literal["learning_rate", "effective"] = "learning_rate",
-        objective: Literal["memory", "throughput"] = "memory",
         on_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
-        given: dict[str, Any] = {
-            "batch_arg_name": batch_arg_name, "margin": margin, "init_val": init_val, "max_val": max_val,
-            "multiple_of": multiple_of, "effective_batch_size": effective_batch_size, "stages": stages,
-            "max_trials": max_trials, "at_epochs": at_epochs, "precision": precision, "max_time": max_time,
-            "keep": keep, "objective": objective, "on_failure": on_failure,
-        }  # fmt: skip
+        given = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
         self._tuning = SizeTuning(TunerSettings(**given))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Observe the setup of optimizers, to repeat it with the same random numbers."""
-        self._tuning.undo(trainer)
-        if stage == "fit":
-            self._tuning.optimizer_setup.observe(trainer)
+        """Take the place before the first LearningRateFinder: its rate belongs to the size that is found."""
+        self._tuning.undo()
+        callbacks = callbacks_of(trainer)
+        finders = [index for index, callback in enumerate(callbacks) if is_learning_rate_finder(callback)]
+        if finders and finders[0] < callbacks.index(self):
+            others = [callback for callback in callbacks if callback is not self]
+            trainer.callbacks = [*others[: finders[0]], self, *others[finders[0] :]]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the sizes, or use those of the run that is resumed."""
         put_on_device(pl_module, trainer.optimizers)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(trainer)
         self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
         if self.ends_before_training:
-            self._tuning.optimizer_setup.restore_random_streams()
             raise end_the_call()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search again in the epochs that were asked for."""
-        if trainer.current_epoch > 0 and trainer.current_epoch in self._tuning.settings.at_epochs:
-            self._run(self._tuning.search_again, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """After a validation, empty the cache for training if both would not fit."""
@@ -138,13 +120,11 @@ class BatchSizeTuner(EitherCallback, Neighbour):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found."""
-        self._tuning.undo(trainer)
+        self._tuning.undo()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Do what teardown does."""
-        self._tuning.undo(trainer)
+    on_exception = teardown
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes, for a run that is resumed."""
@@ -201,14 +181,14 @@ def tune_batch_size(
     if not is_lightning_module(model):
         raise TypeError(f"model must be a LightningModule, got {type(model).__name__}.")
     tuner = BatchSizeTuner(**arguments)
-    tuner.worst_case = worst_case
-    tuner.ends_before_training = True
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    tuner.worst_case, tuner.ends_before_training = worst_case, True
+    callbacks, streams = callbacks_of(trainer), StateSnapshot([train_dataloaders, val_dataloaders])
     trainer.callbacks = [*callbacks, tuner]  # type: ignore[attr-defined]
     try:
         trainer.fit(model, train_dataloaders, val_dataloaders, datamodule=datamodule)
     finally:
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        streams.restore()
     if tuner.result is None:
         raise RuntimeError(
             "tune_batch_size found nothing: the device keeps no memory statistics, or fast_dev_run is on. Run it on "

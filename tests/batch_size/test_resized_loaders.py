@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from lightning_memtools.batch_size.resized_loaders import (
     CannotResizeError,
+    known_sizes,
     resize_loader,
     worst_first,
 )
@@ -95,6 +96,13 @@ def test_a_batch_sampler_with_a_batch_size():
     assert sizes(old) == [4] * 5
 
 
+def test_a_batch_sampler_whose_batch_is_the_whole_data_set():
+    """A larger batch has no more samples, which does not mean that the sampler ignores its size."""
+    old = DataLoader(TensorDataset(torch.arange(32.0)), batch_sampler=Pairs(SequentialSampler(range(32)), 32))
+    assert sizes(resize_loader(old, 64)) == [32]
+    assert sizes(resize_loader(old, 8)) == [8] * 4
+
+
 class Whole(Dataset[torch.Tensor]):
     def __getitem__(self, index):
         return torch.zeros(4)
@@ -130,8 +138,13 @@ class Lengths(Dataset[torch.Tensor]):
 
 
 def test_the_largest_samples_come_first():
-    loader = DataLoader(Lengths(), 2, shuffle=True)
-    assert [batch.tolist() for batch in worst_first(loader, 2, None)] == [[9, 7], [9, 7], [9]]
-    by_hook = worst_first(loader, 2, lambda dataset, n: [2, 0][:n])
-    assert next(iter(by_hook)).tolist() == [1, 3]
-    assert worst_first(DataLoader(DATA, 2), 2, None).sampler is not None
+    for loader in (
+        DataLoader(Lengths(), 2, shuffle=True),
+        DataLoader(Lengths(), batch_sampler=Pairs(SequentialSampler(range(5)), 2)),
+    ):
+        largest = worst_first(loader, None, known_sizes(loader, None))
+        assert [batch.tolist() for batch in largest] == [[9, 7]] * 3
+        by_hook = worst_first(loader, lambda dataset, n: [2, 0, 4][:n], None)
+        assert next(iter(by_hook)).tolist() == [1, 3]
+    equal = DataLoader(DATA, 2)
+    assert worst_first(equal, None, known_sizes(equal, None)) is equal

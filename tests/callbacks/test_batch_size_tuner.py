@@ -8,6 +8,7 @@ import math
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -168,8 +169,40 @@ def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp
     result = tuner.result
     assert result.peaks["train"] == max(peaks[-3:])
     assert result.trials[0].readings[0].limit == int(0.95 * capacity * MIB) - (32 + context) * MIB
-    failed = next(row for row in result.rows() if row[2] == "out of memory")
-    assert failed[3].startswith("over ")
+    assert "| out of memory | over " in result.table()
+
+
+class Finder(LearningRateFinder):
+    """Looks for a rate in ten steps, and notes the size of the batches that it sees."""
+
+    def __init__(self):
+        super().__init__(num_training_steps=10, early_stop_threshold=None, update_attr=False)
+        self.sizes = []
+
+    def lr_find(self, trainer, pl_module):
+        before = len(pl_module.seen)
+        super().lr_find(trainer, pl_module)
+        self.sizes += pl_module.seen[before:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_learning_rate_finder_looks_with_the_batches_that_were_found(tmp_path, is_first):
+    class Tunable(Constant):
+        lr = 0.1
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    tuner, finder = Tuner(stages=("train",)), Finder()
+    with VirtualDevice("128MiB"):
+        callbacks = [finder, tuner] if is_first else [tuner, finder]
+        trainer(tmp_path, *callbacks, logger=False, limit_val_batches=0, max_steps=1).fit(Tunable())
+    size = tuner.result.sizes["train"]
+    assert size > 30
+    assert set(finder.sizes) <= {size, N % size}
+    assert len(finder.sizes) >= 10
+    assert any(f"belongs to steps of {size} samples" in note for note in tuner.result.notes)
 
 
 @pytest.mark.parametrize(

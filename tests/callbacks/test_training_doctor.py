@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_memtools import TrainingDoctor, TrainingMistakeError
-from lightning_memtools.batch_size.trainer.trial_isolation import takes_part
+from lightning_memtools.batch_size.trainer.trial_runner import takes_part
 from lightning_memtools.callbacks.doctor_run import DoctorRun
 from lightning_memtools.doctor import examination
 from tests.event_files import scalars, texts_of

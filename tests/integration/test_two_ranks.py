@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
 
-from lightning_memtools.batch_size.trainer.trial_isolation import why_no_trials
+from lightning_memtools.batch_size.trainer.size_tuning import why_no_trials
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from
 from tests.event_files import scalars
@@ -169,7 +169,8 @@ def test_what_needs_the_other_ranks_in_a_step_is_refused_with_the_reason(sizes):
 def test_an_error_of_one_rank_in_a_search_ends_both(folder):
     first, second = left(folder / "error", "error")
     assert "rank 1 raised an error" in first["error"]
-    assert "KeyError" in second["error"]
+    assert "batch 7 of rank 1 is bad" in first["error"]
+    assert second["error"] == "BadBatchError: batch 7 of rank 1 is bad"
 
 
 # --- GradientCheckpointing

@@ -127,6 +127,13 @@ def cache(root: Path) -> None:
     leave(root, "cache", {"reserved_mib": model.reserved_mib, "warnings": texts})
 
 
+class BadBatchError(Exception):
+    """An error that cannot be unpickled: its message is not what its class takes."""
+
+    def __init__(self, place: str, index: int) -> None:
+        super().__init__(f"batch {index} of {place} is bad")
+
+
 class Tuned(L.LightningModule):
     """BatchNorm, whose buffers DDP broadcasts in the first forward."""
 
@@ -146,7 +153,7 @@ class Tuned(L.LightningModule):
         if self.case == "own collective":
             torch.distributed.all_reduce(loss.detach())
         if self.case == "error" and self.global_rank == 1:
-            raise KeyError("from the step of rank 1")
+            raise BadBatchError("rank 1", 7)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

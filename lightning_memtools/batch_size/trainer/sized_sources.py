@@ -1,8 +1,7 @@
-"""Attributes that hold a batch size, and data loaders that follow the size of their stage."""
+"""Attributes that hold a batch size, and the data loaders of a Trainer's stages with another size."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from lightning_memtools._lightning import (
     loop_of,
     mode_of,
     part_of_lightning,
-    put_loader_classes_back,
     source_of,
 )
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
@@ -31,7 +29,6 @@ class BatchSizeAttributes:
     Args:
         trainer: Attached to the model and the data module.
         names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
-            `loader_kwargs.batch_size` is an item of the dict in an attribute.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -50,29 +47,25 @@ class BatchSizeAttributes:
         for name in self._names:
             if any(self._holders(name)):
                 continue
-            searched = [f"{owner}{part}" for owner in self._owners for part in ("", ".hparams")]
-            similar = self._similar(name)
+            places = [vars(owner) for owner in self._owners.values()]
+            places += [getattr(owner, "hparams", None) or {} for owner in self._owners.values()]
+            similar = dict.fromkeys(str(key) for place in places for key in place if "batch" in str(key).lower())
+            searched = ", ".join(f"{owner}{part}" for owner in self._owners for part in ("", ".hparams"))
             raise ValueError(
-                f"No {name!r} in {', '.join(searched)}. "
-                + (f"Similar names there: {', '.join(similar)}. " if similar else "Nothing there has a similar name. ")
-                + "Set batch_arg_name to the name that the *_dataloader hooks read, add that attribute, or pass the "
-                "DataLoaders to the Trainer directly."
+                f"No {name!r} in {searched}. Similar names there: {', '.join(similar) or 'none'}. Set batch_arg_name "
+                "to the name that the *_dataloader hooks read, add that attribute, or pass the DataLoaders to the "
+                "Trainer directly."
             )
 
     def names_for(self, stage: Stage) -> list[str]:
         """Return the names that hold a stage's size: its own, or else the general ones."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
-        general = [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
-        return own or general
+        return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
     def read(self, stage: Stage) -> int | None:
         """Return the present size of a stage; None where no attribute holds one."""
-        for name in self.names_for(stage):
-            for read, _ in self._holders(name):
-                value = read()
-                if isinstance(value, int):
-                    return value
-        return None
+        values = [read() for name in self.names_for(stage) for read, _ in self._holders(name)]
+        return next((value for value in values if isinstance(value, int)), None)
 
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
         """Write a stage's size to all of its attributes and hyperparameters.
@@ -99,7 +92,6 @@ class BatchSizeAttributes:
 
     def _holders(self, name: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
         """Yield a getter and a setter for each place that has this name."""
-        attribute, _, key = name.partition(".")
         for owner in self._owners.values():
             hparams = getattr(owner, "hparams", None)
             if isinstance(hparams, Mapping) and name in hparams:
@@ -109,69 +101,59 @@ class BatchSizeAttributes:
                     lambda owner=owner: getattr(owner, name),  # type: ignore[misc]
                     lambda value, owner=owner: setattr(owner, name, value),  # type: ignore[misc]
                 )
-            items = getattr(owner, attribute, None) if key else None
-            if isinstance(items, dict) and key in items:
-                yield lambda items=items: items[key], lambda value, items=items: items.__setitem__(key, value)  # type: ignore[misc]
-
-    def _similar(self, name: str) -> list[str]:
-        known: dict[str, None] = {}
-        for owner in self._owners.values():
-            known.update(dict.fromkeys(key for key in vars(owner) if not key.startswith("_")))
-            known.update(dict.fromkeys(str(key) for key in getattr(owner, "hparams", None) or ()))
-            held = [(attribute, items) for attribute, items in vars(owner).items() if type(items) is dict]
-            known.update(dict.fromkeys(f"{attribute}.{key}" for attribute, items in held for key in items))
-        close = difflib.get_close_matches(name, known, n=5)
-        return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.rpartition(".")[2].lower())]))
 
 
-class SizedLoaders:
-    """Stands in for the `dataloader` method of a loop's source, and returns loaders with the size of the stage.
+class SizedSources:
+    """Has the loops of a Trainer ask for loaders of the size of their stage.
 
-    Loaders that were passed to the Trainer are resized. Hooks are called while their attribute holds the stage's size,
-    so that training and validation can have different sizes under the same name.
+    Loaders that were passed to the Trainer are resized. A `*_dataloader` hook is called while its attribute holds the
+    stage's size, so that training and validation can have different sizes under the same name.
 
     Args:
-        source: The object that the loop asks for its loaders.
-        stage: The loop's stage.
+        trainer: The Trainer, in a call of `fit`, `validate`, `test` or `predict`.
         attributes: Hold the batch size.
-        size_of: Returns the stage's size; with None the loaders keep theirs.
-
-    Attributes:
-        alter: Changes each loader, if given.
     """
 
-    def __init__(
-        self, source: Any, stage: Stage, attributes: BatchSizeAttributes, size_of: Callable[[Stage], int | None]
-    ) -> None:
-        self.alter: Callable[[Any], Any] | None = None
-        self._source = source
-        self._stage = stage
+    def __init__(self, trainer: Trainer, attributes: BatchSizeAttributes) -> None:
+        self._trainer = trainer
         self._attributes = attributes
-        self._size_of = size_of
+        self._passed: dict[Stage, tuple[Any, Any]] = {}  # the source, and the loaders
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"alter": None}  # of a trial; a Trainer may be copied to another process in it
+    def set(self, stage: Stage, size: int) -> None:
+        """Give the stage's loop loaders of this size, the next time that it asks for them.
+
+        Raises:
+            CannotResizeError: A loader that was passed does not determine its batch size itself.
+        """
+        source = source_of(loop_of(self._trainer, stage))
+        if source.is_module():
+            source.dataloader = _SizedHook(source, stage, self._attributes, size)
+            return
+        _, loaders = self._passed.setdefault(stage, (source, source.instance))
+        try:
+            source.instance = _map_loaders(loaders, lambda loader: resize_loader(loader, size))
+        except CannotResizeError as error:
+            raise CannotResizeError(f"{error}{hint_to_leave_out(stage)}") from None
+
+    def undo(self) -> None:
+        """Have the loops ask for their loaders as before. Idempotent."""
+        for source, loaders in self._passed.values():
+            source.instance = loaders
+        self._passed.clear()
+        fit, other = self._trainer.fit_loop, ("validate_loop", "test_loop", "predict_loop")
+        for loop in (fit, fit.epoch_loop.val_loop, *(getattr(self._trainer, name) for name in other)):
+            vars(source_of(loop)).pop("dataloader", None)
+
+
+class _SizedHook:
+    """Stands in for the `dataloader` method of a loop's source."""
+
+    def __init__(self, source: Any, stage: Stage, attributes: BatchSizeAttributes, size: int) -> None:
+        self._source, self._stage, self._attributes, self._size = source, stage, attributes, size
 
     def __call__(self) -> Any:
-        """Return the loaders, with the size of the stage."""
-        try:
-            loaders = self._sized()
-            return loaders if self.alter is None else _map_loaders(loaders, self.alter)
-        except BaseException:
-            put_loader_classes_back()
-            raise
-
-    def _sized(self) -> Any:
-        size, source = self._size_of(self._stage), self._source
-        if size is None:
-            return type(source).dataloader(source)
-        if source.is_module():
-            with self._attributes.written(self._stage, size):
-                return type(source).dataloader(source)
-        try:
-            return _map_loaders(source.instance, lambda loader: resize_loader(loader, size))
-        except CannotResizeError as error:
-            raise CannotResizeError(f"{error}{hint_to_leave_out(self._stage)}") from None
+        with self._attributes.written(self._stage, self._size):
+            return type(self._source).dataloader(self._source)
 
 
 def hint_to_leave_out(stage: Stage) -> str:
@@ -186,28 +168,9 @@ def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
         return kind(_map_loaders(loaders.iterables, change), mode_of(loaders))
     flat, structure = tree_flatten(loaders)
     changed = [change(loader) for loader in flat]
-    for before, after in zip(flat, changed, strict=True):
-        if after is not before:
-            forget_saved_arguments(after)
+    for loader in changed:
+        forget_saved_arguments(loader)
     return tree_unflatten(changed, structure)
-
-
-def wrap_sources(
-    trainer: Trainer, stages: Sequence[Stage], attributes: BatchSizeAttributes, size_of: Callable[[Stage], int | None]
-) -> dict[Stage, SizedLoaders]:
-    """Have the source of each stage's loop return loaders of the stage's size; return what stands in for its method."""
-    sources = {stage: source_of(loop_of(trainer, stage)) for stage in stages}
-    sized = {stage: SizedLoaders(source, stage, attributes, size_of) for stage, source in sources.items()}
-    for stage, source in sources.items():
-        source.dataloader = sized[stage]
-    return sized
-
-
-def unwrap_sources(trainer: Trainer) -> None:
-    """Undo `wrap_sources`: the loops build their data loaders as before. Idempotent."""
-    fit, other = trainer.fit_loop, (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for loop in (fit, fit.epoch_loop.val_loop, *other):
-        vars(source_of(loop)).pop("dataloader", None)
 
 
 def size_of_passed(trainer: Trainer, stage: Stage) -> int | None:
@@ -221,6 +184,6 @@ def has_data(trainer: Trainer, stage: Stage) -> bool:
     """Return True if a stage has batches to run."""
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
-    if stage == "val":
-        return bool(trainer.enable_validation) if trainer.state.fn == TrainerFn.FITTING else True
+    if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
+        return bool(trainer.enable_validation)
     return bool(getattr(trainer, f"limit_{stage}_batches") != 0)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, gradient_scaler, stop_validating
 from lightning_memtools.batch_size.batch_size_result import OUT_OF_MEMORY
-from lightning_memtools.batch_size.trainer.trial_isolation import CollectiveInTrialError
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import batch_size_in, bytes_in, tensors_in
 from lightning_memtools.memory.oom_errors import is_killed_worker, is_out_of_memory
-from lightning_memtools.memory.peaks import PeakWindow, Stage, peak_counter
+from lightning_memtools.memory.peaks import PeakWindow, Stage, StagePeak, StageWatch, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
 STEPS = 2
@@ -39,80 +36,74 @@ class TrialOver(BaseException):
     """Ends a trial from inside the loops. Not an Exception, so that a user's `except Exception` does not catch it."""
 
 
+class CollectiveInTrialError(RuntimeError):
+    """Raised where a rank starts a collective in the middle of a trial."""
+
+
 class TrialProbe(EitherCallback):
     """Measures the memory of a trial, and ends it when enough was measured. Must be the last callback.
 
     Training ends after two steps of every optimizer. Where it takes more than half of what it may, it goes on until
     reserved memory has not grown for three steps: blocks of a cache that is not yet settled may not serve a later step.
+    Where it takes more than it may, cached segments are released once, as the allocator of a smaller device would do,
+    and what is reserved from then on counts.
 
     Args:
         reader: Reads the device's memory; None where it cannot be read.
-        limit: The most bytes that may be reserved; None for no limit.
-        accumulate: Micro-batches per optimizer step.
+        limit: The most bytes of the device that all processes may use; None for no limit.
         validates: True if validation has to run before the trial ends.
-        n_timed: The number of further optimizer steps whose time is measured.
 
     Attributes:
         stage: The stage that runs.
-        whole: The highest use of the device by each stage.
+        peaks: The highest use of the device by each stage.
         batch: The same for training until backward has ended, without what the optimizer allocates for its step.
         base_allocated: Bytes allocated before a batch, for each stage, from its second batch on.
         batch_shapes: The shapes of each stage's batches, without the number of samples.
         observed_size: The number of samples in each stage's first batch.
         batches: How many batches of each stage have run to their end.
         eval_batches: The number of batches after which a trial of evaluation or prediction ends.
-        seconds_per_batch: The mean time of a training batch, with its loading, over the timed steps. None before.
     """
 
-    def __init__(
-        self,
-        reader: MemoryReader | None,
-        limit: int | None = None,
-        *,
-        accumulate: int,
-        validates: bool = False,
-        n_timed: int = 0,
-    ) -> None:
+    def __init__(self, reader: MemoryReader | None, limit: int | None, *, validates: bool) -> None:
         self.stage: Stage = "train"
+        self.peaks: dict[Stage, StagePeak] = {}
         self.batches: dict[Stage, int] = {}
         self.base_allocated: dict[Stage, int] = {}
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         self.observed_size: dict[Stage, int] = {}
-        self.whole: dict[Stage, PeakWindow] = {}
         self.batch: PeakWindow | None = None if reader is None else peak_counter(reader).open()
         self.eval_batches = 0
-        self.seconds_per_batch: float | None = None
-        self._n_timed = n_timed * accumulate
-        self._timed_from: tuple[int, float] | None = None  # the number of batches, and the time
         self._reader = reader
+        self._watch: StageWatch | None = None
         self._limit = limit
-        self._accumulate = accumulate
         self._validates = validates
-        self._steps = 0
         self._stepped: dict[int, int] = {}  # optimizers, by the steps that each has made
-        self._has_stepped = False
         self._reserved: list[int] = []  # after each step
-        self._validations = 0
+        self._has_released = self._has_stepped = self._has_validated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_reader": None, "whole": {}, "batch": None}  # a copy of the Trainer measures nothing
+        return vars(self) | {"_reader": None, "_watch": None, "batch": None}  # a copy of the Trainer measures nothing
 
-    def enter(self, stage: Stage) -> None:
-        """Begin or continue to measure a stage."""
-        self.pause()
+    def begin(self, stage: Stage) -> None:
+        """Begin to measure."""
         self.stage = stage
         if self._reader is not None:
-            self.whole.setdefault(stage, peak_counter(self._reader).open()).resume()
+            self._watch = StageWatch(peak_counter(self._reader))
+            self._watch.enter(stage)
 
-    def pause(self) -> None:
-        """Stop measuring until a stage is entered again."""
-        for window in (*self.whole.values(), self.batch):
-            if window is not None:
-                window.pause()
+    def end(self) -> None:
+        """Stop measuring. Idempotent."""
+        if self.batch is not None:
+            self.batch.pause()
+        if self._watch is not None:
+            while self._watch.running is not None:
+                self._watch.point(self._watch.running)
+                self._watch.leave(self._watch.running)
+            self.peaks |= self._watch.peaks
+            self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure what is allocated besides the batch, which does not depend on its size."""
-        self.enter("train")
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
@@ -129,29 +120,32 @@ class TrialProbe(EitherCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End once each optimizer has made two steps, two more have followed validation, and memory is steady."""
-        self._count()
+        self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False
-            self._steps += 1
-            self._reserved.append(self._reserved_now())
-        enough = self._steps >= (2 * STEPS if self._validates else STEPS) and not self._is_skipping(trainer)
-        enough = enough and (self._validations > 0 or not self._validates)
-        enough = enough and (self._is_steady(trainer) or self._steps >= _MOST_STEPS)
-        if enough or self.batches["train"] >= _MOST_BATCHES * self._accumulate:
-            self._time(pl_module.device)
+            self._reserved.append(0 if self._reader is None else self._reader.stats().reserved or 0)
+        is_long = self.batches["train"] >= _MOST_BATCHES * trainer.accumulate_grad_batches
+        if is_long or (self._is_complete(trainer) and (self._is_steady() or len(self._reserved) >= _MOST_STEPS)):
+            if is_long or self._has_released or not self._is_over_limit():
+                raise TrialOver
+            self._release()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure validation apart from training."""
-        self.enter("val")
+        self.stage = "val"
+        if self._watch is not None:
+            self._watch.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the window of validation."""
-        self.pause()
+        """Measure training again, if this is a fit."""
+        if self._watch is not None:
+            self._watch.point("val")
+            self._watch.leave("val")
         if not trainer.sanity_checking:
-            self._validations += 1
+            self._has_validated = True
             stop_validating(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.stage = "train"  # the loop fetches its next batch now
+            self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         """Measure what is allocated besides the batch."""
@@ -161,18 +155,15 @@ class TrialProbe(EitherCallback):
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Outside of fit, end after `eval_batches`."""
-        self._count()
+        self.batches[self.stage] = self.batches.get(self.stage, 0) + 1
         if self.eval_batches and self.batches[self.stage] >= self.eval_batches:
             raise TrialOver
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def _count(self) -> None:
-        self.batches[self.stage] = self.batches.get(self.stage, 0) + 1
-
     def _inspect(self, batch: Any) -> None:
         stage, tensors = self.stage, list(tensors_in(batch))
-        self.batch_shapes.setdefault(stage, set()).add(tuple(tuple(one.shape[1:]) for one in tensors))
+        self.batch_shapes.setdefault(stage, set()).add(tuple(tuple(tensor.shape[1:]) for tensor in tensors))
         size = batch_size_in(batch)
         if size is not None:
             self.observed_size.setdefault(stage, size)
@@ -181,43 +172,38 @@ class TrialProbe(EitherCallback):
             if allocated is not None:
                 self.base_allocated[stage] = max(allocated - bytes_in(batch), 0)
 
-    def _time(self, device: torch.device) -> None:
-        """End the trial, after the steps that are timed. The device is waited for twice: before and after them."""
-        n_batches = self.batches["train"]
-        if self._timed_from is not None and n_batches < self._timed_from[0] + self._n_timed:
-            return
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        if self._timed_from is None and self._n_timed:
-            self._timed_from = n_batches, time.perf_counter()
-            return
-        if self._timed_from is not None:
-            self.seconds_per_batch = (time.perf_counter() - self._timed_from[1]) / self._n_timed
-        raise TrialOver
-
-    def _reserved_now(self) -> int:
-        return 0 if self._reader is None else self._reader.stats().reserved or 0
-
-    def _is_steady(self, trainer: Trainer) -> bool:
-        """Return True once every optimizer has stepped twice, and reserved memory of a large batch no longer grows."""
-        if any(self._stepped.get(id(one), 0) < STEPS for one in trainer.optimizers):
+    def _is_complete(self, trainer: Trainer) -> bool:
+        """Return True once every optimizer has stepped twice, and twice more after validation."""
+        if any(self._stepped.get(id(optimizer), 0) < STEPS for optimizer in trainer.optimizers):
             return False
+        # A gradient scaler that still looks for its scale skips every step.
+        is_scaling = gradient_scaler(trainer) is not None and len(self._reserved) < _SCALING_STEPS
+        if is_scaling and not any(optimizer.state for optimizer in trainer.optimizers):
+            return False
+        enough = self._has_validated and len(self._reserved) >= 2 * STEPS if self._validates else True
+        return enough and len(self._reserved) >= STEPS
+
+    def _is_steady(self) -> bool:
+        """Return True once the reserved memory of a large batch no longer grows."""
         last = self._reserved[-_STEADY_STEPS - 1 :]
         is_small = self._limit is None or last[-1] < _VERIFIED_FROM * self._limit
         return is_small or (len(last) > _STEADY_STEPS and len(set(last)) == 1)
 
-    def _is_skipping(self, trainer: Trainer) -> bool:
-        """Return True while a gradient scaler that still looks for its scale has skipped every step."""
-        is_scaling = gradient_scaler(trainer) is not None and self._steps < _SCALING_STEPS
-        return is_scaling and not any(optimizer.state for optimizer in trainer.optimizers)
+    def _is_over_limit(self) -> bool:
+        if self._watch is None or self._reader is None or self._limit is None:
+            return False
+        self._watch.point("train")
+        others = self._reader.stats().used_by_others
+        return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
-
-def may_depend_on_size(error: BaseException | None) -> bool:
-    """Return True for an error that a smaller batch may avoid.
-
-    After an error of CUDA itself no kernel runs any more in this process.
-    """
-    return isinstance(error, Exception) and not isinstance(error, CollectiveInTrialError | torch.AcceleratorError)
+    def _release(self) -> None:
+        """Release cached segments, and measure training anew, for some more steps."""
+        assert self._reader is not None
+        self.end()
+        self._has_released = True
+        self._reserved.clear()
+        self._reader.empty_cache()
+        self.begin("train")
 
 
 def failure_of(  # noqa: PLR0911, one return for each reason
@@ -246,7 +232,7 @@ def failure_of(  # noqa: PLR0911, one return for each reason
         return OUT_OF_MEMORY  # the user's code, or a library's, caught it and went on
     if (now.alloc_retries or 0) > (before.alloc_retries or 0):
         return "allocation retry"
-    for other, window in probe.whole.items():
-        if other != stage and (window.reserved or 0) + now.used_by_others > limit:
+    for other, peak in probe.peaks.items():
+        if other != stage and (peak.reserved or 0) + now.used_by_others > limit:
             return "over the limit" + _IN_STAGE[other]
     return ""

@@ -7,77 +7,117 @@ import gc
 import io
 import itertools
 import math
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
+    EitherCallback,
     batches_in_evaluation,
     callbacks_of,
     forget_loaders,
     loop_of,
     prepared_loaders,
+    replace_loaders,
     run_sanity_check,
     set_root_directory,
     validate_every,
     without_collectives,
 )
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
-from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
-from lightning_memtools.batch_size.sample_sizes import SampleSizes
+from lightning_memtools.batch_size.resized_loaders import CannotResizeError, SampleSizes, known_sizes, worst_first
 from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
-from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
-from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, has_data, wrap_sources
-from lightning_memtools.batch_size.trainer.trial_isolation import QuietLogger, no_collectives, takes_part
+from lightning_memtools.batch_size.trainer.sized_sources import (
+    BatchSizeAttributes,
+    SizedSources,
+    has_data,
+    hint_to_leave_out,
+)
 from lightning_memtools.batch_size.trainer.trial_probe import (
     ANOTHER_ERROR,
     STEPS,
+    CollectiveInTrialError,
     TrialOver,
     TrialProbe,
     failure_of,
-    may_depend_on_size,
 )
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice, host_memory
 from lightning_memtools.reporting.neighbours import Neighbour
-from lightning_memtools.reporting.ranks import GROUP_LIMIT, RankGather
+from lightning_memtools.reporting.ranks import GROUP_LIMIT, RankGather, refused_collectives
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 _EVAL_BATCHES = 2
-# Optimizer steps over which samples per second are measured.
-_TIMED_STEPS = 6
+# Lightning's callbacks that only watch, write files or stop training.
+_WATCHERS = {
+    "BasePredictionWriter", "BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "EarlyStopping",
+    "LearningRateFinder", "LearningRateMonitor", "ModelSummary", "ProgressBar", "ThroughputMonitor", "Timer",
+}  # fmt: skip
+
+
+def takes_part(callback: Callback) -> bool:
+    """Return True if a callback takes part in trials: all but those that only watch, write files or stop training.
+
+    A callback stays out of trials with a class attribute `takes_part_in_trials = False`.
+    """
+    is_watcher = any(kind.__name__ in _WATCHERS for kind in type(callback).__mro__)
+    return getattr(callback, "takes_part_in_trials", True) and not is_watcher
+
+
+class CacheReleaser(EitherCallback):
+    """Empties the allocator's cache between training and validation, as blocks of one stage do not fit the other's.
+
+    Args:
+        reader: Reads the device's memory; with None nothing is done.
+    """
+
+    def __init__(self, reader: MemoryReader | None) -> None:
+        self._reader = reader
+        self._has_validated = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Empty the cache for validation within fit."""
+        if self._reader is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._reader.empty_cache()
+            self._has_validated = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Empty the cache before training goes on: the last validation batch is freed only now."""
+        if self._reader is not None and self._has_validated:
+            self._reader.empty_cache()
+            self._has_validated = False
 
 
 class TrialRunner:
     """Runs trials of batch sizes, and restores the model, the Trainer and the random streams after each.
 
-    Within fit a trial consists of what a fit does: the sanity check, training, validation, and training again, without
-    emptying the allocator in between. So a stage that leaves too little memory to another is noticed.
+    Within fit a trial consists of what a fit does: the sanity check, training, validation, and training again. So a
+    stage that leaves too little memory to another is noticed.
 
     Args:
         trainer: In its hook that comes before a loop's work.
         settings: The arguments of BatchSizeTuner.
         attributes: Hold the batch size.
-        sizes: The size per stage that the loops' sources read; each trial changes it.
-        stages: The stages whose loops a trial may run.
-        begins: True if training has not begun, so that a sanity check may come first.
+        sources: Give the loops their loaders.
+        sizes: The present sizes.
         hooks: Are called before the loop, as in a real run.
         root: A directory for files that hooks write during trials.
         not_restored: The type of objects that keep the results of trials.
 
     Attributes:
-        loader_sizes: The sizes that loaders reported, by stage and by the size they were asked for.
+        sizes: The size of each stage; where none is given, the loaders keep theirs.
         sample_sizes: The sizes of samples, by stage and the loader's position.
         batch_shapes: The shapes of the stages' batches without their first dimension.
     """
@@ -87,10 +127,9 @@ class TrialRunner:
         trainer: Trainer,
         settings: TunerSettings,
         attributes: BatchSizeAttributes,
-        sizes: dict[Stage, int | None],
-        stages: Sequence[Stage],
+        sources: SizedSources,
+        sizes: Mapping[Stage, int],
         *,
-        begins: bool,
         hooks: Sequence[Callable[[], None]],
         root: str,
         not_restored: type,
@@ -98,21 +137,20 @@ class TrialRunner:
         self.trainer = trainer
         self._settings = settings
         self._attributes = attributes
-        self._sizes = sizes
+        self._sources = sources
         self._hooks = hooks
         self._root = root
         self._reader = reader = reader_for(trainer.strategy.root_device)
-        self._sources = wrap_sources(trainer, stages, attributes, sizes.get)
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._validates = self._is_fitting and has_data(trainer, "val")
-        self._sanity_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if begins and self._validates else 0
         self._accumulate = trainer.accumulate_grad_batches
         effective = settings.effective_batch_size
         self.per_rank = None if effective is None else samples_per_rank(effective, trainer.world_size)
         self._ranks = RankGather(GROUP_LIMIT)
-        self.loader_sizes: dict[Stage, dict[int, int]] = {}
+        self.sizes = dict(sizes)
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
+        self._reported: dict[Stage, dict[int, int]] = {}  # sizes of loaders, by the sizes that they were asked for
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
         self._snapshot = StateSnapshot(
@@ -125,7 +163,7 @@ class TrialRunner:
         """Return the micro-batches per optimizer step that belong to a training size."""
         return self._accumulate if self.per_rank is None else max(self.per_rank // size, 1)
 
-    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool = False) -> SizeTrial:
+    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool) -> SizeTrial:
         """Run a size, or the largest admitted one below it once the loaders have shown how many samples there are.
 
         Args:
@@ -137,61 +175,59 @@ class TrialRunner:
 
         Raises:
             Exception: The error of the user's code, unchanged.
+            ValueError: The loaders do not follow the size.
         """
-        begin = time.perf_counter()
         if self._reader is not None:
             self._reader.empty_cache()
-        before = self._stats()
+        before, limit = self._stats(), self._settings.limit(self._reader)
+        probe = TrialProbe(self._reader, limit, validates=self._validates)
         error: BaseException | None = None
-        reading = RankReading()
+        self.sizes[stage] = size
         try:
-            self._prepare(stage, size)
-            size = self._set_up_data(stage, size, limits)
-            # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
-            # snapshot holds the wrapper, and restores it.
-            self.trainer.strategy.model = self.trainer.lightning_module
-            limit = self._settings.limit(self._reader)
-            probe = TrialProbe(
-                self._reader,
-                limit,
-                accumulate=self.trainer.accumulate_grad_batches,
-                validates=self._validates,
-                n_timed=_TIMED_STEPS if stage == "train" and self._settings.objective == "throughput" else 0,
-            )
-            error = self._run_loops(stage, probe)
-            probe.pause()
+            try:
+                # Warnings about the sizes of a trial, and what callbacks print in it, are no use to the user.
+                with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                    warnings.simplefilter("ignore")
+                    self._prepare(probe)
+                    self._set_up_data(stage, limits)
+                    self._run_loops(stage, probe)
+            except TrialOver as over:
+                forget_frames(over)
+            except BaseException as raised:  # noqa: BLE001, raised again once all ranks know of it
+                forget_frames(raised)
+                error = raised
+            probe.end()
             now = self._stats()
             failure = failure_of(probe, stage, error, before=before, now=now, limit=limit or math.inf)
-            if not failure.startswith(ANOTHER_ERROR) or (is_bound and may_depend_on_size(error)):
+            if not failure.startswith(ANOTHER_ERROR) or (is_bound and _may_depend_on_size(error)):
                 error = None
-            reading = RankReading(failure=failure, seconds_per_batch=probe.seconds_per_batch)
-            window = probe.whole.get(stage)
-            if window is not None and probe.batch is not None:
+            reading = RankReading(failure=failure)
+            peak = probe.peaks.get(stage)
+            if peak is not None and probe.batch is not None:
                 reading = RankReading(
-                    peak=window.reserved,
+                    peak=peak.reserved,
                     limit=None if limit is None else limit - now.used_by_others,
-                    peak_allocated=window.allocated,
-                    batch_allocated=(probe.batch if stage == "train" else window).allocated,
+                    peak_allocated=peak.allocated,
+                    batch_allocated=(probe.batch if stage == "train" else peak).allocated,
                     base_allocated=probe.base_allocated.get(stage),
                     failure=failure,
-                    seconds_per_batch=probe.seconds_per_batch,
                 )
-            for one, shapes in probe.batch_shapes.items():
-                self.batch_shapes.setdefault(one, set()).update(shapes)
-            size = self._learn_length_of_stream(limits, stage, probe, size)
+            for other, shapes in probe.batch_shapes.items():
+                self.batch_shapes.setdefault(other, set()).update(shapes)
+            self._learn_length_of_stream(stage, limits, probe.observed_size.get(stage))
         finally:
             # In this order: restoring releases what the trial has allocated, and only then the cache can be emptied.
-            for one in self._stages(stage):
-                forget_loaders(loop_of(self.trainer, one))
+            for other in self._stages(stage):
+                forget_loaders(loop_of(self.trainer, other))
             self._snapshot.restore()
-            self._release_memory()
-        return SizeTrial(
-            stage=stage,
-            size=size,
-            readings=self._readings_of_ranks(reading, error, is_bound=is_bound),
-            seconds=time.perf_counter() - begin,
-            accumulate=self.accumulate_for(size) if stage == "train" else 1,
-        )
+            free_failed_backward()
+            gc.collect()
+            if self._reader is not None:
+                self._reader.empty_cache()
+                peak_counter(self._reader).forget()
+        readings = self._readings_of_ranks(reading, error, is_bound=is_bound)
+        self._check_that_loaders_follow(stage)
+        return SizeTrial(stage=stage, size=self.sizes[stage], readings=readings)
 
     def _readings_of_ranks(
         self, mine: RankReading, error: BaseException | None, *, is_bound: bool
@@ -204,7 +240,8 @@ class TrialRunner:
             raise RuntimeError("BatchSizeTuner stopped: another rank has ended, or did not answer.")
         for rank, reading in enumerate(readings):
             if reading.failure.startswith(ANOTHER_ERROR) and not is_bound:
-                raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error in its step, shown there.")
+                # Its text, and not the error: a class of the user's may not survive pickling.
+                raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error. {reading.failure}")
         return readings
 
     def _stats(self) -> MemoryStats:
@@ -216,22 +253,24 @@ class TrialRunner:
             return [stage]
         return ["train", "val"] if self._validates else ["train"]
 
-    def _prepare(self, stage: Stage, size: int) -> None:
+    def _prepare(self, probe: TrialProbe) -> None:
         """Set the Trainer up for a trial. The snapshot restores all of it."""
         trainer = self.trainer
-        self._sizes[stage] = size
-        self._set_accumulation()
-        trainer.callbacks = [callback for callback in callbacks_of(trainer) if takes_part(callback)]  # type: ignore[attr-defined]
-        for callback in callbacks_of(trainer):
+        # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
+        # snapshot holds the wrapper, and restores it.
+        trainer.strategy.model = trainer.lightning_module
+        callbacks = [callback for callback in callbacks_of(trainer) if takes_part(callback)]
+        for callback in callbacks:
             if isinstance(callback, Neighbour):
                 callback.is_in_trial = True
-        trainer.loggers = [QuietLogger(self._root)] if trainer.loggers else []
+        trainer.callbacks = [*callbacks, CacheReleaser(self._reader), probe]  # type: ignore[attr-defined]
+        trainer.loggers = [_QuietLogger(self._root)] if trainer.loggers else []
         set_root_directory(trainer, self._root)
         trainer.limit_train_batches = 1.0
         asked = trainer.limit_val_batches
         trainer.limit_val_batches = min(_EVAL_BATCHES, asked) if type(asked) is int else _EVAL_BATCHES
         trainer.limit_test_batches = trainer.limit_predict_batches = _EVAL_BATCHES
-        trainer.num_sanity_val_steps = self._sanity_steps
+        trainer.num_sanity_val_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if self._validates else 0
         trainer.should_stop = False
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.epoch_loop.max_steps = -1
@@ -242,113 +281,120 @@ class TrialRunner:
         for hook in self._hooks:
             hook()
 
-    def _set_accumulation(self) -> None:
-        """Within fit, set the training size and at most 2 micro-batches: more of them take no more memory."""
-        if not self._is_fitting:
-            return
-        size = self._sizes.get("train")
-        if size is not None:
-            self._attributes.write("train", size)
-        self.trainer.accumulate_grad_batches = min(self._accumulate if size is None else self.accumulate_for(size), 2)
-
-    def _set_up_data(self, stage: Stage, size: int, limits: SizeLimits) -> int:
+    def _set_up_data(self, stage: Stage, limits: SizeLimits) -> None:
         """Make the loaders, on all ranks at once; again with a smaller size if there are fewer samples."""
-        admitted = size
+        asked = self.sizes[stage]
         for _ in range(2):
-            self._sizes[stage] = admitted
-            self._set_accumulation()
-            for one in self._stages(stage):
-                self._load(one)
+            for other in self._stages(stage):
+                self._load(other)
             loaders = prepared_loaders(loop_of(self.trainer, stage))
             reported = batch_size_of(loaders[0]) if loaders else None
             if reported is not None:
-                self.loader_sizes.setdefault(stage, {})[admitted] = reported
-            counts = [n for n in map(n_samples_of, loaders) if n is not None]
-            limits.n_samples = max(counts, default=None)
+                self._reported.setdefault(stage, {})[self.sizes[stage]] = reported
+            limits.n_samples = max((n for n in map(n_samples_of, loaders) if n is not None), default=None)
             limits.drop_last = all(map(drops_last, loaders))
-            admitted = limits.round_down(size)
-            if admitted in {size, 0} or admitted == self._sizes[stage]:
+            admitted = limits.round_down(asked)
+            if admitted in {0, self.sizes[stage]}:
                 break
-        return self._sizes[stage] or size
+            self.sizes[stage] = admitted
+        for other in self._stages(stage):
+            self._take_largest(other)
 
     def _load(self, stage: Stage) -> None:
-        trainer, size = self.trainer, self._sizes.get(stage)
-        n_worst = (size or 1) * trainer.world_size
-        source = self._sources.get(stage)
-        if source is not None:
-            source.alter = self._with_worst_case(stage, n_worst)
-        loop = loop_of(trainer, stage)
+        trainer, loop, size = self.trainer, loop_of(self.trainer, stage), self.sizes.get(stage)
+        if size is not None:
+            self._sources.set(stage, size)
+        if stage == "train" and size is not None:
+            self._attributes.write("train", size)
+        if self._is_fitting:  # more micro-batches take no more memory
+            train = self.sizes.get("train")
+            trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
         forget_loaders(loop)
         setattr(trainer, {"train": "training", "val": "validating"}.get(stage, f"{stage}ing"), True)
-        # Warnings about the sizes of a trial are no use to the user, and what holds for the fit too is said in the fit.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Otherwise it would request the validation loader, or complain about the check interval.
-            limit, interval = trainer.limit_val_batches, trainer.val_check_interval
-            if stage == "train":
-                trainer.limit_val_batches, trainer.val_check_interval = 0, 1.0
-            loop.setup_data()
-            trainer.limit_val_batches, trainer.val_check_interval = limit, interval
+        # Otherwise it would request the validation loader, or complain about the check interval.
+        limit, interval = trainer.limit_val_batches, trainer.val_check_interval
+        if stage == "train":
+            trainer.limit_val_batches, trainer.val_check_interval = 0, 1.0
+        loop.setup_data()
+        trainer.limit_val_batches, trainer.val_check_interval = limit, interval
 
-    def _with_worst_case(self, stage: Stage, n: int) -> Callable[[Any], Any]:
-        """Return a function that changes each of a stage's loaders to give the batch that takes the most memory."""
+    def _take_largest(self, stage: Stage) -> None:
+        """Have each of a stage's loaders give the batch that takes the most memory, now that ranks have shared them."""
         position, worst_case = itertools.count(), self._settings.worst_case
 
         def change(loader: Any) -> Any:
             key = stage, next(position)
             if key not in self.sample_sizes:
                 self.sample_sizes[key] = known_sizes(loader, worst_case)
-            return worst_first(loader, n, worst_case, self.sample_sizes[key])
+            return worst_first(loader, worst_case, self.sample_sizes[key])
 
-        return change
+        loop = loop_of(self.trainer, stage)
+        replace_loaders(loop, change)
+        loop.setup_data = lambda: None  # an evaluation would ask for its loaders again
 
-    def _run_loops(self, stage: Stage, probe: TrialProbe) -> BaseException | None:
-        """Run until the probe has measured enough; return the error that came before."""
+    def _run_loops(self, stage: Stage, probe: TrialProbe) -> None:
+        """Run until the probe has measured enough."""
         trainer = self.trainer
-        trainer.callbacks = [*trainer.callbacks, CacheReleaser(self._reader, None, {}), probe]  # type: ignore[attr-defined]
         if trainer.world_size > 1:
             without_collectives(trainer)
-        probe.enter("train" if self._is_fitting else stage)
-        try:
-            # What callbacks print and warn of in a trial is no use to the user either.
-            with no_collectives(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-                warnings.simplefilter("ignore")
-                if self._is_fitting:
-                    self._run_fit()
-                else:
-                    probe.eval_batches = batches_in_evaluation(loop_of(trainer, stage))
-                    loop_of(trainer, stage).run()
-        except TrialOver as over:
-            forget_frames(over)
-        except BaseException as error:  # noqa: BLE001, the user's errors are raised again once all ranks know of them
-            forget_frames(error)
-            return error
-        return None
+        probe.begin("train" if self._is_fitting else stage)
+        with refused_collectives(_refusal):
+            if not self._is_fitting:
+                probe.eval_batches = batches_in_evaluation(loop_of(trainer, stage))
+                loop_of(trainer, stage).run()
+                return
+            trainer.training = True
+            if self._validates:
+                n_batches = min(STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches)
+                validate_every(trainer, int(n_batches) or 1)
+                run_sanity_check(trainer)
+            else:
+                trainer.limit_val_batches = 0
+            trainer.fit_loop.run()
 
-    def _run_fit(self) -> None:
-        trainer = self.trainer
-        trainer.training = True
-        if self._validates:
-            n_batches = min(STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches)
-            validate_every(trainer, int(n_batches) or 1)
-            run_sanity_check(trainer)
-        else:
-            trainer.limit_val_batches = 0
-        trainer.fit_loop.run()
-
-    def _learn_length_of_stream(self, limits: SizeLimits, stage: Stage, probe: TrialProbe, size: int) -> int:
-        """Return the size that the batches really had: a stream that yields smaller batches has no larger ones."""
+    def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
+        """Note the size that the batches really had: a stream that yields smaller batches has no larger ones."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
-        only_streams = loaders and all(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
-        observed = probe.observed_size.get(stage)
-        if only_streams and observed is not None and observed < size:
-            limits.n_samples = observed
-            return observed
-        return size
+        streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
+        if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
+            limits.n_samples = self.sizes[stage] = observed
 
-    def _release_memory(self) -> None:
-        free_failed_backward()
-        gc.collect()
-        if self._reader is not None:
-            self._reader.empty_cache()
-            peak_counter(self._reader).forget()
+    def _check_that_loaders_follow(self, stage: Stage) -> None:
+        reported = self._reported.get(stage, {})
+        if len(reported) > 1 and len(set(reported.values())) == 1:
+            (size,) = set(reported.values())
+            names = self._attributes.names_for(stage)
+            raise ValueError(
+                f"The {stage}_dataloader gives batches of {size} whatever {', '.join(names)} is (tried "
+                f"{sorted(reported)}). Let the hook read it, as in DataLoader(..., batch_size=self.{names[0]})."
+                + hint_to_leave_out(stage)
+            )
+
+
+def _may_depend_on_size(error: BaseException | None) -> bool:
+    """Return True for an error that a smaller batch may avoid; after one of CUDA itself, no kernel runs any more."""
+    never = CollectiveInTrialError | CannotResizeError | torch.AcceleratorError
+    return isinstance(error, Exception) and not isinstance(error, never)
+
+
+def _refusal(name: str) -> CollectiveInTrialError:
+    return CollectiveInTrialError(
+        f"The collective {name!r} was called while BatchSizeTuner ran a batch size, by torch.distributed in your own "
+        "code or in a library's. A rank that fails would leave the others waiting in it. Next: leave it out of the "
+        "steps while tuning, or tune with devices=1 and set the size that is found."
+    )
+
+
+class _QuietLogger(DummyLogger):
+    """Accepts everything and writes nothing; callbacks that ask for its directory get a temporary one."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self._root = root
+
+    @property
+    def save_dir(self) -> str:
+        """The temporary directory."""
+        return self._root
+
+    log_dir = save_dir

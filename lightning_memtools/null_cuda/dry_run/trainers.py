@@ -193,7 +193,7 @@ def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
     if sizes is None or not sizes.vary:
         return loader
     observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
-    return _LargestLast(loader, worst_first(loader, loader.batch_size or 1, None, sizes), length)
+    return _LargestLast(loader, worst_first(loader, None, sizes), length)
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memtools.batch_size.sample_sizes import measured_sizes
+from lightning_memtools.batch_size.resized_loaders import known_sizes
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from tests.tuner_runs import Constant, Tuner, fit
 
@@ -116,5 +116,5 @@ def test_reading_samples_draws_no_random_numbers():
             return super().__getitem__(index) * torch.rand(1)
 
     before = torch.get_rng_state()
-    assert measured_sizes(Draws()).vary
+    assert known_sizes(DataLoader(Draws()), None).vary
     assert torch.equal(before, torch.get_rng_state())
