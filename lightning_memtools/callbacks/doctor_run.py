@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +13,6 @@ from lightning_memtools.doctor.checkpoint_checks import differences
 from lightning_memtools.doctor.examination import Event, Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
 from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -23,18 +20,6 @@ from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
-
-
-@contextmanager
-def only_watching(stop: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of the doctor's own into a call of `stop` and one warning, so that training goes on."""
-    try:
-        yield
-    except TrainingMistakeError:
-        raise
-    except Exception as error:  # noqa: BLE001, the user's training goes on
-        stop()
-        warnings.warn(f"TrainingDoctor failed, and training goes on without it: {in_one_line(error)}", stacklevel=3)
 
 
 class DoctorRun:
@@ -46,13 +31,21 @@ class DoctorRun:
         names: The names of the checks.
         steps: The number of training batches, and of evaluation batches, to watch.
         raises: End training at a serious finding, in place of a warning.
+        on_loaded: Called with the module and the keys that did not match when the module has loaded weights.
 
     Attributes:
         report: The findings so far.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, names: Sequence[str], *, steps: int, raises: bool
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        names: Sequence[str],
+        *,
+        steps: int,
+        raises: bool,
+        on_loaded: Callable[[LightningModule, Any], None],
     ) -> None:
         self.report = DoctorReport(checks=tuple(names))
         case = TrainingCase(
@@ -69,16 +62,10 @@ class DoctorRun:
         self._ranks = RankGather()  # through the store: a rank that failed is not waited for
         self._directory = report_directory(trainer)
         self._told: set[Finding] = set()
-        self._is_stopped = False
         self._load_hook: Any = None
         if module.strict_loading and not case.sharded and "checkpoint_keys" in names:
             # The path given to `fit` is not known here. The hook comes before torch raises for the keys.
-            self._load_hook = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                partial(self._compare, trainer)
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_is_stopped": True, "_load_hook": None}  # for a module that is pickled with the hook above
+            self._load_hook = module.register_load_state_dict_post_hook(on_loaded)  # type: ignore[no-untyped-call]
 
     def begin(self, trainer: Trainer) -> None:
         """Examine the model, its loaders and its settings before the first step."""
@@ -103,7 +90,7 @@ class DoctorRun:
         # The same points on every rank, which wait for each other here.
         has_ended = examination.is_concluded and (not was_concluded or event == "evaluations_end")
         if not has_ended and not (event == "batch_end" and examination.case.n_steps == 1):
-            return self._is_stopped
+            return False
         have_all_evaluated = self.publish(trainer)
         return has_ended and (have_all_evaluated or not trainer.enable_validation)
 
@@ -133,17 +120,14 @@ class DoctorRun:
 
     def stop(self) -> None:
         """Stop watching. Idempotent."""
-        self._is_stopped = True
         self._remove_load_hook()
         self._examination.stop()
         self._ranks.close()
 
-    def _compare(self, trainer: Trainer, _module: LightningModule, keys: Any) -> None:
-        if self._is_stopped:
-            return
-        with only_watching(self.stop):
-            self._examination.findings += differences("the checkpoint", keys.missing_keys, keys.unexpected_keys)
-            self.publish(trainer)
+    def compare(self, trainer: Trainer, keys: Any) -> None:
+        """Report the keys of a checkpoint that the module does not have, and its own that the checkpoint has not."""
+        self._examination.findings += differences("the checkpoint", keys.missing_keys, keys.unexpected_keys)
+        self.publish(trainer)
 
     def _remove_load_hook(self) -> None:
         if self._load_hook is not None:
