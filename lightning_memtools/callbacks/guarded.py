@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.memory.error_frames import in_one_line
@@ -65,6 +65,10 @@ class WatchingCallback(EitherCallback, Neighbour):
             if name.startswith(("on_", "setup", "teardown")) and hasattr(Callback, name):
                 setattr(cls, name, watched(hook, name))
 
+    @watched
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin a run, in which it is on again."""
+
     def stop_watching(self) -> None:
         """Release everything, and undo what was switched on. Idempotent; each subclass says how."""
 
@@ -88,7 +92,7 @@ class WatchingCallback(EitherCallback, Neighbour):
             self._posts.post({"off": why})
         text = (
             f"{type(self).__name__} failed itself, and is off for the rest of this run, which goes on: {why} "
-            f"(docs/{self.page}.md says what it does without it)"
+            f"(read more in docs/{self.page}.md and docs/guide.md)"
         )
         if notes_on is None:
             warnings.warn(text, stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import state_key_of, training_step
-from lightning_memtools.callbacks.guarded import WatchingCallback
+from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.sizes import is_count
@@ -19,7 +20,6 @@ from lightning_memtools.nonfinite.step_guard import (
     ExchangedError,
     HiddenGradientsError,
     ReadingWatch,
-    StepGuard,
     gradients_under,
 )
 from lightning_memtools.reporting.files import fixed_directory
@@ -116,7 +116,16 @@ class HaltOnNaN(WatchingCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to guard steps and checkpoints."""
-        self._opened().start_training(pl_module, self.watch)
+        before_update, before_saving = partial(self._before_update, trainer), partial(self._before_saving, trainer)
+        self._opened().start_training(pl_module, self.watch, before_update, before_saving)
+
+    @watched
+    def _before_update(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        self._opened().guard.before_update(optimizer)
+
+    @watched
+    def _before_saving(self, trainer: Trainer) -> None:
+        self._opened().check_before_saving()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""
@@ -124,22 +133,22 @@ class HaltOnNaN(WatchingCallback):
         # begins where the last one ended.
         run = self._opened()
         first = run.is_automatic and batch_idx % trainer.accumulate_grad_batches == 0
-        self._guard().begin(batch if run.sees_batches else None, batch_idx, training_step(trainer), first=first)
+        run.guard.begin(batch if run.sees_batches else None, batch_idx, training_step(trainer), first=first)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
         run = self._opened()
         divided_by = trainer.accumulate_grad_batches if run.is_automatic else 1
-        self._guard().loss(loss, divided_by=divided_by, scaler=run.scaler)
+        run.guard.loss(loss, divided_by=divided_by, scaler=run.scaler)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
         run = self._opened()
-        run.conclude(self._guard().check(optimizer, scaler=run.scaler, reopen=not run.is_automatic))
+        run.conclude(run.guard.check(optimizer, scaler=run.scaler, reopen=not run.is_automatic))
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch."""
-        self._guard().end_batch()
+        self._opened().guard.end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
@@ -178,7 +187,7 @@ class HaltOnNaN(WatchingCallback):
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
         """Be off for the rest of the run; where all ranks exchange in each step, once they have told each other."""
-        guard = None if self._run is None else self._run.guard
+        guard = self._run.guard if self._run is not None and self._run.is_training else None
         if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
             super().switch_off(error, notes_on=notes_on)
         elif not guard.failure:
@@ -187,8 +196,3 @@ class HaltOnNaN(WatchingCallback):
     def _opened(self) -> HaltRun:
         assert self._run is not None, "setup makes it"
         return self._run
-
-    def _guard(self) -> StepGuard:
-        guard = self._opened().guard
-        assert guard is not None, "on_train_start makes it"
-        return guard

@@ -73,7 +73,8 @@ class HaltRun:
         options: The callback, whose arguments are read.
 
     Attributes:
-        guard: Guards the steps of its training; None as long as there is none.
+        guard: Guards the steps of its training, once that has begun.
+        is_training: Whether it has begun.
         sees_batches: Whether hooks see a step's batches: not where training_step takes them from `dataloader_iter`.
         is_automatic: Whether Lightning makes the updates.
         scaler: The gradient scaler of 16-mixed; None without one.
@@ -85,11 +86,17 @@ class HaltRun:
         self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S))  # for what takes a rerun of the step
         self._directory = report_directory(trainer, options.reports_to)
         self._undo: list[Callable[[], None]] = []
-        self.guard: StepGuard | None = None
-        self.sees_batches = self.is_automatic = True
+        self.guard: StepGuard
+        self.is_training, self.sees_batches, self.is_automatic = False, True, True
         self.scaler = gradient_scaler(trainer)
 
-    def start_training(self, module: LightningModule, watch: ReadingWatch | None = None) -> None:
+    def start_training(
+        self,
+        module: LightningModule,
+        watch: ReadingWatch | None,
+        before_update: Callable[[Any], None],
+        before_saving: Callable[[], None],
+    ) -> None:
         """Start to guard steps and checkpoints. `watch` sees what is read of finite steps."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
@@ -102,15 +109,15 @@ class HaltRun:
             mark_loop=LoopMarker(trainer).mark,
             watch=watch,
         )
-        self._module, self.is_automatic = module, module.automatic_optimization
+        self._module, self.is_automatic, self.is_training = module, module.automatic_optimization, True
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
         self._n_logged, self._warned_of_blindness = 0, False
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
-            watch_updates(trainer, guard.before_update),
-            guard_saving(trainer, self._before_saving),
+            watch_updates(trainer, before_update),
+            guard_saving(trainer, before_saving),
         ]
 
     def close(self) -> None:
@@ -122,7 +129,6 @@ class HaltRun:
 
     def conclude(self, held_back: HeldBackStep | None) -> None:
         """Log the steps that were skipped, and raise if there is a bad step."""
-        assert self.guard is not None
         if len(self.guard.skipped) > self._n_logged:
             self._n_logged = len(self.guard.skipped)
             log_scalars(self._trainer, {"nonfinite/skipped": float(self._n_logged)}, self.guard.skipped[-1][0])
@@ -134,7 +140,7 @@ class HaltRun:
 
     def read_rest(self) -> None:
         """Read the results that are still on the device, and raise if one is bad."""
-        if self.guard is not None:
+        if self.is_training:
             self.conclude(self.guard.drain())
 
     def end_evaluation(self, module: LightningModule, stage: HaltStage) -> None:
@@ -151,7 +157,7 @@ class HaltRun:
             step = training_step(self._trainer)
             raise self._reported(evaluation_error(everyone, stage=stage, step=step, weights=bad_state(module)))
 
-    def _before_saving(self) -> None:
+    def check_before_saving(self) -> None:
         """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective.
 
         An update can overflow although its gradients are finite, and buffers are written by forward.
@@ -160,7 +166,7 @@ class HaltRun:
         guard, step = self.guard, training_step(self._trainer)
         mine = [[bad for bad in kind if bad.name not in self._bad_at_start] for kind in self._bad_by_kind()]
         gathered = self._ranks.objects(mine)
-        if guard is None or not any(kind for theirs in gathered for kind in theirs):
+        if not any(kind for theirs in gathered for kind in theirs):
             self._finite_at = step
             return
         # Finite gradients can make Inf of an optimizer's state, but no NaN.
@@ -175,7 +181,7 @@ class HaltRun:
 
     def leave_clean_state(self) -> None:
         """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
-        if self.guard is None:
+        if not self.is_training:
             return
         try:
             held_back = self.guard.drain()
@@ -192,7 +198,7 @@ class HaltRun:
         guard = self.guard
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
-        is_seen = guard is None or guard.saw_gradients or (self.is_automatic and not guard.saw_losses)
+        is_seen = guard.saw_gradients or (self.is_automatic and not guard.saw_losses)
         if is_trained and not is_seen and not self._warned_of_blindness:
             self._warned_of_blindness = True
             warnings.warn(
@@ -250,7 +256,7 @@ class HaltRun:
 
     def _run_again(self, bad: BadStep, held_back: HeldBackStep, checkpoint: Path | None, *, is_known: bool) -> None:
         """Run the step again, and write its file if it is known to be this rank's that is bad."""
-        is_sharded = self.guard is not None and self.guard.is_sharded
+        is_sharded = self.guard.is_sharded
         if is_sharded or any(micro.batch is None for micro in held_back.step.micro):
             why = "no rank has all weights" if is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"

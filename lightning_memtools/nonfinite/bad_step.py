@@ -239,15 +239,10 @@ def examine(
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
-    """Return what this rank knows of the step. Call it after the undo.
+    """Return what this rank knows of a step that was undone.
 
-    Args:
-        model: The module.
-        held_back: The step.
-        optimizers: All optimizers.
-        carries_losses: Whether gradients are made NaN to tell the other ranks of a bad loss.
-        history: The last steps.
-        bad_at_start: The names of the weights and states that were bad before training.
+    `carries_losses`: gradients are made NaN to tell the other ranks of a bad loss. `bad_at_start`: the names of the
+    weights and states that were bad before training.
     """
     step = held_back.step
     weights = bad_state(model)
@@ -312,13 +307,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> str:
-    """Say which settings of an optimizer can have made bad weights out of finite gradients; "" if it has none of them.
-
-    Args:
-        model: The module.
-        optimizers: Its optimizers.
-        bad: The bad weights.
-    """
+    """Say which settings of an optimizer can have made bad weights out of finite gradients; "" if none can."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
@@ -411,14 +400,9 @@ def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
 def state_error(
     everyone: Sequence[Sequence[BadTensor]], *, step: int, finite_at: int, suspects: str, history: Sequence[PastStep]
 ) -> NonFiniteError:
-    """Return the error of weights, buffers or optimizer state that a checkpoint was about to hold.
+    """Return the error of weights, buffers or optimizer state, by rank, that a checkpoint was about to hold.
 
-    Args:
-        everyone: The bad tensors of each rank.
-        step: The training step.
-        finite_at: The step at which all were last known to be finite.
-        suspects: What of the last update can have made bad weights.
-        history: The steps before.
+    `finite_at`: the step at which all were last known to be finite.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     cause = NonFiniteCause.BAD_PARAMETER if suspects else NonFiniteCause.STATE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -89,7 +88,7 @@ class HeldBackStep:
     later: tuple[GuardedStep, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made in each step, and a frozen one takes three times as long
 class PastStep:
     """A step in the history."""
 
@@ -170,17 +169,13 @@ def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tenso
     return value if value.dim() == 0 else value.mean()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepReading:
     """The numbers of a step, as the host has read them."""
 
     norm: float  # over all gradients; of all ranks where no rank has all gradients
     losses: tuple[float, ...]  # this rank's
-    norms: tuple[float, ...] = ()  # of each gradient; may be left out where all is finite
-    worst_loss: float = math.nan  # the mean of the losses, the largest of all ranks; NaN if there is none
-    is_bad_anywhere: bool = False  # whether a rank's numbers that decide are not finite, where ranks exchange them
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean of this rank's losses; NaN if it had none."""
-        return sum(self.losses) / len(self.losses) if self.losses else math.nan
+    norms: tuple[float, ...]  # of each gradient; may be left out where all is finite
+    mean_loss: float  # the mean of this rank's losses; NaN if it had none
+    worst_loss: float  # the largest mean of all ranks
+    is_bad_anywhere: bool  # whether a rank's numbers that decide are not finite, where ranks exchange them

@@ -71,16 +71,7 @@ class Verdict(Enum):
 def judge(
     *, bad_loss: bool, bad_gradient: bool, skips_left: int, scale: float | None, n_in_a_row: int, amp_patience: int
 ) -> Verdict:
-    """Return the verdict on a step.
-
-    Args:
-        bad_loss: Whether a loss is NaN or Inf.
-        bad_gradient: Whether a gradient is.
-        skips_left: The number of bad steps that may still be skipped.
-        scale: The gradient scaler's; None without one.
-        n_in_a_row: The number of steps that the scaler skips in a row, this one included.
-        amp_patience: The number of them at which a step is bad.
-    """
+    """Return the verdict on a step: `n_in_a_row` counts the gradient scaler's skips, this one included."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if scale is not None and not bad_loss and n_in_a_row < amp_patience and scale >= 1:
@@ -114,8 +105,8 @@ class StepGuard:
 
     Args:
         model: The module that is trained.
-        max_skips: The number of bad steps to skip.
-        amp_patience: The number of skips of the gradient scaler in a row that make a step bad.
+        max_skips: As in HaltOnNaN.
+        amp_patience: As in HaltOnNaN.
         records: Whether to note the random streams of each batch, for a rerun.
         gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
             after backward (replicated), each has a part (sharded).
@@ -172,10 +163,11 @@ class StepGuard:
             step = self._open()
         else:
             step.micro.append(micro)
-        undecided = () if self._flag is None else self._flag.undecided()
-        held = [micro for each in (*undecided, step) for micro in each.micro]
-        for micro in held[:-2]:  # the present one and one more stay on the device
-            micro.move_to_host()
+        if self._flag is not None or len(step.micro) > 1:
+            undecided = () if self._flag is None else self._flag.undecided()
+            held = [micro for each in (*undecided, step) for micro in each.micro]
+            for micro in held[:-2]:  # the present one and one more stay on the device
+                micro.move_to_host()
 
     def end_batch(self) -> None:
         """Note that the batch is over, so that it is held only as long as its step needs it."""
@@ -218,7 +210,8 @@ class StepGuard:
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):
             held_back = self._check_on_device(step, optimizer, gradients)
         else:
-            held_back = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
+            held_back = None if self._flag is None else self.drain()
+            held_back = held_back or self._check_on_host(step, optimizer, gradients, scaler)
         if held_back is None and reopen:
             if self._batch is not None:
                 self._batch.n_updates += 1
@@ -392,9 +385,10 @@ class StepGuard:
             if shared[2]:
                 raise ExchangedError("another rank could not read its step")
         n = 1 + len(step.losses())
-        reading = StepReading(numbers[0], tuple(numbers[1:n]), tuple(numbers[n:]))
-        worst = shared[0] if shared and reading.losses else reading.mean_loss
-        return replace(reading, worst_loss=worst, is_bad_anywhere=bool(shared and shared[1]))
+        losses = tuple(numbers[1:n])
+        mean = sum(losses) / len(losses) if losses else math.nan
+        worst = shared[0] if shared and losses else mean
+        return StepReading(numbers[0], losses, tuple(numbers[n:]), mean, worst, bool(shared and shared[1]))
 
     def _note_good(self, step: GuardedStep, reading: StepReading, *, is_late: bool) -> bool:
         """Note a step that is finite, and return whether the watch wants its update held back."""
@@ -421,11 +415,7 @@ class HiddenGradientsError(ValueError):
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return how a rank's gradients relate to those of the other ranks under a strategy.
-
-    Raises:
-        HiddenGradientsError: The gradients cannot be seen under it.
-    """
+    """Return how a rank's gradients relate to those of the others under a strategy; raise if they cannot be seen."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
         raise HiddenGradientsError(

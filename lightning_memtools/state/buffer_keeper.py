@@ -89,8 +89,10 @@ class BufferKeeper:
     """
 
     def __init__(self, module: Module) -> None:
-        self._held = [(name, buffers_of(part)) for name, part in module.named_modules()]
-        self._keys: list[set[str]] | None = None  # those of each module when all was copied
+        self._names, parts = zip(*module.named_modules(), strict=True)
+        self._held = list(map(buffers_of, parts))
+        self._keys: list[set[str]] = []  # those of each module when all was copied
+        self._n_keys = -1
         self._copies: list[_BufferCopies] = []
         self._large: list[_BufferCopies] = []  # those of one large buffer that may be a constant
         self._released: list[_BufferPlace] = []
@@ -99,11 +101,11 @@ class BufferKeeper:
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
         """Copy the buffers now. `unless`: keep the earlier copies if this 0-dim tensor on the device is not 0."""
-        constant = [copies for copies in self._large if not copies.places[0].is_written()]
-        if constant:
+        if self._large:
+            constant = [copies for copies in self._large if not copies.places[0].is_written()]
             self._released += [copies.places[0] for copies in constant]
             self._copies = [copies for copies in self._copies if copies not in constant]
-        self._large = []
+            self._large = []
         written = [place for place in self._released if place.is_written()]
         if self._has_other_buffers() or not all(copies.take(unless) for copies in self._copies):
             self._copy_all()
@@ -118,7 +120,7 @@ class BufferKeeper:
             copies.restore()
         for place in self._none:
             place.held[place.key] = None
-        for (_, held), keys in zip(self._held, self._keys or (), strict=bool(self._keys)):
+        for held, keys in zip(self._held, self._keys, strict=False):
             for key in held.keys() - keys:  # of the buffers that a module has registered since, none stays
                 del held[key]
 
@@ -128,15 +130,14 @@ class BufferKeeper:
 
     def _has_other_buffers(self) -> bool:
         """Return whether a module has registered a buffer since, or set one that was None."""
-        if self._keys is None or sum(len(held) for _, held in self._held) != sum(map(len, self._keys)):
-            return True
-        return any(place.held.get(place.key) is not None for place in self._none)
+        is_set = (place.held.get(place.key) is not None for place in self._none)
+        return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
     def _copy_all(self) -> None:
-        self._keys = [set(held) for _, held in self._held]
+        self._keys, self._n_keys = list(map(set, self._held)), sum(map(len, self._held))
         self._none = []
         groups: dict[object, list[_BufferPlace]] = defaultdict(list)
-        for name, held in self._held:
+        for name, held in zip(self._names, self._held, strict=True):
             for key, buffer in held.items():
                 place = _BufferPlace(held, key, f"{name}.{key}" if name else key)
                 if buffer is None:
