@@ -29,13 +29,17 @@ PLACES = {
         "nonfinite.step_guard.undivided_loss", "state.buffer_keeper.BufferKeeper.keep",
         "state.buffer_keeper.BufferKeeper.__init__", "state.random_state.RandomState.now",
     ],
-    LossSpikes: ["callbacks.spikes_run.SpikesRun.judge", "callbacks.spikes_run.SpikesRun.end_batch"],
+    LossSpikes: [
+        f"callbacks.spikes_run.SpikesRun.{name}" for name in ("__init__", "begin_epoch", "judge", "end_batch")
+    ],
     OOMReport: [
         "oom.failure_capture.FailureCapture.__init__", "oom.failure_capture.FailureCapture.begin_batch",
         "oom.failure_capture.FailureCapture.end_batch", "oom.failure_capture.FailureCapture.begin_evaluation",
         "oom.failure_capture.FailureCapture.stop",
     ],
-    TrainingDoctor: ["callbacks.doctor_run.DoctorRun.begin", "callbacks.doctor_run.DoctorRun.publish"],
+    TrainingDoctor: [
+        f"callbacks.doctor_run.DoctorRun.{name}" for name in ("__init__", "begin", "tell", "publish", "_write")
+    ],
 }  # fmt: skip
 
 

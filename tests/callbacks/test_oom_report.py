@@ -484,17 +484,6 @@ def test_a_search_for_holders_that_fails_costs_only_its_own_line(tmp_path, monke
     assert "Use training batches of" in report
 
 
-def test_a_run_that_cannot_be_followed_goes_on_without_a_report(tmp_path, monkeypatch):
-    def fails(*_: Any) -> None:
-        raise KeyError("broken")
-
-    monkeypatch.setattr("lightning_memtools.oom.failure_capture.sizes_only", fails)
-    run = trainer(tmp_path, OOMReport(), max_steps=3, logger=False)
-    with VirtualDevice(), pytest.warns(UserWarning, match="OOMReport failed itself.*KeyError: 'broken'"):
-        run.fit(Regression(), loader())
-    assert run.global_step == 3
-
-
 def test_other_errors_are_left_alone(tmp_path):
     class Fails(Regression):
         def training_step(self, batch, batch_idx):
