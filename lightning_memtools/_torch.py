@@ -432,6 +432,11 @@ def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
     torch._foreach_copy_(to, from_)
 
 
+def flattened(tensors: list[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype in one tensor; the public ways do it one by one, in Python."""
+    return torch._C._nn.flatten_dense_tensors(tensors)
+
+
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
     """Return the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +12,6 @@ from lightning_memtools._lightning import training_step
 from lightning_memtools.doctor.examination import Event, Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
 from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -21,18 +19,6 @@ from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
-
-
-@contextmanager
-def only_watching(stop: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of the doctor's own into a call of `stop` and one warning, so that training goes on."""
-    try:
-        yield
-    except TrainingMistakeError:
-        raise
-    except Exception as error:  # noqa: BLE001, the user's training goes on
-        stop()
-        warnings.warn(f"TrainingDoctor failed, and training goes on without it: {in_one_line(error)}", stacklevel=3)
 
 
 class DoctorRun:

@@ -1,33 +1,120 @@
-"""Keeps training's own outcome what it is, whatever goes wrong in the work of a callback that only watches it."""
+"""The guard of callbacks that only watch: whatever goes wrong in them, training's own outcome stays what it was."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, ClassVar, TypeVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_memtools._lightning import EitherCallback, refuse_other_package
+from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.reporting.ranks import RankPosts
 
 T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def watched(hook: Hook, name: str = "") -> Hook:
+    """Return a method of a WatchingCallback, which gets the Trainer first, with the guard around it."""
+    name = name or hook.__name__
+    # Here it is not too slow to ask whether another rank has switched the callback off.
+    is_rare = hasattr(Callback, name) and "batch" not in name and not name.startswith(("on_before_", "on_after_"))
+
+    @functools.wraps(hook)
+    def guarded(self: WatchingCallback, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if name == "setup":
+            refuse_other_package(trainer)
+            self.switch_on(trainer)
+        if self.is_off or (is_rare and self.is_off_elsewhere()):
+            return None
+        try:
+            return hook(self, trainer, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error, self.documented) and name != "on_exception":  # there, another error is on its way
+                raise
+            self.switch_off(error, notes_on=args[-1] if name == "on_exception" else None)
+
+    return guarded  # type: ignore[return-value]
+
+
+class WatchingCallback(EitherCallback, Neighbour):
+    """A callback that never ends a run by an error of its own.
+
+    Each hook that a subclass defines is guarded: an error gives one warning, and the callback is off for the rest of
+    the run. The other ranks switch it off at the next hook that is not called in each batch.
+
+    Attributes:
+        documented: The errors that its hooks raise on purpose.
+        page: The page of the manual on it.
+        is_off: True if it is switched off.
+    """
+
+    documented: ClassVar[tuple[type[Exception], ...]] = ()
+    page: ClassVar[str] = "guide"
+    is_off = False
+    _posts: RankPosts | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        is_ours = cls.__module__.startswith("lightning_memtools.")  # the code of a user's subclass may raise
+        for name, hook in list(vars(cls).items()) if is_ours else ():
+            if name.startswith(("on_", "setup", "teardown")) and hasattr(Callback, name):
+                setattr(cls, name, watched(hook, name))
+
+    @watched
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin a run, in which it is on again."""
+
+    def stop_watching(self) -> None:
+        """Release everything, and undo what was switched on. Idempotent; each subclass says how."""
+
+    def switch_on(self, trainer: Trainer) -> None:
+        """Begin a run."""
+        vars(self).pop("is_off", None)
+        self._posts = RankPosts(type(self).__name__) if trainer.world_size > 1 else None
+
+    def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
+        """Be off for the rest of the run, here and on the other ranks, and warn once.
+
+        Args:
+            error: The reason.
+            notes_on: Another error that goes on; it gets the text as a note, in place of a warning.
+        """
+        self.is_off = True
+        why = error if isinstance(error, str) else in_one_line(error)
+        with suppress(Exception):
+            self.stop_watching()
+        if self._posts is not None:
+            self._posts.post({"off": why})
+        text = (
+            f"{type(self).__name__} failed itself, and is off for the rest of this run, which goes on: {why} "
+            f"(read more in docs/{self.page}.md and docs/guide.md)"
+        )
+        if notes_on is None:
+            warnings.warn(text, stacklevel=3)
+        else:
+            notes_on.add_note(text)
+
+    def is_off_elsewhere(self) -> bool:
+        """Switch off if another rank has switched off, and return whether that is so."""
+        posts = self._posts
+        others = [] if posts is None else [rank.values["off"] for rank in posts.read() if "off" in rank.values]
+        if others:
+            self.switch_off(f"on another rank, {others[0]}")
+        return bool(others)
 
 
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
     """Return the result of `work`; if it raises, that of `otherwise`, which gets the error as text.
 
-    Put one around each piece of work between two exchanges of ranks, so that a rank that fails still takes part.
+    Put it around each piece of work between two exchanges of ranks, so that a rank that fails still takes part.
     """
     try:
         return work()
     except Exception as error:  # noqa: BLE001, the purpose of this function
-        try:
-            text = f"{type(error).__name__}: {error}"
-        except Exception:  # noqa: BLE001, an error of the user's whose text cannot be made
-            text = type(error).__name__
-        return otherwise(text)
-
-
-def warn_of(what: str) -> Callable[[str], None]:
-    """Return an `otherwise` that warns: "HaltOnNaN could not read the step: ValueError: ... Training goes on."."""
-
-    def warn(error: str) -> None:
-        warnings.warn(f"{what}: {error}. Training goes on.", stacklevel=3)
-
-    return warn
+        return otherwise(in_one_line(error))

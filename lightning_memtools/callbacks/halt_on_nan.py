@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import (
-    EitherCallback,
-    gradient_scaler,
-    state_key_of,
-    training_step,
-)
+from lightning_memtools._lightning import state_key_of, training_step
+from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_run import HaltRun
+from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, StepGuard, gradients_under
+from lightning_memtools.nonfinite.loss_spike import LossSpikeError
+from lightning_memtools.nonfinite.step_guard import (
+    ExchangedError,
+    HiddenGradientsError,
+    ReadingWatch,
+    gradients_under,
+)
 from lightning_memtools.reporting.files import fixed_directory
-from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class HaltOnNaN(EitherCallback, Neighbour):
+class HaltOnNaN(WatchingCallback):
     """Stops training at the step where the loss or a gradient becomes NaN or Inf, before it does harm, and says why.
 
     Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of
@@ -71,6 +74,9 @@ class HaltOnNaN(EitherCallback, Neighbour):
     """
 
     takes_part_in_trials = False
+    documented = (NonFiniteError, LossSpikeError, HiddenGradientsError)
+    page = "halt-on-nan"
+    parts_of_a_run = ("_run", "watch")
 
     def __init__(
         self,
@@ -82,17 +88,17 @@ class HaltOnNaN(EitherCallback, Neighbour):
         save_step: bool = True,
         directory: str | None = None,
     ) -> None:
-        self.options = HaltOptions(
-            max_skips=max_skips,
-            amp_patience=amp_patience,
-            save_last_good=save_last_good,
-            explain=explain,
-            save_step=save_step,
-            directory=fixed_directory(directory),
-        )
-        arguments = asdict(self.options) | {"directory": directory}
-        vars(self).update(arguments)  # each under its own name, as every callback keeps them
-        self._state_key = state_key_of(self, **arguments)
+        if not is_count(max_skips, least=0):
+            raise ValueError(f"max_skips={max_skips!r} is not a number of steps. Use 0 to halt at the first bad step.")
+        if not is_count(amp_patience):
+            raise ValueError(
+                f"amp_patience={amp_patience!r} is not a number of steps. Use 1 to halt at the first skip."
+            )
+        self.max_skips, self.amp_patience = max_skips, amp_patience
+        self.save_last_good, self.explain, self.save_step = save_last_good, explain, save_step
+        self.directory = directory
+        self._state_key = state_key_of(self, **vars(self))
+        self.reports_to = fixed_directory(directory)
         self._run: HaltRun | None = None
         self.watch: ReadingWatch | None = None
 
@@ -103,36 +109,46 @@ class HaltOnNaN(EitherCallback, Neighbour):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that hide the gradients; connect to the other ranks and find the directory for reports."""
-        self._stop()
+        self.stop_watching()
         if stage == "fit":
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
-        self._run = HaltRun(trainer, self.options)
+        self._run = HaltRun(trainer, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to guard steps and checkpoints."""
-        self._opened().start_training(pl_module, self.watch)
+        before_update, before_saving = partial(self._before_update, trainer), partial(self._before_saving, trainer)
+        self._opened().start_training(pl_module, self.watch, before_update, before_saving)
+
+    @watched
+    def _before_update(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        self._opened().guard.before_update(optimizer)
+
+    @watched
+    def _before_saving(self, trainer: Trainer) -> None:
+        self._opened().check_before_saving()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""
         # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
         # begins where the last one ended.
-        first = pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
-        batch = batch if self._opened().sees_batches else None
-        self._guard().begin(batch, batch_idx, training_step(trainer), first=first)
+        run = self._opened()
+        first = run.is_automatic and batch_idx % trainer.accumulate_grad_batches == 0
+        run.guard.begin(batch if run.sees_batches else None, batch_idx, training_step(trainer), first=first)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
-        divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self._guard().loss(loss, divided_by=divided_by, scaler=gradient_scaler(trainer))
+        run = self._opened()
+        divided_by = trainer.accumulate_grad_batches if run.is_automatic else 1
+        run.guard.loss(loss, divided_by=divided_by, scaler=run.scaler)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
-        reopen = not pl_module.automatic_optimization
-        self._opened().conclude(self._guard().check(optimizer, scaler=gradient_scaler(trainer), reopen=reopen))
+        run = self._opened()
+        run.conclude(run.guard.check(optimizer, scaler=run.scaler, reopen=not run.is_automatic))
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch."""
-        self._guard().end_batch()
+        self._opened().guard.end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
@@ -157,26 +173,26 @@ class HaltOnNaN(EitherCallback, Neighbour):
         """Leave a clean state for checkpoints that are written now, and undo what was switched on."""
         if self._run is not None and not isinstance(exception, NonFiniteError):
             self._run.leave_clean_state()
-        self._stop()
+        self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo what was switched on."""
-        self._stop()
+        self.stop_watching()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a new instance: the state of a run cannot be pickled, and is useless in another run."""
-        return vars(type(self)(**asdict(self.options)))
+    def stop_watching(self) -> None:
+        """Undo what was switched on. Idempotent."""
+        if self._run is not None:
+            self._run.close()
+        self._run = None
+
+    def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
+        """Be off for the rest of the run; where all ranks exchange in each step, once they have told each other."""
+        guard = self._run.guard if self._run is not None and self._run.is_training else None
+        if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
+            super().switch_off(error, notes_on=notes_on)
+        elif not guard.failure:
+            guard.failure = error if isinstance(error, str) else in_one_line(error)
 
     def _opened(self) -> HaltRun:
         assert self._run is not None, "setup makes it"
         return self._run
-
-    def _guard(self) -> StepGuard:
-        guard = self._opened().guard
-        assert guard is not None, "on_train_start makes it"
-        return guard
-
-    def _stop(self) -> None:
-        if self._run is not None:
-            self._run.close()
-        self._run = None

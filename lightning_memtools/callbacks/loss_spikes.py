@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import EitherCallback, callbacks_of, state_key_of
+from lightning_memtools._lightning import callbacks_of, state_key_of
+from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.callbacks.spikes_run import SpikeOptions, SpikesRun
-from lightning_memtools.nonfinite.loss_spike import LossSpike
+from lightning_memtools.callbacks.spikes_run import SpikesRun
+from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.nonfinite.guarded_step import GuardedStep, StepReading
+from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction
+from lightning_memtools.nonfinite.step_guard import ReadingWatch
 from lightning_memtools.reporting.files import fixed_directory
-from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class LossSpikes(EitherCallback, Neighbour):
+class LossSpikes(WatchingCallback):
     """Names each step whose loss or gradient norm is far above those before it, and can skip it or go back.
 
     It shares what HaltOnNaN reads of losses and gradients, so that nothing is measured twice; if the Trainer has no
@@ -56,11 +59,13 @@ class LossSpikes(EitherCallback, Neighbour):
 
     parts_of_a_run = ("_run", "_halt", "_own")
     takes_part_in_trials = False
+    documented = (LossSpikeError,)
+    page = "loss-spikes"
 
     def __init__(
         self,
         *,
-        action: Literal["report", "skip", "rollback"] = "report",
+        action: SpikeAction = "report",
         max_actions: int = 3,
         window: int = 100,
         warm_up: int = 50,
@@ -69,19 +74,23 @@ class LossSpikes(EitherCallback, Neighbour):
         every_n_steps: int = 100,
         directory: str | None = None,
     ) -> None:
-        self.options = SpikeOptions(
-            action=action,
-            max_actions=max_actions,
-            window=window,
-            warm_up=warm_up,
-            sensitivity=sensitivity,
-            least_ratio=least_ratio,
-            every_n_steps=every_n_steps,
-            directory=fixed_directory(directory),
-        )
-        arguments = asdict(self.options) | {"directory": directory}
-        vars(self).update(arguments)
-        self._state_key = state_key_of(self, **arguments)
+        if action not in {"report", "skip", "rollback"}:
+            raise ValueError(f'action={action!r} is none of "report", "skip" and "rollback".')
+        counts = {"max_actions": (max_actions, 0), "window": (window, 10), "warm_up": (warm_up, 5),
+                  "every_n_steps": (every_n_steps, 1)}  # fmt: skip
+        for name, (value, least) in counts.items():
+            if not is_count(value, least=least):
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if warm_up > window:
+            raise ValueError(f"warm_up={warm_up} is never reached in a window of {window} steps.")
+        for name, factor in (("sensitivity", sensitivity), ("least_ratio", least_ratio)):
+            if not isinstance(factor, int | float) or not factor > 1:
+                raise ValueError(f"{name} must be a number above 1, got {factor!r}.")
+        self.action, self.max_actions, self.every_n_steps = action, max_actions, every_n_steps
+        self.window, self.warm_up, self.sensitivity, self.least_ratio = window, warm_up, sensitivity, least_ratio
+        self.directory = directory
+        self._state_key = state_key_of(self, **vars(self))
+        self.reports_to = fixed_directory(directory)
         self._run: SpikesRun | None = None
         self._halt: HaltOnNaN | None = None
         self._own: HaltOnNaN | None = None
@@ -94,15 +103,21 @@ class LossSpikes(EitherCallback, Neighbour):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask HaltOnNaN for what it reads."""
-        self._stop(trainer)
+        self.stop_watching()
         if stage != "fit":
             return
         self._halt = next((each for each in callbacks_of(trainer) if isinstance(each, HaltOnNaN)), None)
         if self._halt is None:
-            self._halt = self._own = HaltOnNaN(directory=self.options.directory)
+            self._halt = self._own = HaltOnNaN(directory=self.reports_to)
             callbacks_of(trainer).append(self._own)  # the loop that has called this hook goes on with it
-        self._run = self._halt.watch = SpikesRun(trainer, pl_module, self.options)
+        self._run = SpikesRun(trainer, pl_module, self)
         self.spikes = self._run.spikes
+        self._halt.watch = ReadingWatch(self.action != "report", partial(self._read, trainer))
+
+    @watched
+    def _read(self, trainer: Trainer, step: GuardedStep, reading: StepReading, is_late: bool) -> bool:
+        """Judge a step that HaltOnNaN has read, and return whether its update is to be held back."""
+        return self._run is not None and self._run.judge(step, reading, is_late=is_late)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the state that a rollback restores: none goes back beyond the beginning of an epoch."""
@@ -118,19 +133,22 @@ class LossSpikes(EitherCallback, Neighbour):
         """Release everything."""
         if self._own is not None:
             self._own.on_exception(trainer, pl_module, exception)
-        self._stop(trainer)
+        self._leave(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release everything."""
         if self._own is not None:
             self._own.teardown(trainer, pl_module, stage)
-        self._stop(trainer)
+        self._leave(trainer)
 
-    def _stop(self, trainer: Trainer) -> None:
-        if self._run is not None:
-            self._run.close()
-        if self._halt is not None and self._halt.watch is self._run:
-            self._halt.watch = None
+    def _leave(self, trainer: Trainer) -> None:
         if self._own is not None and self._own in callbacks_of(trainer):
             callbacks_of(trainer).remove(self._own)
-        self._run = self._halt = self._own = None
+        if self._halt is not None:
+            self._halt.watch = None
+        self._halt = self._own = None
+        self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Release the copies. Idempotent."""
+        self._run = None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import uuid
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import EitherCallback, forget_batch, training_step, untoggle_all
+from lightning_memtools._lightning import forget_batch, training_step, untoggle_all
+from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of, stage_of
-from lightning_memtools.memory.error_frames import forget_frames, in_one_line
+from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
@@ -25,10 +25,9 @@ from lightning_memtools.oom.notice_board import NoticeBoard
 from lightning_memtools.oom.oom_reporter import CHECKS_S, OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class OOMReport(EitherCallback, Neighbour):
+class OOMReport(WatchingCallback):
     """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
@@ -63,6 +62,8 @@ class OOMReport(EitherCallback, Neighbour):
     """
 
     takes_part_in_trials = False
+    page = "oom-report"
+    documented = (torch.OutOfMemoryError,)  # a model may not fit on the VirtualDevice that it is put on
     parts_of_a_run = ("_capture", "_reporter")
 
     def __init__(self, *, directory: str | None = None, snapshot: bool = True, top: int = 10) -> None:
@@ -81,7 +82,7 @@ class OOMReport(EitherCallback, Neighbour):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to observe the device."""
-        self._stop()
+        self.stop_watching()
         directory = report_directory(trainer, self._reports_to)
         board = None
         if trainer.world_size > 1:
@@ -141,27 +142,21 @@ class OOMReport(EitherCallback, Neighbour):
             self._capture.phase = phase
 
     def _follow(self, note: Callable[[FailureCapture], object]) -> None:
-        """Let the capture note something. If that fails, the run goes on without a report."""
-        if self._capture is None:
-            return
-        try:
+        if self._capture is not None:
             note(self._capture)
-        except Exception as error:  # noqa: BLE001, a callback that only watches ends no run
-            warnings.warn(f"OOMReport is off: it cannot follow this run ({in_one_line(error)}).", stacklevel=2)
-            self._stop()
 
     # --- reporting
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report if memory ran out, here or on another rank. Whatever goes wrong in that, `exception` goes on."""
+        """Report if memory ran out, here or on another rank."""
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None:
             return
         # Memory that runs out while a report is made must not replace the facts that it is about.
         capture.is_reporting = True
-        facts = None
+        ran_out = is_out_of_memory(exception)
         try:
-            if not is_out_of_memory(exception):
+            if not ran_out:
                 _log(trainer, reporter.report_other_rank(exception))
                 return
             facts = capture.facts_of(exception)
@@ -173,16 +168,13 @@ class OOMReport(EitherCallback, Neighbour):
             page = reporter.report(facts, capture, run, error=exception)
             self.advice = tuple(page.actions)
             _log(trainer, page.markdown())
-        except Exception as error:  # noqa: BLE001, nothing may take the place of the original error
-            ran_out = "" if facts is None else f"memory ran out ({facts.moment}), but "
-            exception.add_note(f"OOMReport: {ran_out}the report itself failed: {in_one_line(error)}")
         finally:
-            with suppress(Exception):
-                if facts is not None:
-                    pl_module.zero_grad()
-                    release_cached(trainer.strategy.root_device)
-                self._stop()
+            if ran_out:
+                pl_module.zero_grad()
+                release_cached(trainer.strategy.root_device)
+            self.stop_watching()
 
+    @watched
     def report_recovered(self, trainer: Trainer, done: str) -> None:
         """Report a step that ran out of memory and was run again; OOMRecovery calls this for the first one.
 
@@ -198,16 +190,15 @@ class OOMReport(EitherCallback, Neighbour):
             run = partial(failed_run_of, trainer, capture.captured.batch)
             page = reporter.report(capture.captured, capture, run, done=done)
             _log(trainer, page.markdown())
-        except Exception as error:  # noqa: BLE001, the run goes on without a report
-            warnings.warn(f"OOMReport: the report itself failed: {in_one_line(error)}", stacklevel=2)
         finally:
             capture.is_reporting = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop observing."""
-        self._stop()
+        self.stop_watching()
 
-    def _stop(self) -> None:
+    def stop_watching(self) -> None:
+        """Stop observing. Idempotent."""
         if self._capture is not None:
             self._capture.stop()
         self._capture = self._reporter = None

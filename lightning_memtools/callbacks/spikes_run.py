@@ -6,57 +6,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools._lightning import LoopMarker, gradient_scaler, is_accumulating, training_step
-from lightning_memtools.callbacks.guarded import unless_it_fails, warn_of
-from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import host_memory
-from lightning_memtools.nonfinite.guarded_step import GuardedStep
-from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction, SpikeDetector
-from lightning_memtools.nonfinite.step_guard import HeldBackStep, StepGuard
+from lightning_memtools.nonfinite.guarded_step import GuardedStep, StepReading
+from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeDetector
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpikeOptions:
-    """The arguments of LossSpikes; its docstring explains each.
-
-    Raises:
-        ValueError: One of them is none of its values.
-    """
-
-    action: SpikeAction = "report"
-    max_actions: int = 3
-    window: int = 100
-    warm_up: int = 50
-    sensitivity: float = 4.0
-    least_ratio: float = 1.5
-    every_n_steps: int = 100
-    directory: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.action not in {"report", "skip", "rollback"}:
-            raise ValueError(f'action={self.action!r} is none of "report", "skip" and "rollback".')
-        for name, least in (("max_actions", 0), ("window", 10), ("warm_up", 5), ("every_n_steps", 1)):
-            if not is_count(getattr(self, name), least=least):
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
-        if self.warm_up > self.window:
-            raise ValueError(f"warm_up={self.warm_up} is never reached in a window of {self.window} steps.")
-        for name in ("sensitivity", "least_ratio"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 1:
-                raise ValueError(f"{name} must be a number above 1, got {value!r}.")
-
-    def detector(self) -> SpikeDetector:
-        """Return a detector with these settings."""
-        return SpikeDetector(
-            window=self.window, warm_up=self.warm_up, sensitivity=self.sensitivity, least_ratio=self.least_ratio
-        )
+if TYPE_CHECKING:
+    from lightning_memtools.callbacks.loss_spikes import LossSpikes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +34,40 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """LossSpikes in one fit; a ReadingWatch for HaltOnNaN's guard. Make it on every rank.
+    """LossSpikes in one fit. Make it on every rank.
 
     Args:
         trainer: The Trainer, as training starts.
         module: The module that is trained.
-        options: The arguments of LossSpikes.
+        options: The callback, whose arguments are read.
 
     Attributes:
-        decides: True if updates may be held back.
         spikes: The spikes so far.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, options: SpikeOptions) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options
-        self.decides = options.action != "report"
         self.spikes: list[LossSpike] = []
-        self._detector = options.detector()
-        self._directory = report_directory(trainer, options.directory)
+        self._detector = SpikeDetector(
+            window=options.window,
+            warm_up=options.warm_up,
+            sensitivity=options.sensitivity,
+            least_ratio=options.least_ratio,
+        )
+        self._directory = report_directory(trainer, options.reports_to)
         self._loop: LoopMarker | None = None
         self._point: _RollbackPoint | None = None
         self._last_step = -1  # of the latest spike
         self._n_actions = 0
         self._goes_back = False
 
-    def close(self) -> None:
-        """Release the copies. Idempotent."""
-        self._point = None
+    def judge(self, step: GuardedStep, reading: StepReading, *, is_late: bool) -> bool:
+        """Report a spike, and return whether the step's update is to be held back.
 
-    def read(self, guard: StepGuard, step: GuardedStep, loss: float, norm: float, *, is_late: bool) -> bool:
-        """Judge a step that HaltOnNaN has read, and return whether its update is to be held back."""
-        if self.decides:
-            return self._judge(guard, step, loss, norm, is_late=is_late)
-        warn = warn_of("LossSpikes could not judge a step")
-        return bool(unless_it_fails(lambda: self._judge(guard, step, loss, norm, is_late=is_late), warn))
-
-    def _judge(self, guard: StepGuard, step: GuardedStep, loss: float, norm: float, *, is_late: bool) -> bool:
+        Raises:
+            LossSpikeError: There were more spikes than it may act on.
+        """
+        options, loss, norm = self._options, reading.worst_loss, reading.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
         loss_spike, norm_spike = self._detector.judge(index, loss, norm)
         if loss_spike is None and norm_spike is None:
@@ -121,27 +83,24 @@ class SpikesRun:
             learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
             is_late=is_late,
         )
-        is_new = self._last_step < 0 or step.number - self._last_step > self._options.window
+        is_new = self._last_step < 0 or step.number - self._last_step > options.window
         self._last_step = step.number
-        halts = self.decides and self._n_actions >= self._options.max_actions
-        if self.decides:
-            self._n_actions += 1
+        halts = False
+        if options.action != "report":
+            halts, self._n_actions = self._n_actions >= options.max_actions, self._n_actions + 1
             spike = self._with_action(spike, halts=halts)
         if is_new or halts:
-            told = spike
-            warn = warn_of("LossSpikes could not write its report")
-            spike = unless_it_fails(lambda: self._tell(told), lambda error: warn(error) or told)
+            spike = self._tell(spike)
         self.spikes.append(spike)
         log_scalars(self._trainer, {"spikes/found": float(len(self.spikes))}, step.number)
         if halts:
-            guard.undo(HeldBackStep(step, tuple(float(each) for each in step.losses()), norm))
             why = self._directory.reason if isinstance(self._directory, NotWritten) else ""
             raise LossSpikeError(
-                f"{spike.headline()} LossSpikes has acted on {self._options.max_actions} spikes before "
-                f"(max_actions).\nReport: {spike.report or why}\n{spike.lines()[-1]}",
+                f"{spike.headline()} LossSpikes has acted on {options.max_actions} spikes before (max_actions).\n"
+                f"Report: {spike.report or why}\n{spike.lines()[-1]}",
                 spike,
             )
-        return self.decides
+        return options.action != "report"
 
     def _with_action(self, spike: LossSpike, *, halts: bool) -> LossSpike:
         if halts:

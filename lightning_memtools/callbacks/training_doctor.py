@@ -9,19 +9,18 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback
-from lightning_memtools.callbacks.doctor_run import DoctorRun, only_watching
+from lightning_memtools.callbacks.doctor_run import DoctorRun
+from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.doctor.examination import Event, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, TrainingMistakeError
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class TrainingDoctor(EitherCallback, Neighbour):
+class TrainingDoctor(WatchingCallback):
     """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
 
     It watches the first `steps` training batches and evaluation batches, reports, and does nothing from then on.
-    Training takes the same course, bit for bit, with and without it. If it fails itself, it gives a warning and stops.
+    Training takes the same course, bit for bit, with and without it.
 
     The report is printed where something serious was found, and written to `<log_dir>/memtools/doctor.md` and
     `doctor.json`. It is also the attribute `report`. With several ranks it holds the findings of all.
@@ -46,6 +45,8 @@ class TrainingDoctor(EitherCallback, Neighbour):
 
     parts_of_a_run = ("_run",)
     takes_part_in_trials = False
+    documented = (TrainingMistakeError,)
+    page = "training-doctor"
 
     def __init__(
         self,
@@ -69,18 +70,16 @@ class TrainingDoctor(EitherCallback, Neighbour):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin a report."""
-        self._stop()
+        self.stop_watching()
         if stage == "fit":
             self.report = DoctorReport(checks=self._names)
-            with only_watching(self._stop):
-                raises = self.on_finding == "raise"
-                self._run = DoctorRun(trainer, pl_module, self._names, steps=self.steps, raises=raises)
+            raises = self.on_finding == "raise"
+            self._run = DoctorRun(trainer, pl_module, self._names, steps=self.steps, raises=raises)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the checks that need no step."""
         if self._run is not None:
-            with only_watching(self._stop):
-                self._run.begin(trainer)
+            self._run.begin(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch."""
@@ -119,29 +118,28 @@ class TrainingDoctor(EitherCallback, Neighbour):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a training that is shorter than the steps to watch."""
         self._tell(trainer, "end")
-        self._stop()
+        self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop."""
-        self._stop()
+        self.stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what this rank has found so far."""
         if self._run is not None and not isinstance(exception, TrainingMistakeError):
-            with only_watching(self._stop):
-                self.report = self._run.publish_own(trainer)
-        self._stop()
+            self.report = self._run.publish_own(trainer)
+        self.stop_watching()
 
     def _tell(self, trainer: Trainer, event: Event, argument: Any = None) -> None:
         if self._run is None:
             return
-        with only_watching(self._stop):
-            is_over = self._run.tell(trainer, event, argument)
-            self.report = self._run.report
-            if is_over:
-                self._stop()
+        is_over = self._run.tell(trainer, event, argument)
+        self.report = self._run.report
+        if is_over:
+            self.stop_watching()
 
-    def _stop(self) -> None:
+    def stop_watching(self) -> None:
+        """Stop watching. Idempotent."""
         run, self._run = self._run, None
         if run is not None:
             self.report = run.report

@@ -12,7 +12,11 @@ from lightning_memtools.memory.oom_errors import error_chain
 
 def in_one_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, of at most 200 characters."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001, the user's class may have a text that cannot be made
+        lines = []
+    return f"{type(error).__name__}: {(lines or [''])[0][:200]}"
 
 
 def forget_frames(error: BaseException) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,7 @@ from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
-from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, bad_inputs, growth
-from lightning_memtools.nonfinite.step_guard import HeldBackStep
+from lightning_memtools.nonfinite.guarded_step import BadInput, HeldBackStep, PastStep, bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
@@ -39,8 +39,8 @@ class BadStep:
     losses: tuple[tuple[int, float], ...] = ()  # (batch index, loss) for each loss of the step
     norm: float = math.nan  # the norm over all gradients
     gradients: tuple[BadTensor, ...] = ()  # the bad ones
-    parameters: tuple[BadTensor, ...] = ()  # parameters that were bad before the step, and buffers that held NaN
-    states: tuple[BadTensor, ...] = ()  # entries of optimizers' states that were bad before the step
+    # bad before the step: parameters, buffers that held NaN, entries of optimizers' states
+    before: tuple[BadTensor, ...] = ()
     inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
     history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
@@ -108,46 +108,40 @@ class BadStep:
         else:
             what = f"gradient norm is {self.norm}"
         place = f"batch {self.first_bad_batch}"
-        if not self.is_culprit:
-            return (
-                f"{what} at step {self.step} ({place}, rank unknown: the loss and the batch of every rank were finite)."
-            )
         if len(self.batches) > 1:
             place += f" of batches {self.batches[0]} to {self.batches[-1]}"
-        return f"{what} at step {self.step} ({place}, rank {self.rank})."
+        unknown = "rank unknown: the loss and the batch of every rank were finite"
+        return f"{what} at step {self.step} ({place}, {f'rank {self.rank}' if self.is_culprit else unknown})."
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (what, value) of everything that is known; each value is a sentence or shorter."""
         carried = "; HaltOnNaN made them NaN to tell the other ranks that the loss of this rank is bad" * self.carried
-        others = [f"rank {each.rank}: {_losses(each)}" for each in self.others]
         kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
-        checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
             ("Operation", self.what or self.why_no_operation),
             ("Tried", self.confirmed),
             ("Run again", self.again),
             ("Losses of the step", _losses(self)),
-            ("Losses of the other ranks", "; ".join(others)),
+            ("Losses of the other ranks", "; ".join(f"rank {each.rank}: {_losses(each)}" for each in self.others)),
             ("Bad gradients", named(self.gradients) + carried),
-            ("Bad weights before the step", named((*self.parameters, *self.states))),
+            ("Bad weights before the step", named(self.before)),
             ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
             ("Learning rate", rates_as_text(self.learning_rates)),
-            ("Last losses", series([past.loss for past in self.history])),
-            ("Last gradient norms", series([past.norm for past in self.history])),
+            *_series(self.history),
             ("Ranks that did not answer", str(self.n_missing or "")),
             ("Bad steps skipped before", ", ".join(f"{step} (batches {list(b)})" for step, b in self.skipped)),
             ("State", self._state()),
-            ("Last good checkpoint", checkpoint),
+            ("Last good checkpoint", f"{_shown(self.checkpoint_path)}{kept}".strip() if self.checkpoint_path else
+             self.checkpoint_note),
             ("The step as a file", " ".join(filter(None, [_shown(self.step_path), self.step_note]))),
-        ]
+        ]  # fmt: skip
         return [(what, value) for what, value in facts if value]
 
     def _state(self) -> str:
-        if self.parameters or self.states:
+        text = "the update was not applied; weights, optimizer state and buffers are those before the step"
+        if self.before:
             text = "the update was not applied, but weights or buffers were bad before this step"
-        else:
-            text = "the update was not applied; weights, optimizer state and buffers are those before the step"
         if self.unrestored:
             text += f", except {', '.join(self.unrestored)}, which this step wrote and of which there was no copy"
         if self.late:
@@ -168,18 +162,11 @@ class BadStep:
         report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
-    def console(self) -> str:
-        """Return the short form for the console; the error that follows says the rest."""
-        files = (("Last good checkpoint", self.checkpoint_path), ("Report", self.report_path))
-        lines = ["HaltOnNaN stops training.", self.headline, f"Cause: {self.cause}: {self.because}", self.what]
-        lines += [f"{what}: {_shown(path)}" for what, path in files if path is not None]
-        return "\n".join(filter(None, [*lines, f"Next: {self.next}"]))
-
     def markdown(self) -> str:
         """Return the report: the message as a table, then every bad gradient and the last steps."""
         rows = [("Next", self.next), *self.facts()]
         parts = [f"# Not finite: {self.headline}", markdown_table(Table(("", ""), rows, "ll"))]
-        for title, bad in (("Bad gradients", self.gradients), ("Bad weights", (*self.parameters, *self.states))):
+        for title, bad in (("Bad gradients", self.gradients), ("Bad weights", self.before)):
             if bad:
                 amounts = [(each.name, each.amount) for each in bad]
                 parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
@@ -195,7 +182,7 @@ class BadStep:
             batch_idx=self.first_bad_batch,
             rank=self.rank if self.is_culprit else None,
             cause=self.cause.value,
-            parameters=self.gradients or (*self.parameters, *self.states),
+            parameters=self.gradients or self.before,
             losses=tuple(past.loss for past in self.history),
             norms=tuple(past.norm for past in self.history),
             path=self.report_path,
@@ -248,52 +235,45 @@ def examine(
     held_back: HeldBackStep,
     optimizers: Iterable[Optimizer],
     *,
-    rank: int = 0,
     carries_losses: bool = False,
-    unrestored: tuple[str, ...] = (),
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
-    """Return what this rank knows of the step. Call it after the undo.
+    """Return what this rank knows of a step that was undone.
 
-    Args:
-        model: The module.
-        held_back: The step.
-        optimizers: All optimizers.
-        rank: The rank.
-        carries_losses: Whether gradients are made NaN to tell the other ranks of a bad loss.
-        unrestored: The names of what could not be restored.
-        history: The last steps.
-        bad_at_start: The names of the weights and states that were bad before training.
+    `carries_losses`: gradients are made NaN to tell the other ranks of a bad loss. `bad_at_start`: the names of the
+    weights and states that were bad before training.
     """
-    step, optimizer = held_back.step, held_back.step.optimizer
-    indices = [micro.index for micro in step.micro for _ in micro.losses]
-    groups = [] if optimizer is None else optimizer.param_groups
-    parameters = tuple(bad_state(model))
-    bad = BadStep(
-        rank=rank,
-        step=step.number,
-        model=f"{_module_name(type(model))}:{type(model).__qualname__}",
-        batches=tuple(micro.index for micro in step.micro),
-        losses=tuple(zip(indices, held_back.losses, strict=True)),
-        norm=held_back.norm,
-        gradients=held_back.gradients,
-        parameters=parameters,
-        states=tuple(each for each in bad_optimizer_state(model, optimizers) if each.name not in bad_at_start),
-        inputs=tuple(bad for micro in step.micro for bad in bad_inputs(micro)),
-        history=tuple(history),
-        learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
-        float16=bool(held_back.scaler)
-        or any(t.dtype == torch.float16 for t in (*model.parameters(), *step.parameters)),
-        scaler=held_back.scaler,
-        late=held_back.late,
-        unrestored=unrestored,
-    )
+    step = held_back.step
+    weights = bad_state(model)
+    new = [each for each in weights if each.name not in bad_at_start]
+    groups = [] if step.optimizer is None else step.optimizer.param_groups
+    bad = barely_known(held_back)
+    bad.model = f"{_module_name(type(model))}:{type(model).__qualname__}"
+    bad.before = (*weights, *(e for e in bad_optimizer_state(model, optimizers) if e.name not in bad_at_start))
+    bad.inputs = tuple(each for micro in step.micro for each in bad_inputs(micro))
+    bad.history = tuple(history)
+    bad.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    bad.float16 = bool(bad.scaler) or torch.float16 in {t.dtype for t in (*model.parameters(), *step.parameters)}
     bad.carried = carries_losses and bad.has_bad_loss
-    new = [each for each in parameters if each.name not in bad_at_start]
-    bad.suspects = suspects_of_update(model, optimizers, new) if new else ""
+    bad.suspects = suspects_of_update(model, optimizers, new)
     infer(bad)
     return bad
+
+
+def barely_known(held_back: HeldBackStep) -> BadStep:
+    """Return what the check of a step has found, without another look at anything."""
+    step = held_back.step
+    indices = [micro.index for micro in step.micro for _ in micro.losses]
+    return BadStep(
+        step=step.number,
+        batches=tuple(micro.index for micro in step.micro),
+        losses=tuple(zip(indices, held_back.losses, strict=False)),
+        norm=held_back.norm,
+        gradients=held_back.gradients,
+        scaler=held_back.scaler,
+        late=held_back.late,
+    )
 
 
 def _module_name(kind: type) -> str:
@@ -327,23 +307,16 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> str:
-    """Say which settings of an optimizer can have made bad weights out of finite gradients; "" if it has none of them.
-
-    Args:
-        model: The module.
-        optimizers: Its optimizers.
-        bad: The bad weights.
-    """
-    parameters = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    """Say which settings of an optimizer can have made bad weights out of finite gradients; "" if none can."""
     names = {each.name for each in bad}
+    weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
-        kind = type(optimizer).__name__
         for group in optimizer.param_groups:
-            dtypes = {p.dtype for p in group["params"] if parameters.get(id(p)) in names}
+            dtypes = {p.dtype for p in group["params"] if id(p) in weights}
             if dtypes:
                 settings = [text for key, value in group.items() if (text := _suspicion(key, value, group, dtypes))]
                 rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
-                return "; ".join([*settings, f"the last update was that of {kind} at {rate}"])
+                return "; ".join([*settings, f"the last update was that of {type(optimizer).__name__} at {rate}"])
     return ""
 
 
@@ -352,12 +325,8 @@ def _suspicion(key: str, value: Any, group: Mapping[str, Any], dtypes: set[torch
         zero = [dtype for dtype in dtypes if dtype.is_floating_point and not torch.tensor(value, dtype=dtype)]
         if zero:
             return f"eps={value:g} is 0 in {str(zero[0]).removeprefix('torch.')}, so that the update divides by 0"
-    number = value if isinstance(value, float) else value.item() if _is_one_number(value) else 0.0
-    return "" if math.isfinite(number) else f"{key} is {number}"
-
-
-def _is_one_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return f"{key} is {number}" if isinstance(number, float) and not math.isfinite(number) else ""
 
 
 # In healthy training, gradient norms and losses fall or stay; noise stays well below this.
@@ -370,16 +339,16 @@ def infer(bad: BadStep) -> None:
     This is an inference and no proof: dirty data that the loss masks out, for example, would be named although it did
     no harm.
     """
-    grown, before = what_grew(bad), (*bad.parameters, *bad.states)
+    grown = what_grew(bad)
     if bad.dirty:
         bad.cause, bad.because = NonFiniteCause.DIRTY_DATA, f"{'; '.join(map(str, bad.dirty[:3]))}."
         bad.advice = ADVICE["dirty data"]
     elif grown:
-        also = f" {first_of(before)} had become NaN or Inf by this step." if before else ""
+        also = f" {first_of(bad.before)} had become NaN or Inf by this step." if bad.before else ""
         bad.cause, bad.because = NonFiniteCause.EXPLODING, f"{grown}.{also}"
         bad.advice = ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
-    elif before:
-        bad.cause, bad.because = NonFiniteCause.BAD_PARAMETER, f"{already_bad(bad, first_of(before))}."
+    elif bad.before:
+        bad.cause, bad.because = NonFiniteCause.BAD_PARAMETER, f"{already_bad(bad, first_of(bad.before))}."
         bad.advice = ADVICE["bad weights"]
     elif bad.float16:
         bad.cause, bad.advice = NonFiniteCause.LOW_PRECISION, ADVICE["low precision, inferred"]
@@ -410,6 +379,13 @@ def what_grew(bad: BadStep) -> str:
     return ""
 
 
+def growth(values: Sequence[float]) -> float | None:
+    """Return the last finite value divided by the median of the first half; None for fewer than two finite values."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    start = median(finite[: len(finite) // 2]) if len(finite) > 1 else 0.0
+    return finite[-1] / start if start > 0 else None
+
+
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """Return the first rank with a bad loss, else with a bad batch, else the first whose step was bad alone.
 
@@ -417,41 +393,26 @@ def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """
     if len(everyone) == 1:
         return everyone[0]
-    by_loss = [each for each in everyone if each.has_bad_loss]
-    by_input = [each for each in everyone if each.dirty]
-    both = [each for each in by_loss if each in by_input]
-    alone = [each for each in everyone if each.is_bad_alone]
-    return next(iter([*both, *by_loss, *by_input, *alone]), None)
+    suspected = [each for each in everyone if each.has_bad_loss or each.dirty or each.is_bad_alone]
+    return max(suspected, key=lambda each: (each.has_bad_loss, bool(each.dirty), each.is_bad_alone), default=None)
 
 
 def state_error(
     everyone: Sequence[Sequence[BadTensor]], *, step: int, finite_at: int, suspects: str, history: Sequence[PastStep]
 ) -> NonFiniteError:
-    """Return the error of weights, buffers or optimizer state that a checkpoint was about to hold.
+    """Return the error of weights, buffers or optimizer state, by rank, that a checkpoint was about to hold.
 
-    Args:
-        everyone: The bad tensors of each rank.
-        step: The training step.
-        finite_at: The step at which all were last known to be finite.
-        suspects: What of the last update can have made bad weights.
-        history: The steps before.
+    `finite_at`: the step at which all were last known to be finite.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     cause = NonFiniteCause.BAD_PARAMETER if suspects else NonFiniteCause.STATE
     made = f"the last update may have made it: {suspects}" if suspects else "what wrote it since is not known"
-    advice = (
-        "lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint."
-        if suspects
-        else "look at what writes it and from which inputs, also in branches that do not reach the loss and in "
-        "validation; then start from an earlier checkpoint."
-    )
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights, buffers and optimizer state: {named(bad)}.",
         f"Cause: {cause}: losses and gradients were finite. It was finite at step {finite_at}; {made}.",
-        f"Last losses: {series([past.loss for past in history])}",
-        f"Last gradient norms: {series([past.norm for past in history])}",
-        f"Next: {advice}",
+        *(f"{what}: {values}" for what, values in _series(history)),
+        f"Next: {ADVICE['bad update' if suspects else 'bad state']}",
     ]
     losses, norms = tuple(past.loss for past in history), tuple(past.norm for past in history)
     return NonFiniteError(
@@ -464,18 +425,18 @@ def evaluation_error(
 ) -> NonFiniteError:
     """Return the error of an evaluation run whose logged losses are NaN or Inf: name to value, for each rank."""
     bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
-    advice = (
-        "the weights are the cause: start again from a finite checkpoint."
-        if weights
-        else "look for log or division by 0 in the evaluation step and its metrics, and at its data."
-    )
     lines = [
         f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",
         f"Bad weights: {named(weights)}.",
-        f"Next: {advice}",
+        f"Next: {ADVICE['evaluation, weights' if weights else 'evaluation']}",
     ]
     rank = next(rank for rank, theirs in enumerate(everyone) if theirs)
     return NonFiniteError("\n".join(lines), step=step, stage=stage, rank=rank, parameters=tuple(weights))
+
+
+def named(bad: Sequence[BadTensor]) -> str:
+    """Return the first of the bad tensors as text; "none" where there is none."""
+    return first_of(bad, MOST_NAMES) or "none"
 
 
 def _shown(path: Path | None) -> str:
@@ -488,11 +449,8 @@ def _losses(bad: BadStep) -> str:
     return ", ".join(f"{loss:.6g}" + f" (batch {index})" * (len(bad.losses) > 1) for index, loss in bad.losses)
 
 
-def named(bad: Sequence[BadTensor]) -> str:
-    """Return the first of the bad tensors as text; "none" where there is none."""
-    return first_of(bad, MOST_NAMES) or "none"
-
-
-def series(values: Sequence[float]) -> str:
-    """Return numbers as text."""
-    return " ".join(f"{value:.4g}" for value in values)
+def _series(history: Sequence[PastStep]) -> list[tuple[str, str]]:
+    return [
+        ("Last losses", " ".join(f"{past.loss:.4g}" for past in history)),
+        ("Last gradient norms", " ".join(f"{past.norm:.4g}" for past in history)),
+    ]

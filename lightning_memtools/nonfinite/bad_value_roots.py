@@ -12,14 +12,13 @@ from enum import StrEnum
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.causes import public_name
 from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
-from lightning_memtools.nonfinite.operation_trace import NAN, BadKinds, BadOperation, StorageKeys
+from lightning_memtools.nonfinite.operation_trace import NAN, BadOperation, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import StepRerun
 
 
 class ValueOrigin(StrEnum):
     """The origin of a bad value."""
 
-    OPERATION = "operation"
     BATCH = "batch"
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -89,29 +88,26 @@ def find_bad_value_root(
         start: The keys of the memory that is bad at the end.
         leaf_of: Returns the tensor in a piece of memory that no operation wrote.
     """
-    found = _BackwardSlice(events, leaf_of)
-    found.follow(start)
-    real = [root for root in found.roots if not root.is_benign]
+    way_back = _BackwardSlice(events, leaf_of)
+    way_back.follow(start)
+    real = [root for root in way_back.roots if not root.is_benign]
     if real:
         root = min(real, key=lambda root: root.event.number)
         return root if root.leaf is None else replace(root, event=_first_use(events, root.event))
-    if found.converters:
-        return BadValueRoot(min(found.converters, key=lambda event: event.number))
-    return min(found.roots, key=lambda root: root.event.number, default=None)
-
-
-_COPIES = frozenset({"aten.clone", "aten._to_copy"})
+    if way_back.converters:
+        return BadValueRoot(min(way_back.converters, key=lambda event: event.number))
+    return min(way_back.roots, key=lambda root: root.event.number, default=None)
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
     """Return the first operation that computes with what an operation took: copies, as an LSTM makes, say nothing."""
-    while event.operation in _COPIES:
-        made, after = {use.key for use in event.outputs}, bisect_right(events, event.number, key=lambda one: one.number)
-        users = (one for one in events[after:] if any(use.key in made for use in one.inputs))
-        following = next(users, None)
-        if following is None:
+    while event.operation in {"aten.clone", "aten._to_copy"}:
+        made = {use.key for use in event.outputs}
+        after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
+        user = next((each for each in after if any(use.key in made for use in each.inputs)), None)
+        if user is None:
             break
-        event = following
+        event = user
     return event
 
 
@@ -121,8 +117,7 @@ class _BackwardSlice:
     def __init__(self, events: Sequence[BadOperation], leaf_of: Callable[[int], PriorTensor]) -> None:
         self.roots: list[BadValueRoot] = []
         self.converters: list[BadOperation] = []  # operations that made NaN from infinities
-        self._events = events
-        self._leaf_of = leaf_of
+        self._events, self._leaf_of = events, leaf_of
         self._writers: dict[int, list[int]] = defaultdict(list)
         for index, event in enumerate(events):
             for use in event.outputs:
@@ -135,13 +130,13 @@ class _BackwardSlice:
         for key in start:
             index = self._writer_of(key, len(self._events))
             if index is not None:
-                waiting.append((index, NAN in _kinds(self._events[index], key)))
+                waiting.append((index, self._holds_nan(index, key)))
         seen: set[tuple[int, bool]] = set()
         while waiting:
-            one = waiting.pop()
-            if one not in seen:
-                seen.add(one)
-                waiting += self._before(*one)
+            wanted = waiting.pop()
+            if wanted not in seen:
+                seen.add(wanted)
+                waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
         """Return the events that an event got its bad values from."""
@@ -156,13 +151,14 @@ class _BackwardSlice:
             self.roots.append(BadValueRoot(event))
         earlier = []
         for use in inputs:
-            writer = self._writer_of(use.key, index, wants_nan=NAN in use.kinds)
+            is_nan = NAN in use.kinds
+            writer = self._writer_of(use.key, index, wants_nan=is_nan)
             writer = self._writer_of(use.key, index) if writer is None else writer
             if writer is not None:
-                earlier.append((writer, NAN in use.kinds))
+                earlier.append((writer, is_nan))
             else:
                 leaf = self._leaf_of(use.key)
-                self.roots.append(BadValueRoot(event, leaf if NAN not in use.kinds else _without_excuse(leaf)))
+                self.roots.append(BadValueRoot(event, replace(leaf, may_be_infinite=False) if is_nan else leaf))
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
@@ -171,44 +167,27 @@ class _BackwardSlice:
         With `wants_nan`, a NaN: another part of the memory may have been filled with infinities since.
         """
         writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
-        return next((index for index in writers if not wants_nan or NAN in _kinds(self._events[index], key)), None)
+        return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)
 
-
-def _kinds(event: BadOperation, key: int) -> BadKinds:
-    return frozenset().union(*(use.kinds for use in event.outputs if use.key == key))
-
-
-def _without_excuse(leaf: PriorTensor) -> PriorTensor:
-    return PriorTensor(leaf.origin, leaf.name, may_be_infinite=False)
+    def _holds_nan(self, index: int, key: int) -> bool:
+        return any(NAN in use.kinds for use in self._events[index].outputs if use.key == key)
 
 
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
     """Return the operation, its place and its inputs, as a sentence."""
-    event = root.event
-    where = f"{_where(event, class_name)}"
-    if root.leaf is not None:
-        what = root.leaf.name if root.leaf.origin is ValueOrigin.ELSEWHERE else f"{root.leaf.origin} {root.leaf.name}"
-        if root.leaf.origin is ValueOrigin.BATCH:
-            what = "the batch" if root.leaf.name == "batch" else root.leaf.name
-        return f"The first bad value was in {what}, first used by {public_name(event.operation)} in {where}."
-    by = public_name(event.operation)
+    event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
+    function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
+    where = event.module or f"{class_name}{function}"
+    where = where if event.place is None else f"{where} ({event.place})"
+    if leaf is not None:
+        what = leaf.name if leaf.origin is ValueOrigin.ELSEWHERE else f"{leaf.origin} {leaf.name}"
+        if leaf.origin is ValueOrigin.BATCH:
+            what = "the batch" if leaf.name == "batch" else leaf.name
+        return f"The first bad value was in {what}, first used by {by} in {where}."
     if event.backward:
         by = f"{by} in the backward of {public_name(event.of_forward)}" if event.of_forward else f"{by} in backward"
-    return f"The first bad value was made by {by} in {where}{_took(event)}{_affected(samples, batch_idx)}."
-
-
-def _where(event: BadOperation, class_name: str) -> str:
-    function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
-    module = event.module or f"{class_name}{function}"
-    return module if event.place is None else f"{module} ({event.place})"
-
-
-def _took(event: BadOperation) -> str:
     divides = event.operation.rstrip("_").endswith("div")
     told = [n for n in event.scalars if not math.isfinite(n) or (divides and not n)]
-    took = [*map(str, event.took), *(f"the number {number:g}" for number in told)]
-    return f", from {' and '.join(took)}" if took else ""
-
-
-def _affected(samples: Sequence[int], batch_idx: int) -> str:
-    return f"; it affects {list_samples(samples)} of batch {batch_idx}" if samples else ""
+    took = " and ".join([*(facts.text for facts in event.took), *(f"the number {number:g}" for number in told)])
+    affects = f"; it affects {list_samples(samples)} of batch {batch_idx}" if samples else ""
+    return f"The first bad value was made by {by} in {where}{f', from {took}' if took else ''}{affects}."

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import has_readable_values, l2_norm_of_each, sparse_values
+from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -84,6 +84,7 @@ _GRADIENT = attrgetter("grad")
 _KIND = attrgetter("dtype", "layout", "is_nested")
 _PLAIN = frozenset((dtype, torch.strided, False) for dtype in (torch.float32, torch.float64, torch.bfloat16))
 _PLACE = attrgetter("device", "dtype")
+_IS_CPU = attrgetter("is_cpu")
 
 
 @torch.no_grad()
@@ -144,8 +145,8 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
     """
     if gradients and gradients[0].is_cpu:  # there, to read a number costs less than to compute with a tensor
         read = list(map(float, losses))
-        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and {each.dtype for each in gradients} == {torch.float32}:
-            flat = torch.cat([each.reshape(-1) for each in gradients])
+        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and all(map(_IS_CPU, gradients)):
+            flat = flattened(list(gradients))
             norm = math.sqrt(flat.dot(flat))
             if math.isfinite(norm) and all(map(math.isfinite, read)):
                 return [norm, *read]

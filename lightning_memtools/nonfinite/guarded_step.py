@@ -1,12 +1,10 @@
-"""A step and its batches until it is decided."""
+"""A step and its batches until it is decided, and what is read of them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,11 +15,14 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.nonfinite.finite_checks import floats_of, is_mask, rows_with
+from lightning_memtools.nonfinite.finite_checks import BadTensor, floats_of, is_mask, rows_with
 from lightning_memtools.state.random_state import RandomState
-from lightning_memtools.state.starts import changed_in_place, versions_of
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
+
+
+def do_nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,32 +31,16 @@ class MicroBatch:
 
     index: int  # the batch index within the epoch
     batch: Any  # the batch as training_step got it, on the host after it was moved; None where hooks do not see it
+    random: RandomState | None = None  # the random streams before it; None where no step is run again
     # the losses that were sent backward for it, as 0-dim tensors, as training_step returned them
     losses: list[Tensor] = field(default_factory=list)
-    random: RandomState | None = None  # the random streams before it; None where no step is run again
-    versions: tuple[int, ...] | None = None  # how often each of its tensors had been written in place by then
     updates_before: int = 0  # in manual optimization: the updates that this batch made before this step began
-    # once it was moved to the host: the names of its tensors that had been written in place by then
-    changed: tuple[str, ...] | None = None
-
-    @classmethod
-    def beginning(cls, index: int, batch: Any, *, records: bool) -> MicroBatch:
-        """Return a batch whose forward pass is about to begin. `records`: it may have to be run again."""
-        if not records:
-            return cls(index, batch)
-        return cls(index, batch, random=RandomState.now(), versions=versions_of(batch))
-
-    def written_in_place(self) -> tuple[str, ...]:
-        """Return the names of the batch's tensors that were written since it was taken, as far as that is known."""
-        if self.changed is not None or self.versions is None:
-            return self.changed or ()
-        return tuple(changed_in_place(self.batch, self.versions))
+    was_moved: bool = False
 
     def move_to_host(self) -> None:
         """Replace the tensors by copies on the host. On a GPU the copy is queued, and the host does not wait."""
-        if self.changed is None:
-            self.changed = self.written_in_place()
-            self.batch = map_tensors(self.batch, _on_host)
+        if not self.was_moved:
+            self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -72,10 +57,6 @@ def _on_host(tensor: Tensor) -> Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
-def do_nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(slots=True, eq=False)
 class GuardedStep:
     """One optimizer step, from its first micro-batch to the update."""
@@ -87,16 +68,33 @@ class GuardedStep:
     optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
     restore_settings: Callable[[], None] = do_nothing  # those of the optimizer, where the step is decided late
-    shared_loss: Tensor | None = None  # the largest of all ranks' mean losses; None where nobody asks for it
-    has_moved: bool = False  # whether earlier evaluations of the loss within this step have moved the weights
-
-    def measured(self) -> list[Tensor]:
-        """Return the losses to read: this rank's and the shared one."""
-        return self.losses() if self.shared_loss is None else [*self.losses(), self.shared_loss]
 
     def losses(self) -> list[Tensor]:
         """Return the losses of all micro-batches."""
         return [loss for micro in self.micro for loss in micro.losses]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBackStep:
+    """A bad step that ends the run: its update was held back."""
+
+    step: GuardedStep
+    losses: tuple[float, ...]  # on this rank, in the order of `step.losses()`
+    norm: float  # over all its gradients
+    gradients: tuple[BadTensor, ...] = ()  # the bad ones
+    late: bool = False  # whether the update was held back on the device and the host learned of it afterwards
+    scaler: str = ""  # says what the gradient scaler did, where that is the reason; else empty
+    # the steps that were held back after it, because the host did not know of it yet
+    later: tuple[GuardedStep, ...] = ()
+
+
+@dataclass(slots=True)  # one is made in each step, and a frozen one takes three times as long
+class PastStep:
+    """A step in the history."""
+
+    step: int
+    loss: float  # the mean of the step's losses on this rank; NaN if it had none
+    norm: float  # the L2 norm of all gradients, before clipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +112,8 @@ class BadInput:
     def __str__(self) -> str:
         kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
         where = f", in {list_samples(self.samples)}" if self.samples else ""
-        return f"{in_batch(self.name, self.batch_idx)} holds {kinds} in {self.n_elements} elements{where}"
-
-
-def in_batch(name: str, batch_idx: int) -> str:
-    """Return the name of a tensor of a batch: "batch 5" where it is the batch itself."""
-    return f"batch {batch_idx}" if name == "batch" else f"{name} of batch {batch_idx}"
+        name = f"batch {self.batch_idx}" if self.name == "batch" else f"{self.name} of batch {self.batch_idx}"
+        return f"{name} holds {kinds} in {self.n_elements} elements{where}"
 
 
 def list_samples(samples: Sequence[int]) -> str:
@@ -133,8 +127,7 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
     inputs = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
-        bad = None if floats is None else ~torch.isfinite(floats)
-        if floats is None or bad is None or not bad.any():
+        if floats is None or not (bad := ~torch.isfinite(floats)).any():
             continue
         has_samples = floats.dim() > 0 and tensor.layout == torch.strided
         n_nan = int(floats.isnan().sum())
@@ -144,31 +137,12 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
     return inputs
 
 
-@dataclass(frozen=True, slots=True)
-class PastStep:
-    """A step in the history."""
-
-    step: int
-    loss: float  # the mean of the step's losses on this rank; NaN if it had none
-    norm: float  # the L2 norm of all gradients, before clipping
-
-
-def growth(values: Sequence[float]) -> float | None:
-    """Return the last finite value divided by the median of the first half; None for fewer than two finite values."""
-    finite = [abs(value) for value in values if math.isfinite(value)]
-    if len(finite) < 2:  # noqa: PLR2004, growth takes two values
-        return None
-    start = median(finite[: len(finite) // 2])
-    return finite[-1] / start if start > 0 else None
-
-
 _MOST_NODES = 10_000
 
 
 def depends_on_weights(loss: Tensor) -> bool:
     """Return whether a parameter is among the leaves of a loss's graph. Quick where it is so: it goes down first."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set[Any]()
+    waiting, seen = [loss.grad_fn], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if isinstance(getattr(node, "variable", None), Parameter):
@@ -188,10 +162,20 @@ def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tenso
         scale: The number it was multiplied by; None without a scaler.
     """
     value = loss.detach()
-    if divided_by == 1 and scale is None and value.dtype == torch.float32 and value.dim() == 0:
-        return value
-    # A float64 loss may be finite beyond float32's range.
-    value = (value if value.dtype == torch.float64 else value.float()) * divided_by
-    if scale is not None:
-        value = value / scale
+    if divided_by != 1 or scale is not None or value.dtype != torch.float32:
+        # A float64 loss may be finite beyond float32's range.
+        value = (value if value.dtype == torch.float64 else value.float()) * divided_by
+        value = value if scale is None else value / scale
     return value if value.dim() == 0 else value.mean()
+
+
+@dataclass(slots=True)
+class StepReading:
+    """The numbers of a step, as the host has read them."""
+
+    norm: float  # over all gradients; of all ranks where no rank has all gradients
+    losses: tuple[float, ...]  # this rank's
+    norms: tuple[float, ...]  # of each gradient; may be left out where all is finite
+    mean_loss: float  # the mean of this rank's losses; NaN if it had none
+    worst_loss: float  # the largest mean of all ranks
+    is_bad_anywhere: bool  # whether a rank's numbers that decide are not finite, where ranks exchange them

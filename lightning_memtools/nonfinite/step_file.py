@@ -9,14 +9,12 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from lightning_memtools._torch import buffers_of, is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
@@ -39,7 +37,7 @@ from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
-VERSION = 3
+VERSION = 4
 
 
 class StepFileError(RuntimeError):
@@ -47,33 +45,24 @@ class StepFileError(RuntimeError):
 
 
 def step_as_plain(
-    bad: BadStep,
-    module: nn.Module,
-    micro: Sequence[MicroBatch],
-    conditions: StepConditions,
-    *,
-    parameters: Sequence[str],
-    digests: Mapping[str, str],
-    checkpoint: str,
+    bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
     """Return a step as values that `torch.load(weights_only=True)` accepts.
 
     Args:
         bad: What is known of it; `step_note` gets the names of what is left out.
-        module: The module, as the step began.
-        micro: The batches.
-        conditions: The conditions that it ran under.
+        rerun: The step.
         parameters: The names of the parameters whose gradients belong to the step.
         digests: Those of its gradients.
-        checkpoint: The name of the checkpoint with its weights, in the same folder; "" if there is none.
+        checkpoint: The name of the checkpoint with its weights, in the same folder.
     """
+    module, micro = rerun.module, rerun.micro
     left_out = [f"batch {each.index}" for each in micro if not _is_plain(each.batch)]
     if left_out:
         bad.step_note = (
             f"without {', '.join(left_out)}, which holds other things than tensors, numbers, texts, lists, tuples and "
             "dicts: replay(path, model=..., batch=my_function) asks for it"
         )
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     return {
         "version": VERSION,
         "step": bad.step,
@@ -81,8 +70,8 @@ def step_as_plain(
         "text": f"{bad.headline}\nCause: {bad.cause}: {bad.because}\n{bad.what}",
         "module": bad.model,
         "checkpoint": checkpoint,
-        "conditions": {**asdict(conditions), "trainer": dict(conditions.trainer)},
-        "machine": machine_now(device),
+        "conditions": {**asdict(rerun.conditions), "trainer": dict(rerun.conditions.trainer)},
+        "machine": _machine_now(next((p.device for p in module.parameters()), torch.device("cpu"))),
         "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
         "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers() if _is_plain(each)},
         "micro": [
@@ -109,32 +98,27 @@ def _is_plain(value: Any) -> bool:
         return type(value) in {Tensor, nn.Parameter} and (is_sparse or is_in_memory(value))
     if type(value) in {dict, OrderedDict}:
         return all(type(key) in SIMPLE and _is_plain(item) for key, item in value.items())
-    if type(value) in {list, tuple, set}:
-        return all(map(_is_plain, value))
-    return type(value) in SIMPLE
+    return all(map(_is_plain, value)) if type(value) in {list, tuple, set} else type(value) in SIMPLE
 
 
 def compact(tensor: Tensor) -> Tensor:
     """Return the tensor without the rest of its storage: files hold whole storages."""
     tensor = tensor.detach()
-    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
-        return tensor
-    return tensor.clone()
+    is_whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes
+    return tensor if is_whole else tensor.clone()
 
 
-def machine_now(device: torch.device) -> dict[str, Any]:
-    """Return what this process runs on, by name. Where two machines differ in it, last bits may differ."""
-    machine = {
+def _machine_now(device: torch.device) -> dict[str, str]:
+    """Return what this process runs on. Where two machines differ in it, last bits may differ."""
+    is_cuda = device.type == "cuda" and torch.cuda.is_available()
+    return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "lightning_memtools": version("lightning_memtools"),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "threads": str(torch.get_num_threads()),
         "device": str(device),
+        "GPU": torch.cuda.get_device_name(device) if is_cuda else "none",
     }
-    if device.type == "cuda" and torch.cuda.is_available():
-        machine |= {"GPU": torch.cuda.get_device_name(device), "CUDA": torch.version.cuda}
-    return machine
 
 
 def read_step(path: Path) -> dict[str, Any]:
@@ -210,18 +194,18 @@ class Replay:
 
     def summary(self) -> str:
         """Return the result as text for people."""
-        lines = [f"Step {self.step} of {self.path}, run again.", f"Losses: {' '.join(f'{x:.6g}' for x in self.losses)}"]
-        lines.append(
-            f"Gradients: {len(self.gradients)}, of which {len(find_bad(self.gradients.items()))} hold NaN or Inf"
-        )
-        if not self.exact:
-            lines += ["Not the same as in the step:", *(f"- {each}" for each in self.mismatches)]
-        else:
-            lines.append("Bit for bit the same as in the step: losses and gradients.")
+        n_bad, bad = len(find_bad(self.gradients.items())), self.explanation
+        lines = [
+            f"Step {self.step} of {self.path}, run again.",
+            f"Losses: {' '.join(f'{x:.6g}' for x in self.losses)}",
+            f"Gradients: {len(self.gradients)}, of which {n_bad} hold NaN or Inf",
+            "Bit for bit the same as in the step: losses and gradients."
+            if self.exact
+            else "\n- ".join(["Not the same as in the step:", *self.mismatches]),
+        ]
         if self.differences:
             lines.append(f"This machine is another: {'; '.join(self.differences)}.")
         lines += [f"Note: {doubt}" for doubt in self.doubts]
-        bad = self.explanation
         if bad is not None:
             lines += ["", f"Cause: {bad.cause}: {bad.because}", bad.what]
             lines += [f"Tried: {bad.confirmed}."] if bad.confirmed else []
@@ -269,49 +253,48 @@ def replay(path: str | Path, *, model: Any, batch: Callable[[int], Any] | None =
 
 def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Replay:
     saved = read_step(path)
-    doubts = list(map(str, saved["doubts"]))
     # A file beside it and no other: a step's file must not choose what is opened.
-    name = Path(str(saved["checkpoint"])).name
-    checkpoint = path.with_name(name) if name else None
-    weights = None if checkpoint is None else _loaded(checkpoint, "the checkpoint of the last good state")
+    checkpoint = path.with_name(Path(str(saved["checkpoint"])).name)
+    weights = _loaded(checkpoint, "the checkpoint of the last good state")
     module = _module_of(model, checkpoint, weights, str(saved["module"]))
-    if weights is None:
-        doubts.append("No checkpoint was written with the step: the module's own weights were used.")
     conditions, device = _conditions_here(saved)
     module.to(device)
-    _set_buffers(module, saved["buffers"])
+    _set_buffers(module, saved["buffers"], device)
     evaluating = set(saved["evaluating"])
-    for part_name, part in module.named_modules():
-        part.training = plain_name(part_name) not in evaluating
+    for name, part in module.named_modules():
+        part.training = plain_name(name) not in evaluating
     micro = [_micro(each, device, batch_of) for each in saved["micro"]]
     optimizers, schedulers = configured(module, conditions)
-    _load_optimizers(optimizers, () if weights is None else weights.get("optimizer_states", ()))
+    for optimizer, state in zip(optimizers, weights.get("optimizer_states", ()), strict=False):
+        with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
+            optimizer.load_state_dict(state)
     wanted = set(saved["parameters"])
     parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
+    rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
+    doubts = list(map(str, saved["doubts"]))
+    bad = BadStep(step=int(saved["step"]), rank=int(saved["rank"]), learning_rates=rates, doubts=tuple(doubts))
     rerun = StepRerun(module, micro, conditions, optimizers=optimizers, schedulers=schedulers, parameters=parameters)
     with rerun:
         outcome = rerun.run()
-        losses = tuple(float(loss) for loss in outcome.losses)
-        is_finite = outcome.is_finite
+        losses, is_finite = tuple(float(loss) for loss in outcome.losses), outcome.is_finite
         gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
-        differences = mismatches(saved["losses"], saved["digests"], outcome)
-        rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
-        bad = BadStep(step=int(saved["step"]), rank=int(saved["rank"]), learning_rates=rates, doubts=tuple(doubts))
+        unlike = mismatches(saved["losses"], saved["digests"], outcome)
         if not is_finite:
             try:
                 explain(rerun, outcome, bad)
             except CannotRerunError as error:
                 doubts.append(f"The operation was not found: {error}.")
-    there, here = saved["machine"], machine_now(device)
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    there, here = saved["machine"], _machine_now(device)
     return Replay(
         path=path,
-        step=int(saved["step"]),
+        step=bad.step,
         losses=losses,
         gradients=gradients,
         is_finite=is_finite,
-        mismatches=tuple(differences),
-        differences=tuple(f"{name} {here.get(name, 'missing')}, was {there.get(name, 'missing')}" for name in names),
+        mismatches=tuple(unlike),
+        differences=tuple(
+            f"{name} {now}, was {there.get(name)}" for name, now in here.items() if there.get(name) != now
+        ),
         doubts=tuple(doubts),
         explanation=bad if bad.what else None,
         text=str(saved["text"]),
@@ -320,12 +303,12 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
     )
 
 
-def _module_of(model: Any, checkpoint: Path | None, weights: Any, name: str) -> nn.Module:
-    """Return the module with the weights of a checkpoint, if there is one."""
+def _module_of(model: Any, checkpoint: Path, weights: Any, name: str) -> nn.Module:
+    """Return the module with the weights of a checkpoint."""
     try:
         if isinstance(model, nn.Module):
             module = model
-        elif isinstance(model, type) and checkpoint is not None and hasattr(model, "load_from_checkpoint"):
+        elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
             load: Any = model.load_from_checkpoint
             # It was opened safely above; versions of Lightning without the argument open it as they do.
             options = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
@@ -339,12 +322,7 @@ def _module_of(model: Any, checkpoint: Path | None, weights: Any, name: str) -> 
         ) from error
     if not is_lightning_module(module):
         raise StepFileError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
-    if weights is not None:
-        _load_weights(module, weights["state_dict"], name)
-    return module
-
-
-def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> None:
+    saved: Mapping[str, Tensor] = weights["state_dict"]
     configure: Any = getattr(module, "configure_model", None)
     if configure is not None and saved.keys() - module.state_dict().keys():
         configure()
@@ -360,21 +338,20 @@ def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> 
             f"This is not the module that the step ran with, which is {name}: {error}\n"
             "Next: make the module as the training script does and pass it: replay(path, model=my_module)."
         ) from error
+    return module
 
 
 @torch.no_grad()
-def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the buffers that the step began with, those that no checkpoint holds among them."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
-    device = next((each.device for each in module.parameters()), torch.device("cpu"))
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
         here = buffers_of(parts[owner]).get(key)
-        is_alike = here is not None and here.shape == value.shape and here.dtype == value.dtype
-        if here is not None and is_alike and not is_expanded(here):
-            here.copy_(value)
-        else:
+        if here is None or here.shape != value.shape or here.dtype != value.dtype or is_expanded(here):
             buffers_of(parts[owner])[key] = value.to(device)
+        else:
+            here.copy_(value)
 
 
 def _conditions_here(saved: Mapping[str, Any]) -> tuple[StepConditions, torch.device]:
@@ -384,12 +361,12 @@ def _conditions_here(saved: Mapping[str, Any]) -> tuple[StepConditions, torch.de
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise TypeError(f"torch.{name} is no data type")
     facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS and type(value) in SIMPLE}
-    conditions, device = replace(conditions, trainer=facts), torch.device(saved["machine"]["device"])
+    device = torch.device(saved["machine"]["device"])
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
         device = torch.device("cpu")
-    return replace(conditions, device_type=device.type), device
+    return replace(conditions, trainer=facts, device_type=device.type), device
 
 
 def _micro(saved: Mapping[str, Any], device: torch.device, batch_of: Callable[[int], Any] | None) -> MicroBatch:
@@ -400,17 +377,9 @@ def _micro(saved: Mapping[str, Any], device: torch.device, batch_of: Callable[[i
             "batch=my_function)."
         )
     batch = saved["batch"] if batch_of is None else batch_of(saved["index"])
-    random = None if saved["random"] is None else RandomState.from_plain(saved["random"])
     return MicroBatch(
         int(saved["index"]),
         map_tensors(batch, lambda tensor: tensor.to(device)),
-        random=random,
+        None if saved["random"] is None else RandomState.from_plain(saved["random"]),
         updates_before=int(saved["updates_before"]),
     )
-
-
-def _load_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-    """Load the optimizers' state, which a step may read."""
-    for optimizer, state in zip(optimizers, states, strict=False):
-        with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
-            optimizer.load_state_dict(state)

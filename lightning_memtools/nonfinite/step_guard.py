@@ -7,21 +7,23 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import names_of
-from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
 from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
+    HeldBackStep,
     MicroBatch,
     PastStep,
+    StepReading,
     depends_on_weights,
     do_nothing,
     undivided_loss,
@@ -31,66 +33,30 @@ from lightning_memtools.nonfinite.update_flag import (
     creates_state,
     hide_gradients,
     honours_found_inf,
-    largest_mean_loss,
+    mark_settings,
     over_ranks,
     poison,
 )
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 from lightning_memtools.state.buffer_keeper import BufferKeeper
-from lightning_memtools.state.starts import mark_settings
+from lightning_memtools.state.random_state import RandomState
 
 Gradients = Literal["whole", "replicated", "sharded"]
 
-# Of an optimizer that evaluates the loss several times in a step, as LBFGS does.
-_MOVED_WITHIN = "the weights and the optimizer state that earlier evaluations of the loss within this step have moved"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HaltOptions:
-    """The arguments of HaltOnNaN, which says what each means.
-
-    Raises:
-        ValueError: One of them is none of its values.
-    """
-
-    max_skips: int = 0
-    amp_patience: int = 20
-    save_last_good: bool = True
-    explain: bool = True
-    save_step: bool = True
-    directory: str | None = None
-
-    def __post_init__(self) -> None:
-        if not is_count(self.max_skips, least=0):
-            raise ValueError(
-                f"max_skips={self.max_skips!r} is not a number of steps. Use 0 to halt at the first bad step."
-            )
-        if not is_count(self.amp_patience):
-            raise ValueError(
-                f"amp_patience={self.amp_patience!r} is not a number of steps. Use 1 to halt at the first skip."
-            )
-
-
-class ReadingWatch(Protocol):
-    """Sees the losses and the gradients' norm of each finite step that a StepGuard has read.
+@dataclass(frozen=True, slots=True)
+class ReadingWatch:
+    """Sees the numbers of each finite step that a StepGuard has read.
 
     Attributes:
         decides: True if it may hold updates back. Then each step is read before its update, for which the host waits.
+        read: Gets the step, its numbers, and whether its update has been made already; returns whether the update is
+            to be held back.
     """
 
     decides: bool
-
-    def read(self, guard: StepGuard, step: GuardedStep, loss: float, norm: float, *, is_late: bool) -> bool:
-        """Return whether the step's update is to be held back.
-
-        Args:
-            guard: The guard that has read it.
-            step: The step.
-            loss: The mean of its losses, the largest of all ranks; NaN if it had none.
-            norm: The norm over all its gradients.
-            is_late: True if its update was made before its values were read, so that nothing can be held back.
-        """
+    read: Callable[[GuardedStep, StepReading, bool], bool]
 
 
 class Verdict(Enum):
@@ -103,37 +69,18 @@ class Verdict(Enum):
 
 
 def judge(
-    options: HaltOptions, *, bad_loss: bool, bad_gradient: bool, n_skipped: int, scale: float | None, n_in_a_row: int
+    *, bad_loss: bool, bad_gradient: bool, skips_left: int, scale: float | None, n_in_a_row: int, amp_patience: int
 ) -> Verdict:
-    """Return the verdict on a step.
-
-    Args:
-        options: The arguments of HaltOnNaN.
-        bad_loss: Whether a loss is NaN or Inf.
-        bad_gradient: Whether a gradient is.
-        n_skipped: The number of bad steps that were skipped before.
-        scale: The gradient scaler's; None without one.
-        n_in_a_row: The number of steps that the scaler skips in a row, this one included.
-    """
+    """Return the verdict on a step: `n_in_a_row` counts the gradient scaler's skips, this one included."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
-    if scale is not None and not bad_loss and n_in_a_row < options.amp_patience and scale >= 1:
+    if scale is not None and not bad_loss and n_in_a_row < amp_patience and scale >= 1:
         return Verdict.LEFT_TO_SCALER
-    return Verdict.SKIP if n_skipped < options.max_skips else Verdict.HALT
+    return Verdict.SKIP if skips_left > 0 else Verdict.HALT
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBackStep:
-    """A bad step that ends the run: its update was held back."""
-
-    step: GuardedStep
-    losses: tuple[float, ...]  # on this rank, in the order of `step.losses()`
-    norm: float  # over all its gradients
-    gradients: tuple[BadTensor, ...] = ()  # the bad ones
-    late: bool = False  # whether the update was held back on the device and the host learned of it afterwards
-    scaler: str = ""  # says what the gradient scaler did, where that is the reason; else empty
-    # the steps that were held back after it, because the host did not know of it yet
-    later: tuple[GuardedStep, ...] = ()
+class ExchangedError(RuntimeError):
+    """Raised on all ranks in the same check, after one of them could not read its step."""
 
 
 @dataclass(slots=True)
@@ -158,7 +105,9 @@ class StepGuard:
 
     Args:
         model: The module that is trained.
-        options: The arguments of HaltOnNaN.
+        max_skips: As in HaltOnNaN.
+        amp_patience: As in HaltOnNaN.
+        records: Whether to note the random streams of each batch, for a rerun.
         gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
             after backward (replicated), each has a part (sharded).
         ranks: Gathers from all ranks.
@@ -171,13 +120,19 @@ class StepGuard:
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_losses: Whether there was any loss that depends on weights.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
+        carries_losses: True if NaN gradients tell the other ranks of a bad loss.
+        is_sharded: True if no rank has all weights and gradients.
+        exchanges: True if all ranks take part in a collective in each check.
+        failure: If it is set, this rank tells the others in the next check that it cannot go on; all ranks then raise.
     """
 
     def __init__(
         self,
         model: Module,
-        options: HaltOptions = HaltOptions(),
         *,
+        max_skips: int = 0,
+        amp_patience: int = 20,
+        records: bool = True,
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
         mark_loop: Callable[[], Callable[[], None]] = lambda: do_nothing,
@@ -186,8 +141,11 @@ class StepGuard:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
         self.saw_losses = self.saw_gradients = False
-        self._model, self._options, self._gradients = model, options, gradients
+        self.failure = ""
+        self.carries_losses, self.is_sharded = gradients == "replicated", gradients == "sharded"
+        self._model, self._max_skips, self._amp_patience, self._records = model, max_skips, amp_patience, records
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
+        self.exchanges = self.is_sharded or (watch is not None and self._ranks.world_size > 1)
         self._buffers = BufferKeeper(model)
         self._flag: UpdateFlag | None = None
         self._is_fused: dict[Optimizer, bool] = {}
@@ -195,30 +153,21 @@ class StepGuard:
         self._batch: _PresentBatch | None = None
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
-
-    @property
-    def carries_losses(self) -> bool:
-        """True if NaN gradients tell the other ranks of a bad loss."""
-        return self._gradients == "replicated"
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if no rank has all weights and gradients."""
-        return self._gradients == "sharded"
+        self._n_exchanges = 0
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Note a batch before its forward pass. `first`: it is the first micro-batch of training step `number`."""
-        micro = MicroBatch.beginning(batch_idx, batch, records=self._options.explain or self._options.save_step)
-        self._batch = _PresentBatch(number, micro)
-        if first or self._step is None or not self._step.losses():
+        micro = MicroBatch(batch_idx, batch, RandomState.now() if self._records else None)
+        self._batch, step = _PresentBatch(number, micro), self._step
+        if first or step is None or not step.losses():
             step = self._open()
         else:
-            step = self._step
             step.micro.append(micro)
-        undecided = [] if self._flag is None else self._flag.undecided()
-        held = [micro for each in (*undecided, step) for micro in each.micro]
-        for micro in held[:-2]:  # the present one and one more stay on the device
-            micro.move_to_host()
+        if self._flag is not None or len(step.micro) > 1:
+            undecided = () if self._flag is None else self._flag.undecided()
+            held = [micro for each in (*undecided, step) for micro in each.micro]
+            for micro in held[:-2]:  # the present one and one more stay on the device
+                micro.move_to_host()
 
     def end_batch(self) -> None:
         """Note that the batch is over, so that it is held only as long as its step needs it."""
@@ -226,30 +175,43 @@ class StepGuard:
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
         """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
-        step = self._step
-        if step is None:
-            step = self._open()
-            step.has_moved = self._batch is not None
+        step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
+        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
-        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         if self.carries_losses:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> HeldBackStep | None:
-        """Decide on the coming update. `reopen`: more forward passes may follow in the same batch."""
+        """Decide on the coming update. `reopen`: more forward passes may follow in the same batch.
+
+        Raises:
+            ExchangedError: This rank or another cannot go on; it is raised on all ranks.
+        """
+        n_before = self._n_exchanges
+        try:
+            if self.failure:
+                raise RuntimeError(self.failure)  # noqa: TRY301, handled like a failure here
+            return self._check(optimizer, scaler=scaler, reopen=reopen)
+        except Exception as error:
+            if not self.exchanges or self._n_exchanges > n_before:  # if after it, the others learn it in the next step
+                raise
+            self.failure = self.failure or in_one_line(error)
+            self._exchanged([], [], exact=False)
+            raise
+
+    def _check(self, optimizer: Optimizer, *, scaler: Any, reopen: bool) -> HeldBackStep | None:
         step, self._step = self._step or self._open(), None
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
         self.saw_gradients = self.saw_gradients or bool(gradients)
-        if self._watch is not None and self._ranks.world_size > 1:
-            step.shared_loss = largest_mean_loss(step.losses(), self._model)
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):
             held_back = self._check_on_device(step, optimizer, gradients)
         else:
-            held_back = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
+            held_back = None if self._flag is None else self.drain()
+            held_back = held_back or self._check_on_host(step, optimizer, gradients, scaler)
         if held_back is None and reopen:
             if self._batch is not None:
                 self._batch.n_updates += 1
@@ -270,7 +232,9 @@ class StepGuard:
         """Restore buffers, optimizers' settings and the caller's counters; return the names of what it could not."""
         for step in reversed((held_back.step, *held_back.later)):
             step.restore_settings()
-        unrestored = [*self._buffers.unrestored(), *([_MOVED_WITHIN] if held_back.step.has_moved else [])]
+        unrestored = self._buffers.unrestored()
+        if isinstance(held_back.step.optimizer, LBFGS):
+            unrestored.append("weights and optimizer state that evaluations of the loss in this step have moved")
         self._buffers.restore()
         if held_back.step.restore_loop is not None:
             held_back.step.restore_loop()
@@ -298,35 +262,32 @@ class StepGuard:
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
     ) -> HeldBackStep | None:
-        losses, n_losses = step.measured(), len(step.measured())
-        scales = []
-        if scaler is not None and takes_scaled_gradients(optimizer) and gradients:
-            # These optimizers get their gradients still scaled. get_scale() would wait for the device once more.
-            scales.append(scaler.scale(torch.ones((), device=gradients[0].device)))
-        values: list[float] | None
-        if self.is_sharded:
-            device = next(self._model.parameters()).device
-            values = over_ranks(measure(gradients, [*losses, *scales]), 1 + n_losses, device).tolist()
-            is_suspect = not math.isfinite(values.pop())
+        losses = step.losses()
+        if self.exchanges:
+            reading = self._reading(step, self._exchanged(losses, gradients, exact=False).tolist())
         else:
-            values = measure_and_read(gradients, [*losses, *scales])
-            if values is None:
+            numbers = measure_and_read(gradients, losses)
+            if numbers is None:
                 return None
-            is_suspect = not all(map(math.isfinite, values[:1] if self.carries_losses else values))
-        norm, norms = values[0], values[1 + n_losses + len(scales) :]
-        for scale in values[1 + n_losses : 1 + n_losses + len(scales)]:
-            norm = norm / scale if scale else math.nan
+            reading = self._reading(step, numbers)
+        if self.is_sharded:
+            is_suspect = reading.is_bad_anywhere
+        else:
+            # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
+            is_suspect = not all(map(math.isfinite, (reading.norm, *(() if self.carries_losses else reading.losses))))
+        if scaler is not None and gradients and takes_scaled_gradients(optimizer):
+            reading = replace(reading, norm=reading.norm / (scaler.get_scale() or math.nan))
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
-            self._note_good(step, values[1 : 1 + n_losses], norm, optimizer, scaler)
+            if self._note_good(step, reading, is_late=False):
+                self._hold_back(optimizer, scaler)
             return None
-        loss_values = values[1 : 1 + len(step.losses())]
-        self._remember(step, loss_values, norm)
-        named = zip(names_of(self._model, step.parameters), gradients, norms, strict=True)
-        held_back = HeldBackStep(step, tuple(loss_values), norm, tuple(count_bad(list(named))))
-        return self._judge(held_back, optimizer, scaler)
+        self._remember(step, reading)
+        named = zip(names_of(self._model, step.parameters), gradients, reading.norms, strict=True)
+        held_back = HeldBackStep(step, reading.losses, reading.norm, tuple(count_bad(list(named))))
+        return self._decide(held_back, optimizer, scaler)
 
-    def _judge(self, suspect: HeldBackStep, optimizer: Optimizer, scaler: Any) -> HeldBackStep | None:
+    def _decide(self, suspect: HeldBackStep, optimizer: Optimizer, scaler: Any) -> HeldBackStep | None:
         """Let a suspect step pass, leave it to the gradient scaler, skip it, or return it."""
         bad_loss, bad_gradient = not all(map(math.isfinite, suspect.losses)), bool(suspect.gradients)
         if self._ranks.world_size > 1 and (self.is_sharded or scaler is not None):
@@ -335,28 +296,25 @@ class StepGuard:
         scale = None if scaler is None else scaler.get_scale()
         n_in_a_row = self._scaler_skips[optimizer] + 1
         verdict = judge(
-            self._options,
             bad_loss=bad_loss,
             bad_gradient=bad_gradient,
-            n_skipped=len(self.skipped),
+            skips_left=self._max_skips - len(self.skipped),
             scale=scale,
             n_in_a_row=n_in_a_row,
+            amp_patience=self._amp_patience,
         )
         if verdict is Verdict.GOOD:  # the gradients are finite, and only their norm overflows
             self._scaler_skips.pop(optimizer, None)
-            return None
-        if scale is not None and not bad_loss:
+        elif scale is not None and not bad_loss:
             self._scaler_skips[optimizer] = n_in_a_row
-            if verdict is not Verdict.LEFT_TO_SCALER:
-                reason = (
-                    f"the gradient scaler skipped {n_in_a_row} step{'s' * (n_in_a_row > 1)} in a row and is at a scale "
-                    f"of {scale:g} (HaltOnNaN allows {self._options.amp_patience} in a row above a scale of 1: "
-                    "amp_patience)"
-                )
-                suspect = replace(suspect, scaler=reason)
+            reason = (
+                f"the gradient scaler skipped {n_in_a_row} step{'s' * (n_in_a_row > 1)} in a row and is at a scale of "
+                f"{scale:g} (HaltOnNaN allows {self._amp_patience} in a row above a scale of 1: amp_patience)"
+            )
+            suspect = replace(suspect, scaler=reason)
         if verdict is Verdict.SKIP:
             self._hold_back(optimizer, scaler)
-            self._note_skip(suspect.step)
+            self.skipped.append((suspect.step.number, tuple(micro.index for micro in suspect.step.micro)))
         return suspect if verdict is Verdict.HALT else None
 
     def _hold_back(self, optimizer: Optimizer, scaler: Any) -> None:
@@ -371,7 +329,7 @@ class StepGuard:
     # --- the other way: a flag on the device
 
     def _can_flag(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-        if self.is_sharded or self._options.max_skips or (self._watch is not None and self._watch.decides):
+        if self.is_sharded or self._max_skips or (self._watch is not None and self._watch.decides):
             return False  # whether this update is made must be known before it, and not only held back with all others
         if optimizer not in self._is_fused:
             self._is_fused[optimizer] = honours_found_inf(optimizer)
@@ -382,12 +340,12 @@ class StepGuard:
         if held_back is not None:
             return held_back
         step.restore_settings = mark_settings(optimizer)
-        losses = step.measured()
-        numbers = measure(gradients, losses, exact=True)
+        losses = step.losses()
+        shared = self._exchanged(losses, gradients, exact=True) if self.exchanges else None
+        numbers = measure(gradients, losses, exact=True) if shared is None else shared
         if numbers is None:
             return None
         self._flag = self._flag or UpdateFlag(numbers.device)
-        # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         n_deciding = 1 if self.carries_losses else 1 + len(losses)
         self._flag.check(optimizer, numbers.to(self._flag.flag.device, non_blocking=True), n_deciding, step)
         return None
@@ -395,45 +353,56 @@ class StepGuard:
     def _read_flags(self, *, wait: bool) -> HeldBackStep | None:
         decided = [] if self._flag is None else self._flag.read(wait=wait)
         for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
-            n_losses = len(step.measured())
-            norm, losses, norms = numbers[0], numbers[1 : 1 + n_losses], numbers[1 + n_losses :]
+            reading = self._reading(step, numbers)
             if not is_held_back:
-                self._note_good(step, losses, norm)
+                self._note_good(step, reading, is_late=True)
                 continue
-            losses = losses[: len(step.losses())]
-            self._remember(step, losses, norm)
+            self._remember(step, reading)
             # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
-            named = zip(names_of(self._model, step.parameters), step.parameters, norms, strict=True)
+            named = zip(names_of(self._model, step.parameters), step.parameters, reading.norms, strict=True)
             bad = [BadTensor(name, None, None, p.numel(), n) for name, p, n in named if not math.isfinite(n)]
             rest = [] if self._flag is None else self._flag.read(wait=True)
             later = tuple(each for each, *_ in (*decided[position:], *rest))
-            return HeldBackStep(step, tuple(losses), norm, tuple(bad), late=True, later=later)
+            return HeldBackStep(step, reading.losses, reading.norm, tuple(bad), late=True, later=later)
         return None
 
     # --- of both
 
-    def _note_good(
-        self,
-        step: GuardedStep,
-        measured: list[float],
-        norm: float,
-        optimizer: Optimizer | None = None,
-        scaler: Any = None,
-    ) -> None:
-        """Note a step that is finite, and hold its update back if the watch says so; no optimizer: it has been made."""
-        losses = measured[: len(step.losses())]
-        self._remember(step, losses, norm)
+    def _exchanged(self, losses: list[Tensor], gradients: list[Tensor], *, exact: bool) -> Tensor:
+        """Return the numbers of the step, and what all ranks have to know of them. Collective."""
+        device, has_failed = next(self._model.parameters()).device, bool(self.failure)
+        numbers = None if has_failed else measure(gradients, losses, exact=exact)
+        self._n_exchanges += 1
+        shared = over_ranks(numbers, 1 + len(losses), losses, device, sharded=self.is_sharded, has_failed=has_failed)
+        if has_failed:
+            raise ExchangedError(self.failure)
+        return shared
+
+    def _reading(self, step: GuardedStep, numbers: list[float]) -> StepReading:
+        shared: list[float] = []
+        if self.exchanges:
+            numbers, shared = numbers[:-3], numbers[-3:]
+            if shared[2]:
+                raise ExchangedError("another rank could not read its step")
+        n = 1 + len(step.losses())
+        losses = tuple(numbers[1:n])
+        mean = sum(losses) / len(losses) if losses else math.nan
+        worst = shared[0] if shared and losses else mean
+        return StepReading(numbers[0], losses, tuple(numbers[n:]), mean, worst, bool(shared and shared[1]))
+
+    def _note_good(self, step: GuardedStep, reading: StepReading, *, is_late: bool) -> bool:
+        """Note a step that is finite, and return whether the watch wants its update held back."""
+        self._remember(step, reading)
         if self._watch is None:
-            return
-        loss = measured[-1] if step.shared_loss is not None and losses else self.history[-1].loss
-        if self._watch.read(self, step, loss, norm, is_late=optimizer is None) and optimizer is not None:
-            self._hold_back(optimizer, scaler)
+            return False
+        try:
+            return self._watch.read(step, reading, is_late) and not is_late
+        except Exception:  # it ends the run
+            self.undo(HeldBackStep(step, reading.losses, reading.norm))
+            raise
 
-    def _note_skip(self, step: GuardedStep) -> None:
-        self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
-
-    def _remember(self, step: GuardedStep, losses: list[float], norm: float) -> None:
-        self.history.append(PastStep(step.number, sum(losses) / len(losses) if losses else math.nan, norm))
+    def _remember(self, step: GuardedStep, reading: StepReading) -> None:
+        self.history.append(PastStep(step.number, reading.mean_loss, reading.norm))
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:
@@ -441,15 +410,15 @@ def reads_at_once(gradients: list[Tensor]) -> bool:
     return not gradients or gradients[0].is_cpu
 
 
-def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return how a rank's gradients relate to those of the other ranks under a strategy.
+class HiddenGradientsError(ValueError):
+    """Raised at setup where the gradients cannot be seen under a strategy; it says why, and what to do."""
 
-    Raises:
-        ValueError: The gradients cannot be seen under it; the message says why.
-    """
+
+def gradients_under(strategy: type, *, world_size: int) -> Gradients:
+    """Return how a rank's gradients relate to those of the others under a strategy; raise if they cannot be seen."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
-        raise ValueError(
+        raise HiddenGradientsError(
             f"HaltOnNaN cannot guard a run under {strategy.__name__}: {reason} Remove HaltOnNaN, or train with a "
             "strategy that lets it see the gradients: single device, DDP, FSDP or ModelParallelStrategy."
         )

@@ -19,12 +19,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, is_in_memory, write_count_or_none
-from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
-from lightning_memtools.nonfinite.guarded_step import MicroBatch, in_batch, undivided_loss
+from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.replay_loop import ReplayLoop
-from lightning_memtools.state.random_state import generator_state
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 SIMPLE = (bool, int, float, str, type(None))
@@ -48,11 +47,27 @@ class StepConditions:
     default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
     trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
+    @classmethod
+    def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
+        """Return what the code around this call has set, and what a Trainer says of itself as far as it is plain."""
+        facts = {}
+        for name in TRAINER_FACTS:
+            with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
+                facts[name] = getattr(trainer, name)
+        casts = torch.is_autocast_enabled(device_type)
+        return cls(
+            device_type=device_type,
+            autocast=str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
+            default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+            trainer={name: value for name, value in facts.items() if type(value) in SIMPLE},
+            **given,
+        )
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Set autocast and the default type as they are in training_step."""
         default = torch.get_default_dtype()
-        casting: Any = nullcontext()
+        casting: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
             dtype = getattr(torch, self.autocast)
             casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)  # as Lightning sets it
@@ -62,25 +77,6 @@ class StepConditions:
                 yield
         finally:
             torch.set_default_dtype(default)
-
-
-def plain_facts(trainer: object) -> dict[str, Any]:
-    """Return what a Trainer reports about itself, as far as it is plain values: name to value."""
-    facts = {}
-    for name in TRAINER_FACTS:
-        with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
-            facts[name] = getattr(trainer, name)
-    return {name: value for name, value in facts.items() if type(value) in SIMPLE}
-
-
-def precision_now(device_type: str) -> dict[str, Any]:
-    """Return the conditions that the code around this call has set: autocast and the default type."""
-    casts = torch.is_autocast_enabled(device_type)
-    return {
-        "device_type": device_type,
-        "autocast": str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-    }
 
 
 class CannotRerunError(Exception):
@@ -118,8 +114,8 @@ class StepRerun:
     of is not shown.
 
     Attributes:
-        written: After a run, the names of what the step has written beside buffers, which cannot be restored to what
-            the step began with: parameters, attributes.
+        written: After a run, the names of what the step has written beside buffers: parameters, tensors in attributes
+            and in the batch. Before it was run again, it wrote them too, so that the rerun did not begin as it did.
     """
 
     module: Module  # the LightningModule, with the weights and buffers that the step began with
@@ -137,7 +133,7 @@ class StepRerun:
         if device.type != "cpu":
             torch.accelerator.synchronize()  # batches may still be on their way to the host
         for micro in self.micro:
-            if micro.changed is not None:
+            if micro.was_moved:
                 micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
         self.written: tuple[str, ...] = ()
         self._named = list(self.module.named_parameters())  # the step may replace some
@@ -179,7 +175,7 @@ class StepRerun:
         self._losses = []
         for parameter in self.module.parameters():
             parameter.grad = None
-        before = _written_states(self.module)
+        before = self._writes()
         try:
             alone = _NoCollectives() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
             with _quiet(), torch.enable_grad():
@@ -192,8 +188,7 @@ class StepRerun:
             raise
         except Exception as error:
             raise CannotRerunError(f"the step could not be run again: {type(error).__name__}: {error}") from error
-        after = _written_states(self.module)
-        self.written = tuple(name for name, state in after.items() if name in before and before[name] != state)
+        self.written = tuple(name for name, state in self._writes().items() if before.get(name, state) != state)
         gradients = {
             plain_name(name): p.grad
             for name, p in self._named
@@ -202,16 +197,15 @@ class StepRerun:
         return StepOutcome(self._losses, gradients)
 
     def _loop(self) -> Any:
-        conditions = self.conditions
         return ReplayLoop(
             self.module,
             original=self.trainer,
-            facts=conditions.trainer,
+            facts=self.conditions.trainer,
             optimizers=self.optimizers,
             schedulers=self.schedulers,
-            accumulate=conditions.divided_by,
-            scale=conditions.scale,
-            forward=conditions.forward,
+            accumulate=self.conditions.divided_by,
+            scale=self.conditions.scale,
+            forward=self.conditions.forward,
             on_loss=self._note_loss,
             before_update=self._before_update,
         )
@@ -237,27 +231,15 @@ class StepRerun:
             self._losses.clear()
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
-
-def _written_states(module: Module) -> dict[str, Any]:
-    """Return what tells whether a parameter, or a tensor, number or generator in an attribute, was written: by name."""
-    states: dict[str, Any] = {}
-    tensors: list[tuple[str, Tensor]] = list(module.named_parameters())
-    of_every_module = vars(Module())
-    for prefix, part in module.named_modules():
-        if type(part).__module__.startswith(("torch.", "torchmetrics.")):
-            continue
-        for key, value in vars(part).items():
-            if key in of_every_module or key.startswith("_"):
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            tensors += named_tensors(value, name)
-            state = value if type(value) in SIMPLE else generator_state(value)
-            if state is not None or value is None:
-                states[plain_name(name)] = repr(state)
-    for name, tensor in tensors:
-        address = tensor.data_ptr() if is_in_memory(tensor) else 0
-        states[plain_name(name)] = (id(tensor), write_count_or_none(tensor), address)
-    return states
+    def _writes(self) -> dict[str, Any]:
+        """Return what changes when a parameter, a tensor in an attribute or one of a batch is written: by name."""
+        tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module)]
+        for micro in self.micro:
+            tensors += named_tensors(micro.batch, f"batch {micro.index}")
+        return {
+            plain_name(name): (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
+            for name, each in tensors
+        }
 
 
 @contextmanager
@@ -273,20 +255,6 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
         loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
         loop.detach()
     return loop.optimizers, loop.schedulers
-
-
-def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list[str]:
-    """Return what is known to be missing for an exact rerun of the step, one sentence each."""
-    doubts = [
-        f"{in_batch(name, each.index)} was changed in place by the step: a rerun begins with the changed values."
-        for each in micro
-        for name in each.written_in_place()
-    ]
-    if unrestored:
-        doubts.append(f"{', '.join(unrestored)} could not be restored to its values before the step.")
-    if any(each.updates_before for each in micro):
-        doubts.append("Earlier updates of the same batch were made before the step: a rerun begins after them.")
-    return doubts
 
 
 def _digest_of(tensor: Tensor) -> str:
@@ -306,12 +274,9 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
     """Return how a rerun differs from the step, one sentence each; empty if all bits are the same. Any NaN is equal."""
     now = [float(loss) for loss in again.losses]
-    differences = []
-    if len(now) != len(losses):
-        differences.append(f"It gave {len(now)} losses, the step {len(losses)}.")
+    differences = [f"It gave {len(now)} losses, the step {len(losses)}."] if len(now) != len(losses) else []
     for position, (before, after) in enumerate(zip(losses, now, strict=False)):
-        is_same = math.isnan(before) and math.isnan(after)
-        if not is_same and struct.pack("d", before) != struct.pack("d", after):
+        if struct.pack("d", before) != struct.pack("d", after) and not (math.isnan(before) and math.isnan(after)):
             differences.append(f"Loss {position} is {after!r}, in the step it was {before!r}.")
     different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
     different += [name for name in digests if name not in again.gradients]

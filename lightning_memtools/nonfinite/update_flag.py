@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_memtools.memory.arriving_values import ArrivingValues
@@ -63,9 +62,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
     PyTorch's fused kernels then leave every bit unchanged, step counts included. Subclasses and other packages'
     optimizers may not, and the float64 norms that decide on the device could overflow for float64 gradients.
     """
-    if type(optimizer) not in {SGD, Adam, AdamW, Adagrad}:
-        return False
-    return all(
+    return type(optimizer) in {SGD, Adam, AdamW, Adagrad} and all(
         group.get("fused")
         and all(p.device.type in {"cpu", "cuda"} and p.dtype != torch.float64 for p in group["params"])
         for group in optimizer.param_groups
@@ -86,35 +83,61 @@ def hide_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) -> Tensor:
-    """Replace the norm of each rank's shard by the norm over all ranks, and let all ranks decide alike.
+def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that undoes what schedulers do from now on to learning rates and other settings."""
+    kept = [
+        {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
-    This takes one all-reduce of two numbers, on the device and in the backend of training.
+    @torch.no_grad()
+    def restore() -> None:
+        for group, saved in zip(optimizer.param_groups, kept, strict=True):
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                    group[key].copy_(value)  # schedulers write into a learning rate that is a tensor
+                else:
+                    group[key] = value
 
-    Args:
-        numbers: What `measure` returned on this rank, the norm first; None if this rank has no gradient and no loss.
-        n_deciding: The number of leading numbers that decide.
-        device: The device of training.
-
-    Returns:
-        The numbers, and one more at the end: NaN if a deciding number of any rank is NaN or Inf, else 0.
-    """
-    if numbers is None:
-        numbers = torch.zeros(1, device=device, dtype=torch.float64)
-    doubt = numbers[:n_deciding].sum(0, keepdim=True) * 0  # Inf times 0 is NaN
-    shared = torch.cat([numbers[:1].square(), doubt])
-    distributed.all_reduce(shared)
-    return torch.cat([shared[:1].sqrt(), numbers[1:], shared[1:]])
+    return restore
 
 
 @torch.no_grad()
-def largest_mean_loss(losses: list[Tensor], model: Module) -> Tensor:
-    """Return the largest of all ranks' mean losses, 0-dim. Collective; does not wait for the device."""
-    device = next(model.parameters()).device
-    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
-    mean = mean.to(device, torch.float32, copy=True)
-    distributed.all_reduce(mean, op=distributed.ReduceOp.MAX)
-    return mean
+def over_ranks(
+    numbers: Tensor | None,
+    n_deciding: int,
+    losses: Sequence[Tensor],
+    device: torch.device,
+    *,
+    sharded: bool,
+    has_failed: bool,
+) -> Tensor:
+    """Return the numbers of a step with what all ranks have to know of them; one collective, no wait for the device.
+
+    Args:
+        numbers: What `measure` returned on this rank, the norm first; None if this rank has none.
+        n_deciding: The number of leading numbers that decide.
+        losses: The losses of this rank.
+        device: The device of training.
+        sharded: Whether the norm is that of this rank's shard, to be replaced by the norm over all.
+        has_failed: Whether this rank could not read its step.
+
+    Returns:
+        The numbers, and three more at the end: the largest mean loss; 1 if a deciding number of any rank is NaN or Inf;
+        1 if a rank could not read its step.
+    """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if numbers is None:
+        numbers = torch.zeros(1, device=device, dtype=dtype)
+    mean = torch.stack(list(losses)).mean() if losses else numbers.new_zeros(())
+    is_bad = ~torch.isfinite(numbers[:n_deciding]).all()
+    own = [numbers[0].square(), mean, is_bad, torch.full_like(is_bad, has_failed)]
+    mine = torch.stack([number.to(device, dtype) for number in own])
+    everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(everyone, mine)
+    squares, *highest = torch.stack(everyone).unbind(1)
+    norm = squares.sum().sqrt().to(numbers) if sharded else numbers[0]
+    return torch.cat([norm.reshape(1), numbers[1:], torch.stack([each.max() for each in highest]).to(numbers)])
 
 
 def poison(loss: Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,76 +18,64 @@ from lightning_memtools._torch import buffers_of, copy_each, write_count
 # are as large, which matters because a native batch norm does not count its writes.
 LARGE_BYTES = 2**20
 
-
 _KIND = attrgetter("shape", "dtype", "device")
 
 
-@dataclass(slots=True)
-class _BufferSlot:
-    """The place of a buffer in its module, and the tensor that was there when it was last copied."""
+@dataclass(slots=True, eq=False)
+class _BufferPlace:
+    """The place of a buffer in its module, and what was there when it was last looked at."""
 
     held: dict[str, Tensor | None]
     key: str
     name: str
-    tensor: Tensor | None
+    tensor: Tensor | None = None
     version: int = 0
-    was_written: bool = False  # since copies are made
 
-    def see(self, *, is_first: bool = False) -> Tensor:
-        tensor = self.held[self.key]
-        assert tensor is not None, "slots of None are kept apart"
-        self.was_written = self.was_written or (not is_first and self.is_written())
-        self.tensor, self.version = tensor, write_count(tensor)
+    def look(self) -> Tensor:
+        tensor = self.tensor = self.held[self.key]
+        assert tensor is not None, "places of None are kept apart"
+        self.version = write_count(tensor)
         return tensor
 
     def is_written(self) -> bool:
-        now = self.held.get(self.key)
-        return now is not self.tensor or (now is not None and write_count(now) != self.version)
+        tensor = self.held.get(self.key)
+        return tensor is not self.tensor or (tensor is not None and write_count(tensor) != self.version)
 
 
 class _BufferCopies:
     """Copies of buffers of one device and dtype, side by side in one tensor: one kernel copies all of them."""
 
-    def __init__(self, slots: list[_BufferSlot]) -> None:
-        self.slots = slots
-        tensors = [slot.see(is_first=True).detach() for slot in slots]
-        self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        parts = torch.split(self._flat, [tensor.numel() for tensor in tensors])
-        self._values = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        self._kinds = list(map(_KIND, tensors))
-
-    @property
-    def is_large(self) -> bool:
-        return self._flat.nbytes > LARGE_BYTES and len(self.slots) == 1
+    def __init__(self, places: list[_BufferPlace]) -> None:
+        self.places = places
+        self.tensors: list[Any] = [place.look() for place in places]
+        self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
+        self._sizes, self._kinds = list(map(Tensor.numel, self.tensors)), list(map(_KIND, self.tensors))
+        parts = zip(torch.split(self.flat, self._sizes), self.tensors, strict=True)
+        self._values = [part.view(tensor.shape) for part, tensor in parts]
 
     def take(self, unless: Tensor | None) -> bool:
         """Copy the buffers again; return False if they no longer have the kind and shape of the copies."""
-        tensors = [slot.held.get(slot.key) for slot in self.slots]
-        present = [tensor for tensor in tensors if tensor is not None]
-        if list(map(_KIND, present)) != self._kinds:
+        now: list[Any] = [place.held.get(place.key) for place in self.places]
+        if any(map(is_not, now, self.tensors)):
+            if any(tensor is None or _KIND(tensor) != kind for tensor, kind in zip(now, self._kinds, strict=True)):
+                return False
+            self.tensors = now
+        elif list(map(Tensor.numel, now)) != self._sizes:  # resized in its place
             return False
-        if len(self.slots) == 1:  # of others nobody asks whether they were written
-            self.slots[0].see()
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            slot.tensor = tensor
         if unless is None:
-            copy_each(self._values, present)
+            copy_each(self._values, now)
         else:
-            is_set = unless.to(self._flat.device, non_blocking=True) != 0
-            torch.where(is_set, self._flat, torch.cat([each.reshape(-1) for each in present]), out=self._flat)
+            is_set = unless.to(self.flat.device, non_blocking=True) != 0
+            torch.where(is_set, self.flat, torch.cat([tensor.reshape(-1) for tensor in now]), out=self.flat)
         return True
 
     def restore(self) -> None:
-        pairs = [
-            (slot.tensor, value)
-            for slot, value in zip(self.slots, self._values, strict=True)
-            if slot.tensor is not None and not is_expanded(slot.tensor)
-        ]
+        pairs = [pair for pair in zip(self.tensors, self._values, strict=True) if not is_expanded(pair[0])]
         if pairs:
             # Through `.data`, which does not count as a write: a graph may need these buffers for a second backward.
             copy_each([tensor.data for tensor, _ in pairs], [value for _, value in pairs])
-        for slot in self.slots:
-            slot.held[slot.key] = slot.tensor  # the step may have put a new tensor there
+        for place, tensor in zip(self.places, self.tensors, strict=True):
+            place.held[place.key] = tensor  # the step may have put a new tensor there
 
 
 class BufferKeeper:
@@ -100,79 +89,67 @@ class BufferKeeper:
     """
 
     def __init__(self, module: Module) -> None:
-        self._held = [(name, buffers_of(part)) for name, part in module.named_modules()]
-        self._copies: list[_BufferCopies] | None = None
-        self._released: list[_BufferSlot] = []
-        self._none: list[_BufferSlot] = []
-        self._n_entries = -1
+        self._names, parts = zip(*module.named_modules(), strict=True)
+        self._held = list(map(buffers_of, parts))
+        self._keys: list[set[str]] = []  # those of each module when all was copied
+        self._n_keys = -1
+        self._copies: list[_BufferCopies] = []
+        self._large: list[_BufferCopies] = []  # those of one large buffer that may be a constant
+        self._released: list[_BufferPlace] = []
+        self._none: list[_BufferPlace] = []
 
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
         """Copy the buffers now. `unless`: keep the earlier copies if this 0-dim tensor on the device is not 0."""
-        if self._copies is None or self._has_other_buffers():
+        if self._large:
+            constant = [copies for copies in self._large if not copies.places[0].is_written()]
+            self._released += [copies.places[0] for copies in constant]
+            self._copies = [copies for copies in self._copies if copies not in constant]
+            self._large = []
+        written = [place for place in self._released if place.is_written()]
+        if self._has_other_buffers() or not all(copies.take(unless) for copies in self._copies):
             self._copy_all()
-            return
-        kept = []
-        for copies in self._copies:
-            if copies.is_large and not copies.slots[0].was_written and not copies.slots[0].is_written():
-                self._released.append(copies.slots[0])
-            elif copies.take(unless):
-                kept.append(copies)
-            else:
-                self._copy_all()
-                return
-        written = [slot for slot in self._released if slot.is_written()]
-        self._released = [slot for slot in self._released if slot not in written]
-        for slot in written:
-            slot.was_written = True
-        self._copies = [*kept, *(_BufferCopies([slot]) for slot in written)]
+        elif written:
+            self._released = [place for place in self._released if place not in written]
+            self._copies += [_BufferCopies([place]) for place in written]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers."""
-        if self._copies is None:
-            return
         for copies in self._copies:
             copies.restore()
-        known = {id(held): set[str]() for _, held in self._held}
-        for slot in (*self._none, *self._released, *(slot for copies in self._copies for slot in copies.slots)):
-            known[id(slot.held)].add(slot.key)
-        for slot in self._none:
-            slot.held[slot.key] = None
-        for _, held in self._held:  # of the buffers that a module has registered since, none stays
-            for key in [key for key, buffer in held.items() if key not in known[id(held)] and _is_copied(buffer)]:
+        for place in self._none:
+            place.held[place.key] = None
+        for held, keys in zip(self._held, self._keys, strict=False):
+            for key in held.keys() - keys:  # of the buffers that a module has registered since, none stays
                 del held[key]
 
     def unrestored(self) -> list[str]:
         """Return the names of large buffers that were first written since `keep`: they cannot be restored."""
-        return [slot.name for slot in self._released if slot.is_written()]
+        return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
         """Return whether a module has registered a buffer since, or set one that was None."""
-        return sum(len(held) for _, held in self._held) != self._n_entries or any(
-            slot.held.get(slot.key) is not None for slot in self._none
-        )
+        is_set = (place.held.get(place.key) is not None for place in self._none)
+        return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
     def _copy_all(self) -> None:
-        self._n_entries = sum(len(held) for _, held in self._held)
-        slots = [
-            _BufferSlot(held, key, f"{name}.{key}" if name else key, buffer)
-            for name, held in self._held
-            for key, buffer in held.items()
-            if buffer is None or _is_copied(buffer)
-        ]
-        self._none = [slot for slot in slots if slot.tensor is None]
-        groups: dict[object, list[_BufferSlot]] = defaultdict(list)
-        for slot in slots:
-            if slot.tensor is not None:
-                alone = id(slot) if slot.tensor.nbytes > LARGE_BYTES else None
-                groups[slot.tensor.device, slot.tensor.dtype, alone].append(slot)
+        self._keys, self._n_keys = list(map(set, self._held)), sum(map(len, self._held))
+        self._none = []
+        groups: dict[object, list[_BufferPlace]] = defaultdict(list)
+        for name, held in zip(self._names, self._held, strict=True):
+            for key, buffer in held.items():
+                place = _BufferPlace(held, key, f"{name}.{key}" if name else key)
+                if buffer is None:
+                    self._none.append(place)
+                # Distributed, quantized and not yet initialised buffers are subclasses that cannot be side by side.
+                elif type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta:
+                    alone = id(place) if buffer.nbytes > LARGE_BYTES else None
+                    groups[buffer.device, buffer.dtype, alone].append(place)
         self._copies, self._released = list(map(_BufferCopies, groups.values())), []
-
-
-def _is_copied(buffer: Tensor | None) -> bool:
-    # Distributed, quantized and not yet initialised buffers are subclasses that cannot be laid side by side.
-    return type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
+        self._large = [
+            copies for copies in self._copies if copies.flat.nbytes > LARGE_BYTES and len(copies.places) == 1
+        ]
 
 
 def is_expanded(tensor: Tensor) -> bool:

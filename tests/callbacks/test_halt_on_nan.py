@@ -512,7 +512,8 @@ def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
     assert error.step == BAD
     assert (error.path, error.checkpoint_path) == (None, None)
     text = str(error)
-    assert text.count("could not be written") == 3
+    assert text.count("could not be written") == 2
+    assert "no checkpoint that it could begin with" in text
     assert "batch 9 holds 1 NaN" in text
     assert "Next: look at those samples" in text
 
@@ -525,15 +526,12 @@ def test_bad_arguments_fail_with_their_value(arguments):
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "none", "fast_dev_run"])
-def test_every_logger(kind, tmp_path, capsys):
+def test_every_logger(kind, tmp_path):
     options = {"fast_dev_run": 12} if kind == "fast_dev_run" else {"logger": False}
     if kind == "tensorboard":
         options = {"logger": [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]}
     error = halted(trainer(tmp_path, HaltOnNaN(), **options), Net(), loader(BAD))
     assert error.step == BAD
-    out = capsys.readouterr().out
-    assert "loss is nan at step 9" in out
-    assert len(out.splitlines()) <= 7
     if kind == "tensorboard":
         assert "dirty data" in error.path.read_text()
         events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))

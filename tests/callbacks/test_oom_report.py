@@ -428,8 +428,8 @@ def test_a_report_that_fails_is_a_note_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_memtools.oom.oom_reporter.ReportPage", fails)
     (note,) = run_out(tmp_path, directory=str(tmp_path))[0].__notes__
     assert note.startswith("OOMReport")
-    assert "(train, step 0, batch 0, forward)" in note
-    assert "report itself failed: KeyError: 'broken'" in note
+    assert "failed itself" in note
+    assert "KeyError: 'broken'" in note
 
 
 def test_a_search_for_holders_that_fails_costs_only_its_own_line(tmp_path, monkeypatch):
@@ -440,17 +440,6 @@ def test_a_search_for_holders_that_fails_costs_only_its_own_line(tmp_path, monke
     report = run_out(tmp_path, directory=str(tmp_path))[1].read_text()
     assert "Who holds memory could not be read: KeyError: 'checkpoint in main'." in report
     assert "Use training batches of" in report
-
-
-def test_a_run_that_cannot_be_followed_goes_on_without_a_report(tmp_path, monkeypatch):
-    def fails(*_: Any) -> None:
-        raise KeyError("broken")
-
-    monkeypatch.setattr("lightning_memtools.oom.failure_facts.sizes_only", fails)
-    run = trainer(tmp_path, OOMReport(), max_steps=3, logger=False)
-    with VirtualDevice(), pytest.warns(UserWarning, match="OOMReport is off: .*KeyError: 'broken'"):
-        run.fit(Regression(), loader())
-    assert run.global_step == 3
 
 
 def test_other_errors_are_left_alone(tmp_path):

@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_memtools import TrainingDoctor, TrainingMistakeError
 from lightning_memtools.batch_size.trainer.trial_runner import takes_part
-from lightning_memtools.callbacks.doctor_run import DoctorRun
 from lightning_memtools.doctor import examination
 from tests.event_files import scalars, texts_of
 from tests.lightning_models import Regression, assert_same_bits, loader, trainer
@@ -169,20 +168,6 @@ def weights_after(root: Path, *callbacks: L.Callback) -> dict[str, torch.Tensor]
     model = Regression()
     trainer(root, *callbacks, max_epochs=2).fit(model, loader(64), loader(16))
     return model.state_dict()
-
-
-@pytest.mark.parametrize("method", ["__init__", "begin", "tell", "publish", "_write"])
-def test_its_own_failure_is_one_warning_and_training_takes_the_same_course(method, tmp_path, monkeypatch):
-    expected = weights_after(tmp_path)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RecursionError("of the doctor")
-
-    monkeypatch.setattr(DoctorRun, method, fails)
-    with pytest.warns(UserWarning, match="goes on without it: RecursionError: of the doctor") as caught:
-        seen = weights_after(tmp_path, TrainingDoctor(steps=3))
-    assert_same_bits(seen, expected)
-    assert sum("TrainingDoctor" in str(one.message) for one in caught) == 1
 
 
 def test_each_check_may_fail_and_the_others_go_on(tmp_path, monkeypatch):

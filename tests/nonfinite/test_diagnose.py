@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import BadStep, culprit_of, infer
+from lightning_memtools.nonfinite.bad_step import BadStep, culprit_of, growth, infer
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep, growth
+from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep
 
 CALM = [1.0, 1.1, 0.9, 1.0, math.nan]
 GROWN = [1.0, 1.1, 4.0, 30.0, math.inf]
@@ -34,10 +34,10 @@ def past(norms: list[float]) -> tuple[PastStep, ...]:
         (evidence(), CALM, NonFiniteCause.DOMAIN),
         (evidence(), [math.nan], NonFiniteCause.DOMAIN),
         (evidence(inputs=(DIRTY,)), CALM, NonFiniteCause.DIRTY_DATA),
-        (evidence(inputs=(DIRTY,), parameters=(WEIGHT,)), GROWN, NonFiniteCause.DIRTY_DATA),
+        (evidence(inputs=(DIRTY,), before=(WEIGHT,)), GROWN, NonFiniteCause.DIRTY_DATA),
         (evidence(inputs=(MASK,)), CALM, NonFiniteCause.DOMAIN),
-        (evidence(parameters=(WEIGHT,)), CALM, NonFiniteCause.BAD_PARAMETER),
-        (evidence(parameters=(WEIGHT,)), GROWN, NonFiniteCause.EXPLODING),
+        (evidence(before=(WEIGHT,)), CALM, NonFiniteCause.BAD_PARAMETER),
+        (evidence(before=(WEIGHT,)), GROWN, NonFiniteCause.EXPLODING),
         (evidence(), GROWN, NonFiniteCause.EXPLODING),
         (evidence(float16=True), GROWN, NonFiniteCause.EXPLODING),
         (evidence(float16=True), CALM, NonFiniteCause.LOW_PRECISION),

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.step_guard import HaltOptions, HeldBackStep, StepGuard
+from lightning_memtools.nonfinite.guarded_step import HeldBackStep
+from lightning_memtools.nonfinite.step_guard import StepGuard
 from tests.nonfinite.observe import differences
 
 
@@ -23,7 +24,7 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-        self.guard = StepGuard(self.model, HaltOptions(explain=reruns, save_step=reruns, max_skips=max_skips))
+        self.guard = StepGuard(self.model, records=reruns, max_skips=max_skips)
         self.n = 0
 
     def step(self, *micro: Tensor) -> HeldBackStep | None:
@@ -102,7 +103,7 @@ def test_older_batches_are_moved_to_the_host_until_they_are_read(monkeypatch):
     monkeypatch.setattr(loop.guard._flag, "read", lambda *, wait: [])
     for _ in range(4):
         loop.step(good())
-    moved = [micro.changed is not None for step in loop.guard._flag.undecided() for micro in step.micro]
+    moved = [micro.was_moved for step in loop.guard._flag.undecided() for micro in step.micro]
     assert moved == [True, True, True, False, False], "the present one and one more stay"
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_memtools import default_callbacks, replay
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
-from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
+from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.state.random_state import RandomState
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import Small, good_data
 from tests.nonfinite.replay_models import halted
@@ -68,7 +69,7 @@ def step(
 @pytest.mark.parametrize("name", FUSED)
 def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
     model, optimizer = made(name)
-    guard = StepGuard(model, HaltOptions(explain=False, save_step=False))
+    guard = StepGuard(model, records=False)
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         step(guard, model, optimizer, batches[number], number)
@@ -161,9 +162,9 @@ def test_what_a_replay_needs_is_noted_without_waiting():
     batch = {"x": torch.randn(8, 6, device="cuda"), "mask": torch.ones(1, 6, device="cuda").expand(8, 6)}
     torch.empty(1000, pin_memory=True)  # the first pinned memory waits
     with nothing_may_wait():
-        micro = MicroBatch.beginning(0, batch, records=True)
+        micro = MicroBatch(0, batch, RandomState.now())
         micro.move_to_host()
     torch.cuda.synchronize()
-    assert micro.changed == ()
+    assert micro.was_moved
     assert torch.equal(micro.batch["x"], batch["x"].cpu())
     assert micro.batch["x"].device.type == "cpu"

@@ -166,7 +166,7 @@ def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp
 
     error, _ = halt(Changes(), tmp_path, logger=False)
     assert error.cause == NonFiniteCause.DOMAIN
-    assert "could not be run exactly: batch 7" in str(error)
+    assert "could not be run exactly: The step writes batch 7" in str(error)
 
 
 def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path, monkeypatch):

@@ -113,22 +113,21 @@ def test_the_maker_is_named_and_not_who_copied_or_filled(how, tmp_path):
 
 
 class Searches(Net):
-    """Its optimizer evaluates the loss several times in a step; one evaluation is NaN."""
+    """Its optimizer evaluates the loss several times in a step; the second evaluation is NaN."""
 
-    def __init__(self, bad: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bad, self.n_evaluations = bad, 0
+        self.n_evaluations = 0
 
     def loss(self, x: Tensor, batch_idx: int) -> Tensor:
         self.n_evaluations = self.n_evaluations + 1 if batch_idx == 2 else 0
-        return x.square().mean() * (torch.nan if self.n_evaluations == self.bad else 1.0)
+        return x.square().mean() * (torch.nan if self.n_evaluations == 2 else 1.0)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-@pytest.mark.parametrize("bad", [1, 2])
-def test_the_weights_that_an_optimizer_has_moved_within_its_step_are_not_claimed(bad, tmp_path):
-    error = halted(Searches(bad), tmp_path)
+def test_the_weights_that_an_optimizer_has_moved_within_its_step_are_not_claimed(tmp_path):
+    error = halted(Searches(), tmp_path)
     assert error.step == 2
-    assert ("earlier evaluations of the loss within this step have moved" in str(error)) == (bad == 2)
+    assert "that evaluations of the loss in this step have moved" in str(error)

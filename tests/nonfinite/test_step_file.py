@@ -139,7 +139,6 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "what the Trainer said": ("reads_rate", without("conditions", "trainer", value={})),
     "autocast": ("bf16", without("conditions", "autocast")),
     "the type of new tensors": ("double", without("conditions", "default_dtype", value="float32")),
-    "the checkpoint": ("accumulation", without("checkpoint", value="")),
     "the last bit of a loss": (
         "double", lambda saved: saved["losses"].__setitem__(0, math.nextafter(saved["losses"][0], math.inf))
     ),
@@ -206,11 +205,10 @@ def test_a_mended_class_is_finite_and_the_old_cause_is_told(halts):
     assert "torch.log" in again.summary()
 
 
-def test_without_a_checkpoint_the_modules_own_weights_are_used_and_it_is_said(tmp_path):
+def test_without_a_checkpoint_no_step_is_written_and_it_is_said(tmp_path):
     error, _, _ = halted("plain", tmp_path, save_last_good=False)
-    again = replay(error.step_path, model=Everything)
-    assert "module's own weights" in again.doubts[0]
-    assert not again.exact
+    assert error.step_path is None
+    assert "no checkpoint that it could begin with" in str(error)
 
 
 Pair = collections.namedtuple("Pair", "x y")  # noqa: PYI024, what users write

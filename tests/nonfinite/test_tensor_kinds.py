@@ -12,9 +12,8 @@ from torch.func import grad, vmap
 from lightning_memtools.nonfinite.explain import with_other_samples
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
-from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, StorageKeys, kinds_of, values_of
+from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, StorageKeys, facts_of, kinds_of
 from lightning_memtools.nonfinite.step_rerun import digests_of
-from lightning_memtools.state.starts import versions_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from tests.nonfinite.tensor_kinds import KINDS
 
@@ -28,7 +27,7 @@ def test_nan_is_found_in_every_kind_of_tensor_that_can_be_read(name):
     tensor = make()
     assert (NAN in kinds_of(tensor)) == holds_nan
     assert bool(find_bad([("it", tensor)])) == holds_nan
-    facts = values_of(tensor)
+    facts = facts_of(tensor)
     assert (facts is not None and facts.n_bad > 0) == holds_nan
     micro = MicroBatch(0, {"it": tensor})
     assert [bad.name for bad in bad_inputs(micro)] == ['batch["it"]'] * holds_nan
@@ -37,10 +36,9 @@ def test_nan_is_found_in_every_kind_of_tensor_that_can_be_read(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_tensor_can_be_kept_and_written(name):
     tensor = KINDS[name][0]()
-    assert len(versions_of([tensor])) == 1
     StorageKeys().key(tensor)
     StateSnapshot([[tensor]]).restore()
-    MicroBatch(0, [tensor], versions=(0,)).move_to_host()
+    MicroBatch(0, [tensor]).move_to_host()
     assert digests_of({"it": tensor}) == digests_of({"it": tensor})
 
 

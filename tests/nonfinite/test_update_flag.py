@@ -13,8 +13,8 @@ from lightning_memtools.nonfinite.update_flag import (
     creates_state,
     hide_gradients,
     honours_found_inf,
+    mark_settings,
 )
-from lightning_memtools.state.starts import mark_settings
 from tests.nonfinite.observe import differences
 
 FUSED = {

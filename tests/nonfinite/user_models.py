@@ -175,20 +175,6 @@ def gan(m, x):
     m.untoggle_optimizer(second)
 
 
-def gan_first_update(m, x):
-    first, second = m.optimizers()
-    m.toggle_optimizer(first)
-    first.zero_grad()
-    m.manual_backward((m.net(x) / size(x)).square().mean())  # bad
-    first.step()
-    m.untoggle_optimizer(first)
-    m.toggle_optimizer(second)
-    second.zero_grad()
-    m.manual_backward(m.other(x).square().mean())
-    second.step()
-    m.untoggle_optimizer(second)
-
-
 def gradient_penalty(m, x):
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad((m.net.weight @ x.T).square().sum(), x, create_graph=True)
@@ -211,20 +197,6 @@ def byol(m, x):
     return 2 - 2 * (unit * F.normalize(two, dim=1)).sum(1).mean()
 
 
-def moco_as_data(m, x):
-    for slow, fast in zip(m.target.parameters(), m.net.parameters(), strict=True):
-        slow.data = slow.data * 0.99 + fast.data * 0.01
-    key = m.target(x).detach()
-    m.queue.keys.copy_(torch.cat([key, m.queue.keys])[: len(m.queue.keys)])
-    return -torch.log((m.net(x) * key).sum(1).sigmoid() * size(x)[:, 0]).mean()  # bad
-
-
-class Queue(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.randn(8, D))
-
-
 def dino(m, x):
     out = m.net(x)
     target = torch.softmax(out.detach() - m.centre, 1)
@@ -236,18 +208,6 @@ def dino(m, x):
 def sim_clr(m, x):
     h = m.net(x)
     return torch.log(torch.exp(h @ h.T / 0.1).sum(1)).mean()  # bad
-
-
-def gru_packed(m, x):
-    packed = nn.utils.rnn.pack_sequence([x, x[:3]])
-    _, hidden = m.rnn(packed)
-    return (hidden.mean() / x.abs().sum()).square()  # bad
-
-
-def quantised(m, x):
-    scale = x.abs().max() / 127
-    rounded = torch.fake_quantize_per_tensor_affine(m.net.weight, 0.1, 0, -128, 127)
-    return F.linear(torch.round(x / scale) * scale, rounded).square().mean()  # bad
 
 
 def lazy(m, x):
@@ -270,16 +230,6 @@ def focal(m, x):
     return ((1 - p) ** 0.5 * p).mean()  # bad
 
 
-def mixture_density(m, x):
-    weights = m.net(x).masked_fill(size(x) == 0, -torch.inf)
-    return -torch.logsumexp(weights, 1).mean()  # bad
-
-
-def log_determinant(m, x):
-    square = m.net.weight * x[0].abs().sum()
-    return torch.logdet(square @ square.T)  # bad
-
-
 def one_sample(m, x):
     h = m.net(x)
     return ((h - h.mean(0)) / h.var(0)).mean()  # bad
@@ -291,29 +241,10 @@ def attention(m, x):
     return (out + m.net(x)).square().mean()
 
 
-def mean_of_none(m, x):
-    chosen = m.net(x)[x.amax(1) > 0]
-    return chosen.mean() + m.net(x).square().mean()  # bad
-
-
-def sparse_graph(m, x):
-    adjacency = torch.eye(N).to_sparse()
-    return (torch.sparse.mm(adjacency, m.net(x)) / torch.sparse.mm(adjacency, size(x))).square().mean()  # bad
-
-
-def spectrum(m, x):
-    return torch.log(torch.fft.rfft(x * m.net(x).square().mean(), dim=1).abs()).mean()  # bad
-
-
 def overlap(m, x):
     inside = torch.minimum(m.net(x).abs(), x.abs())
     union = (m.net(x).abs() * size(x)).sum() + x.abs().sum()
     return {"loss": 1 - inside.sum() / union, "boxes": x}  # bad
-
-
-def nested_batch(m, batch):
-    x = batch["inputs"]["features"][0]
-    return (m.net(x).square() / batch["weight"].sum()).mean()  # bad
 
 
 TARGET: dict[str, Any] = {
@@ -331,21 +262,15 @@ def _cases() -> list[UserCase]:
         case(lstm_of_mask, parts=lambda: {"rnn": nn.LSTM(D, D, batch_first=True)}, module="rnn",
              operation="aten.mkldnn_rnn_layer"),
         case(force, **root), case(ensemble, backward=True), case(ctc, operation="aten._ctc_loss"),
-        case(gan, n_optimizers=2), case(gan_first_update, n_optimizers=2, **div), case(gradient_penalty, **root),
-        case(maml), case(byol, **TARGET, **div),
-        case(moco_as_data, parts=lambda: {**TARGET["parts"](), "queue": Queue()}),
+        case(gan, n_optimizers=2), case(gradient_penalty, **root), case(maml), case(byol, **TARGET, **div),
         case(dino, parts=lambda: {"centre": torch.zeros(D)}, **div),
         case(sim_clr, spoil=lambda x: x * 6, cause=Cause.OVERFLOW, operation="aten.exp"),
-        case(gru_packed, parts=lambda: {"rnn": nn.GRU(D, D)}, **div), case(quantised, **div),
         case(lazy, parts=lambda: {"lazy": nn.LazyLinear(D)}, **div), case(graph, pack=as_graph, **div),
-        case(focal, operation="aten.pow", backward=True), case(mixture_density, named=False),
-        case(log_determinant, operation="aten._linalg_slogdet"),
+        case(focal, operation="aten.pow", backward=True),
         case(one_sample, spoil=lambda x: x[:1], operation="aten.var"),
         case(attention, parts=lambda: {"attention": nn.MultiheadAttention(D, 2, batch_first=True)}, module="attention",
              operation="aten.softmax"),
-        case(mean_of_none, operation="aten.mean", spoil=lambda x: -x.abs()), case(sparse_graph, **div), case(spectrum),
         case(overlap, **div),
-        case(nested_batch, pack=lambda x: {"inputs": {"features": [x]}, "weight": x.abs()}, **div),
         case(byol, options={"accumulate_grad_batches": 2}, **TARGET, **div),
         case(overlap, options={"gradient_clip_val": 0.5}, **div),
     ]  # fmt: skip

@@ -82,7 +82,7 @@ class Large(nn.Module):
 
 
 def held_bytes(keeper: BufferKeeper) -> int:
-    return sum(copies._flat.numel() * copies._flat.element_size() for copies in keeper._copies or ())
+    return sum(copies.flat.nbytes for copies in keeper._copies)
 
 
 def test_a_large_buffer_that_no_step_writes_costs_memory_in_the_first_step_only():
