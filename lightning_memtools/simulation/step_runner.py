@@ -171,11 +171,6 @@ class StepRunner:
         with _quiet():
             self._loop.run_batch(index)
 
-    def run_forward(self, batch: Any, index: int) -> Any:
-        """Run the forward pass of a batch on the device alone."""
-        with _quiet():
-            return self._loop.run_forward(batch, index)
-
     @property
     def accumulate(self) -> int:
         """The number of batches per optimizer step."""
