@@ -340,7 +340,7 @@ class StepPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What to plan: the options, and the layers whose loss is computed in chunks with the costs without and with it."""
+    """A plan to make: the options, the layers whose loss is computed in chunks, and the costs without and with that."""
 
     options: CheckpointOptions
     heads: tuple[str, ...] = ()
