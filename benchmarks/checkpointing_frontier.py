@@ -18,12 +18,11 @@ from checkpointing_switches import MODELS, Case, divided, llama_1b, lowest_withi
 from machine import save
 from torch import Tensor, nn
 
-from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import depths, find_chains
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan, Range
+from lightning_memtools.checkpointing.chains import find_chains, outermost
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Range
+from lightning_memtools.checkpointing.planned_traces import predict
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
-from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
 from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -116,7 +115,7 @@ def _ends(chain: Any, module: nn.Module) -> list[int]:
 def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     step = step_of(model, shape)
     planner = StepPlanner(step)
-    chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
+    chains = outermost(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))
     others, n_failed = list[tuple[str, StepCost]](), 0
     for name, plans in uniform(model, chains):
         try:

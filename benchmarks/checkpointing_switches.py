@@ -38,8 +38,8 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
+from lightning_memtools.checkpointing.planned_traces import predict
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
-from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep
 from tests.checkpointing.foreign_models import LossOf

@@ -256,16 +256,6 @@ def write_count_or_none(tensor: Tensor) -> int:
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
-def alias_below_autograd(tensor: Tensor) -> Tensor:
-    """Return a detached alias that shares the version counter, in a dispatch mode, where `detach` alone does not.
-
-    As `torch.utils.checkpoint` does it.
-    """
-    excluded = False
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, excluded):
-        return tensor.detach()
-
-
 # --- autograd
 
 
@@ -287,12 +277,6 @@ def without_saved_tensors_hooks() -> AbstractContextManager[None]:
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return the hooks for saved tensors that were set last. `saved_tensors_hooks` can only replace them."""
-    hooks: tuple[Any, Any] = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, its only form
-    return hooks
 
 
 def is_jit_tracing() -> bool:
@@ -445,18 +429,6 @@ def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequenc
 def operator_schema(operator: Any) -> Any:
     """Return an operator's schema: which arguments it writes, and what it returns. There is no public way."""
     return operator._schema
-
-
-def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that a call of an operator writes; none of what is no operator."""
-    schema = getattr(operator, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
-    return [
-        given[one.name] for one in schema.arguments
-        if one.alias_info is not None and one.alias_info.is_write and one.name in given
-    ]  # fmt: skip
 
 
 # The namespaces of the operators that run collectives. No public list exists.
@@ -928,18 +900,6 @@ def is_compiler_loaded() -> bool:
 def has_compiled() -> bool:
     """Return whether torch.compile has compiled anything in this process. There is no public way to ask."""
     return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
-
-
-def set_activation_memory_budget(budget: float) -> float:
-    """Set the share of activations that graphs compiled from now on may keep; return the previous one.
-
-    The public `torch.autograd.graph.region_activation_memory_budget` has to be entered in the compiled code itself.
-    """
-    from torch._functorch import config  # noqa: PLC0415, the compiler
-
-    before: float = config.activation_memory_budget
-    config.activation_memory_budget = budget
-    return before
 
 
 def uncompiled(module: nn.Module) -> nn.Module | None:

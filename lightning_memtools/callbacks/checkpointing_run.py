@@ -16,18 +16,14 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.compiled_budget import CompiledBudget
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
-from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_units
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.user_code import CodeLine, user_line_of
-from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.reporting.tables import console_table, markdown_table
 from lightning_memtools.simulation.step_runner import without_lbfgs
 from lightning_memtools.simulation.step_trace import NoLossError, TracedStep, device_of
 
@@ -60,7 +56,6 @@ class CheckpointingRun:
         self._failed_at: CodeLine | None = None
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
-        self._compiled: CompiledBudget | None = None
         self.plan: CheckpointPlan | None = None
         self.is_in_trial = False
 
@@ -82,8 +77,6 @@ class CheckpointingRun:
         elif self._applied is not None and any(head.is_off for head in self._applied.heads.values()):
             self._options = replace(self._options, loss_head="keep")
             self._plan_again(self._applied, module, batch, batch_idx)
-        if self._compiled is not None:
-            self._compiled.begin_batch()
         if self._measures(batch_idx):
             reader = reader_for(self._trainer.strategy.root_device)
             if reader is not None and reader.stats().peak_allocated is not None:
@@ -100,9 +93,6 @@ class CheckpointingRun:
     def end_step(self, *, gave_loss: bool) -> None:
         """Write the measured peak beside the predicted one, once it is known."""
         self._steps += gave_loss
-        if self._compiled is not None and self._compiled.end_batch() and self._trainer.is_global_zero:
-            self._write(f"# Gradient checkpointing\n\n{self._compiled}.\n\n{markdown_table(self._compiled.table())}\n")
-            print_on_console(f"GradientCheckpointing: {self._compiled}")
         if self._window is None or self.plan is None:
             return
         self._window.pause()
@@ -111,7 +101,7 @@ class CheckpointingRun:
         self._window = None
         self._was_measured = gave_loss
         if measured is not None and gave_loss and self._trainer.is_global_zero:
-            self._write(self.plan.table(measured))
+            self._write(self.plan.page(measured))
             print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
     def undo(self) -> None:
@@ -120,15 +110,9 @@ class CheckpointingRun:
             self._applied.remove()
         if self._window is not None:
             self._window.close()
-        if self._compiled is not None:
-            self._compiled.undo()
-        self._applied = self._window = self._compiled = None
+        self._applied = self._window = None
 
     def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._options.has_budget and _is_compiled(module) and not self.is_in_trial:
-            self._compiled = self._budget_of_compiler()
-            if self._compiled is not None:
-                return
         made = _why_unplanned(self._trainer, module) or self._plan_on_rank_zero(module, batch, batch_idx)
         if isinstance(made, CheckpointPlan):
             self._apply(made, module)
@@ -137,14 +121,6 @@ class CheckpointingRun:
             self._is_planned = False
         elif self._trainer.is_global_zero:
             warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
-
-    def _budget_of_compiler(self) -> CompiledBudget | None:
-        """Return the search for the compiler's budget; None unless there is one device, which keeps peaks."""
-        reader = reader_for(self._trainer.strategy.root_device)
-        is_alone = self._trainer.world_size == 1 and VirtualDevice.current() is None
-        if not is_alone or reader is None or reader.stats().peak_allocated is None:
-            return None
-        return CompiledBudget(self._options, peak_counter(reader), self._trainer.accumulate_grad_batches)
 
     def _plan_again(self, applied: AppliedPlan, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan without the layers that did not repeat themselves in the first step.
@@ -211,13 +187,11 @@ class CheckpointingRun:
             batch_idx=batch_idx,
             held_bytes=self._held_by_callbacks(module) + history_bytes,
         )
-        planner = StepPlanner(step, measures_rates=True)
+        planner = StepPlanner(step)
         try:
             told = progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}")
             with told:
-                refuse_peaks(self._options, module)
-                plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
-                return planner.with_advice(plan)
+                return planner.plan(self._options, nearest=self.is_in_trial)
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
@@ -239,20 +213,12 @@ class CheckpointingRun:
         return sum(held.values())
 
     def _show(self, plan: CheckpointPlan) -> None:
-        self._write(plan.table())
-        if plan.refused is not None:
-            print_on_console(f"GradientCheckpointing recomputes nothing. {plan.refused}")
-        else:
-            print_on_console("GradientCheckpointing: " + "; ".join(plan.figures()))
-            print_on_console(console_table(plan.rows()))
+        self._write(plan.page())
+        print_on_console("GradientCheckpointing: " + "; ".join((plan.sentence().rstrip("."), *plan.figures())))
 
     def _write(self, text: str) -> None:
         write_report_or_warn(self._directory, _REPORT, text)
         log_text(self._trainer, "memtools/checkpoint_plan", text, training_step(self._trainer))
-
-
-def _is_compiled(module: LightningModule) -> bool:
-    return is_compiled_by_lightning(module) or any(map(is_compiled, module.modules()))
 
 
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
@@ -260,7 +226,7 @@ def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
     reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
     if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
         return (
-            "it is compiled, and torch.compile recomputes by itself. With memory_budget, on a single device that keeps "
-            "peaks, the activation_memory_budget whose measured peak fits is found and set"
+            "it is compiled, and torch.compile recomputes by itself: set "
+            "torch._functorch.config.activation_memory_budget, such as 0.5, before it is compiled"
         )
     return reason

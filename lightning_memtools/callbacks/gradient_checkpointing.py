@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.callbacks.checkpointing_run import CheckpointingRun
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, LossHead, Offload
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.reporting.neighbours import Neighbour
 
@@ -33,14 +33,13 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     two more times, to prove that it repeats itself bit for bit; a layer that does not is left out of the plan.
 
     Forward hooks on layers within recomputed ranges fire again in backward. Under FSDP 2 (ModelParallelStrategy) every
-    range lies within one sharded module, and a budget has to be a share. Of a compiled model on a single GPU, the
-    compiler's own budget is tried out on the first steps, and set, where ``memory_budget`` is given. Other compiled
-    models, and models under FSDP 1 and DeepSpeed, are left unchanged, with a warning that says why.
+    range lies within one sharded module, and a budget has to be a share. Compiled models, and models under FSDP 1 and
+    DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
-        segments: Cut each Sequential into this many chunks, all but the last recomputed, at the boundaries with the
-            lowest peak. "auto" takes the plan with the lowest product of activation memory and operations, with at
-            most a third more operations than without.
+        segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
+            `torch.utils.checkpoint.checkpoint_sequential` does. "auto" takes the plan with the lowest product of
+            activation memory and operations, with at most a third more operations than without.
         memory_budget: A float is the share of the plain step's activation memory that the plan may have; a size such
             as "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
@@ -52,11 +51,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
             that lowers the peak and nothing else takes the output; with "keep", all at once. The loss and its gradients
             are the same within rounding, which is checked in the first step.
-        offload: With True, what layers keep for backward goes to pinned host memory in forward and comes back in
-            backward, as far as there is room; with "auto", where that is estimated to take less time than running
-            layers again. Only on CUDA. No GPU has confirmed the estimate of time yet; the memory is traced.
-        host_memory: The host memory for it in each process, such as "64GiB"; by default a quarter of what is free,
-            divided by the processes of the machine.
+        offload: Keep the inputs of what is recomputed in pinned host memory between forward and backward. Only on CUDA.
 
     Raises:
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
@@ -74,11 +69,10 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         loss_head: LossHead = "auto",
-        offload: Offload = False,
-        host_memory: str | None = None,
+        offload: bool = False,
     ) -> None:
         self._options = CheckpointOptions.parse(
-            segments, memory_budget, bn_dropout, include, exclude, loss_head, offload, host_memory
+            segments, memory_budget, bn_dropout, include, exclude, loss_head, offload=offload
         )
         self.segments = segments
         self.memory_budget = memory_budget
@@ -87,7 +81,6 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self.exclude = exclude
         self.loss_head = loss_head
         self.offload = offload
-        self.host_memory = host_memory
         self.plan: CheckpointPlan | None = None
         self._run: CheckpointingRun | None = None
 

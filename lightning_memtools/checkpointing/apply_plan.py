@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,16 +16,39 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memtools._torch import StatisticsNorm, tree_flatten, tree_unflatten
 from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
-from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
-from lightning_memtools.checkpointing.host_offload import HostOffload
+from lightning_memtools.checkpointing.exact_recomputation import LaterRun, RunLog, updates_statistics
+from lightning_memtools.checkpointing.host_inputs import inputs_in_host_memory
 from lightning_memtools.checkpointing.key_value_caches import caches_off, holds_cache, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, pieces
 from lightning_memtools.checkpointing.repetition_proof import (
     RecomputationDiffersWarning,
     holds_fake_tensors,
     layer_that_differs,
 )
+
+
+class Range(NamedTuple):
+    """Layers `start` to `stop` (exclusive) of a chain that keep only their input, and run again in backward."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """The part of a plan that concerns one Sequential or module.
+
+    Attributes:
+        name: The qualified name of the Sequential or module.
+        layers: The qualified names of its layers.
+        ranges: The layers that are recomputed; the others run as usual.
+        is_module: Whether this is one module with a forward of its own, which is its only layer.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    ranges: tuple[Range, ...]
+    is_module: bool = False
 
 
 class _PlainState:
@@ -76,126 +100,85 @@ class _Proofs:
         return self._repeats[place]
 
 
-class _PlannedChain:
-    """The forward of a Sequential that recomputes some of its layers, or keeps what they save in host memory."""
+class _PlannedParts:
+    """A Sequential or module under a plan: recomputes what the plan says, if it was proved to repeat itself.
+
+    Args:
+        module: The Sequential or module.
+        plan: What to recompute of it.
+        layers: Its layers.
+        proofs: Which ranges repeat themselves.
+        offload: Whether the inputs of ranges are kept in host memory.
+    """
 
     def __init__(
-        self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module], proofs: _Proofs, host: HostOffload
+        self, module: nn.Module, plan: ChainPlan, layers: Sequence[nn.Module], proofs: _Proofs, *, offload: bool
     ) -> None:
-        self._chain = chain
-        self._trained = chain.training
-        self._layers = tuple(layers)
-        self._names = plan.layers
-        self._ranges = plan.ranges
-        self._offloaded, self._host = frozenset(plan.offloaded), host
+        self._module, self._plan, self._layers = module, plan, tuple(layers)
+        self._trained = module.training
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
         self._streams = DrawnStreams(part for layer in layers for part in layer.modules())
-        self._proofs = proofs
+        self._proofs, self._offload = proofs, offload
+
+    def _recompute(self, one: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run calls one after the other; the first takes the arguments. They run again in backward."""
+        norms: list[nn.Module] = [
+            part for layer in self._norms[one.start : one.stop] for part in layer if updates_statistics(part)
+        ]
+        names = self._plan.layers[one.start : one.stop]
+
+        def run(note: Any, *args: Any, **kwargs: Any) -> Any:
+            # One name for what is passed on: a second one would keep alive what the next layer could free.
+            value = calls[0](*args, **kwargs)
+            note(value)
+            for call in calls[1:]:
+                value = call(value)
+                note(value)
+            return value
+
+        def proof() -> Any:
+            def run_apart(note: Any) -> None:
+                own_args, own_kwargs = tree_unflatten(*tree_flatten((args, kwargs)))  # in lists that it may change
+                run(note, *own_args, **own_kwargs)
+
+            return layer_that_differs(run_apart, self._layers[one.start : one.stop], norms, self._streams)
+
+        if not self._proofs.repeats((self._plan.name, one.start), names, (args, kwargs), proof):
+            return run(lambda _: None, *args, **kwargs)
+        with inputs_in_host_memory() if self._offload else nullcontext():
+            return _checkpointed(run, names, norms, self._streams, (args, kwargs))
+
+
+class _PlannedChain(_PlannedParts):
+    """The forward of a Sequential that recomputes some of its layers."""
 
     def __call__(self, input: Any) -> Any:  # noqa: A002, Sequential's own name, which callers may use
-        chain = self._chain
+        chain: Any = self._module
         # A chain that was changed since (chain[3] = ..., append) is no longer the one that was planned.
         if passes_through(chain, trained=self._trained) or not self._is_as_planned():
-            return type(chain).forward(chain, input)  # type: ignore[no-untyped-call]
-        return self._run(input, 0, len(self._layers), self._ranges, None)
+            return type(chain).forward(chain, input)
+        position = 0
+        for one in (*self._plan.ranges, Range(len(self._layers), len(self._layers))):
+            for layer in self._layers[position : one.start]:
+                input = layer(input)  # noqa: A001, as above
+            if one.start < one.stop:
+                input = self._recompute(one, self._layers[one.start : one.stop], (input,), {})  # noqa: A001, as above
+            position = one.stop
+        return input
 
     def _is_as_planned(self) -> bool:
-        now = list(_flat_layers(self._chain, set(map(id, self._layers))))
+        now = list(_flat_layers(self._module, set(map(id, self._layers))))
         return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
-    def _run(self, value: Any, start: int, stop: int, ranges: Ranges, log: RunLog | None) -> Any:
-        # One name for what is passed on, in one frame: a second one would keep alive what the next layer could free.
-        for piece in pieces(start, stop, ranges):
-            first, last = (piece, piece + 1) if isinstance(piece, int) else (piece.start, piece.stop)
-            is_offloaded = log is None and first in self._offloaded
-            with self._host.unit(self._layers[first:last]) if is_offloaded else nullcontext():
-                if isinstance(piece, int):
-                    value = self._layers[piece](value)
-                elif log is None and not self._repeats(piece, value):
-                    for at in range(piece.start, piece.stop):
-                        value = self._layers[at](value)
-                else:
-                    value = self._run_range(value, piece)
-            if log is not None:
-                log.note_output(value)
-        return value
 
-    def _repeats(self, one: Range, value: Any) -> bool:
-        def run(note: Any) -> None:
-            passed = _with_own_containers(value)
-            for layer in layers:
-                passed = layer(passed)
-                note(passed)
-
-        layers = self._layers[one.start : one.stop]
-        return self._proofs.repeats(
-            (self._names[one.start], one.stop),
-            self._names[one.start : one.stop],
-            value,
-            lambda: layer_that_differs(run, layers, self._norms_of(one), self._streams),
-        )
-
-    def _run_range(self, value: Any, one: Range) -> Any:
-        def run(log: RunLog, value: Any) -> Any:
-            return self._run(value, one.start, one.stop, one.inner, log)
-
-        return _recomputed(run, self._names_of(one), self._norms_of(one), self._streams, ((value,), {}), kept=one.kept)
-
-    def _norms_of(self, one: Range) -> list[nn.Module]:
-        return [part for layer in self._norms[one.start : one.stop] for part in layer if updates_statistics(part)]
-
-    def _names_of(self, one: Range) -> list[str]:
-        return [
-            self._names[piece.start if isinstance(piece, Range) else piece]
-            for piece in pieces(one.start, one.stop, one.inner)
-        ]
-
-
-class _PlannedModule:
-    """The forward of a module that is recomputed as a whole, or keeps what it saves in host memory, or both."""
-
-    def __init__(self, module: nn.Module, plan: ChainPlan, proofs: _Proofs, host: HostOffload) -> None:
-        self._module = module
-        self._name = plan.name
-        self._range = plan.ranges[0] if plan.ranges else None
-        self._host = host if plan.offloaded else None
-        self._trained = module.training
-        self._streams = DrawnStreams(module.modules())
-        self._proofs = proofs
+class _PlannedModule(_PlannedParts):
+    """The forward of a module that is recomputed as a whole."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plainly = forward_of_class(self._module)
         if passes_through(self._module, trained=self._trained) or holds_cache(args, kwargs):
-            return self._plainly(*args, **kwargs)
-        with nullcontext() if self._host is None else self._host.unit([self._module]):
-            if self._range is None or not self._repeats(args, kwargs):
-                return self._plainly(*args, **kwargs)
-            return self._run_range(self._range, args, kwargs)
-
-    def _run_range(self, one: Range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
-            out = self._plainly(*args, **kwargs)
-            log.note_output(out)
-            return out
-
-        return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs), kept=one.kept)
-
-    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
-        return forward_of_class(self._module)(*args, **kwargs)
-
-    def _repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        def run(note: Any) -> None:
-            own_args, own_kwargs = _with_own_containers((args, kwargs))
-            note(self._plainly(*own_args, **own_kwargs))
-
-        return self._proofs.repeats(
-            (self._name, 0),
-            [self._name],
-            (args, kwargs),
-            lambda: layer_that_differs(run, [self._module], self._norms(), self._streams),
-        )
-
-    def _norms(self) -> list[nn.Module]:
-        return [part for part in self._module.modules() if updates_statistics(part)]
+            return plainly(*args, **kwargs)
+        return self._recompute(Range(0, 1), [plainly], args, kwargs)
 
 
 class _WithoutCaches:
@@ -215,19 +198,12 @@ class _WithoutCaches:
             return self._inner(*args, **kwargs)
 
 
-def _with_own_containers(value: Any) -> Any:
-    """Return the same tensors in other lists and dictionaries, which a run may change without anybody noticing."""
-    return tree_unflatten(*tree_flatten(value))
-
-
-def _recomputed(
+def _checkpointed(
     run: Any,
-    names: list[str],
-    modules: list[nn.Module],
+    names: Sequence[str],
+    norms: list[nn.Module],
     streams: DrawnStreams,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-    *,
-    kept: Collection[int],
 ) -> Any:
     log = RunLog(names)
     states = streams.now()
@@ -243,14 +219,14 @@ def _recomputed(
     def run_flat(*different: Any) -> Any:
         args, kwargs = first.pop() if first else tree_unflatten([different[at] for at in places], structure)
         log.begin()
-        return run(log, *args, **kwargs)
+        return run(log.note_output, *args, **kwargs)
 
     return checkpoint(
         run_flat,
         *different.values(),
         use_reentrant=False,
         preserve_rng_state=True,
-        context_fn=lambda: contexts(modules, log, states, kept),
+        context_fn=lambda: (nullcontext(), LaterRun(norms, states)),
     )
 
 
@@ -262,8 +238,9 @@ class AppliedPlan:
 
     Args:
         model: The model.
-        plans: What to recompute, and what to keep in host memory.
+        plans: What to recompute.
         heads: The linear layers whose loss is computed in chunks.
+        offload: Keep the inputs of what is recomputed in host memory.
         prove: Run every range two more times at its first call, and compare all values bit for bit: a range that does
             not repeat itself runs as usual from then on, with a warning that names the layer. Check the first loss in
             chunks, too.
@@ -273,15 +250,21 @@ class AppliedPlan:
     """
 
     def __init__(
-        self, model: nn.Module, plans: Iterable[ChainPlan], *, heads: Iterable[str] = (), prove: bool = False
+        self,
+        model: nn.Module,
+        plans: Iterable[ChainPlan],
+        *,
+        heads: Iterable[str] = (),
+        offload: bool = False,
+        prove: bool = False,
     ) -> None:
         self.heads: dict[str, DeferredHead] = {}
         self._modules: list[nn.Module] = []
         self._proofs = _Proofs(wanted=prove)
-        self._host = HostOffload()
+        self._offload = offload
         try:
             for plan in plans:
-                if plan.is_applied:
+                if plan.ranges:
                     self._apply(model, plan)
             if self._modules:
                 for module in modules_with_caches(model).values():
@@ -317,13 +300,8 @@ class AppliedPlan:
     def _apply(self, model: nn.Module, plan: ChainPlan) -> None:
         module = _plain_module(model, plan.name)
         layers = [_found(model, name, plan.name) for name in plan.layers]
-        forward: _PlannedModule | _PlannedChain
-        if plan.is_module:
-            forward = _PlannedModule(module, plan, self._proofs, self._host)
-        else:
-            assert isinstance(module, nn.Sequential)
-            forward = _PlannedChain(module, plan, layers, self._proofs, self._host)
-        self._replace(module, forward)
+        kind = _PlannedModule if plan.is_module else _PlannedChain
+        self._replace(module, kind(module, plan, layers, self._proofs, offload=self._offload))
 
     def _replace(self, module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
@@ -351,7 +329,7 @@ def _found(model: nn.Module, name: str, planned: str) -> nn.Module:
         ) from None
 
 
-def _flat_layers(chain: nn.Sequential, known: set[int]) -> Iterable[nn.Module]:
+def _flat_layers(chain: Any, known: set[int]) -> Iterable[nn.Module]:
     """Yield a chain's layers as the plan names them: a Sequential in it is one layer if it was, or else its layers."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):

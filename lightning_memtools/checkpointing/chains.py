@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools._torch import compiled_call, has_hooks, is_jit_tracing, registered_children
+from lightning_memtools._torch import compiled_call, has_hooks, is_fsdp_module, is_jit_tracing, registered_children
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.exact_recomputation import why_outside
+
+_SHARDED = "sharded by FSDP 2: it may only be recomputed by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def is_plain(module: nn.Module) -> bool:
         and type(module).forward is nn.Sequential.forward
         and "forward" not in vars(module)
         and not is_compiled(module)
+        and not is_fsdp_module(module)
     )
 
 
@@ -104,7 +107,13 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
             chains.append(Chain(name, tuple(layers), _outside(modules, layers, options, excluded)))
         else:
             chains.append(
-                Chain(name, (name,), _outside(modules, [name], options, excluded), is_module=True, forced=True)
+                Chain(
+                    name,
+                    (name,),
+                    _outside(modules, [name], options, excluded, is_module=True),
+                    is_module=True,
+                    forced=True,
+                )
             )
     return chains
 
@@ -112,15 +121,17 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
     """Return the modules that can be recomputed as a whole besides the layers of chains: each is a chain of its own.
 
-    These have a forward of their own, as blocks in a ModuleList have and what is inside of them. What only a step can
-    show, whether they run at all and can run again, is for the step's profile to say.
+    These have a forward of their own, as blocks in a ModuleList have and what is inside of them, or FSDP 2 shards them:
+    what runs again inside one sharded module finds its parameters gathered. What only a step can show, whether they run
+    at all and can run again, is for its trace to say.
     """
     modules = dict(model.named_modules())
     excluded = {name for pattern in options.exclude for name in _matches(modules, pattern, "exclude")}
-    known = {layer for chain in chains for layer in chain.layers} | {chain.name for chain in chains}
+    known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
+    known |= {chain.name for chain in chains}
     compiled = [name for name, module in modules.items() if is_compiled(module)]
     return [
-        Chain(name, (name,), _outside(modules, [name], options, excluded), is_module=True)
+        Chain(name, (name,), _outside(modules, [name], options, excluded, is_module=True), is_module=True)
         for name, module in modules.items()
         if name
         and name not in known
@@ -129,32 +140,14 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
         and "forward" not in vars(module)
         and not isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
         and not any(is_within(name, other) for other in compiled)
+        and not any(map(is_fsdp_module, list(module.modules())[1:]))
     ]
 
 
-def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
-    """Return groups of chains of which none lies within another: the outermost, those one level further in, ..."""
-
-    def depth(chain: Chain) -> int:
-        return sum(other is not chain and is_within(chain.name, other.name) for other in chains)
-
-    def has_inner(chain: Chain) -> bool:
-        return any(other is not chain and is_within(other.name, chain.name) for other in chains)
-
-    deepest = min(max(depth(chain) for chain in chains), 3)
-    return [
-        [chain for chain in chains if depth(chain) == level or (depth(chain) < level and not has_inner(chain))]
-        for level in range(deepest + 1)
-    ]
-
-
-def candidates(model: nn.Module) -> list[str]:
-    """Return patterns for `include` that match repeated blocks: ModuleLists of two or more modules of one class."""
-    return [
-        f"{name}.*" if name else "*"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
-    ]
+def outermost(chains: Sequence[Chain]) -> list[Chain]:
+    """Return the Sequentials that lie in no other one."""
+    found = [chain for chain in chains if not chain.is_module]
+    return [one for one in found if not any(one is not other and is_within(one.name, other.name) for other in found)]
 
 
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
@@ -169,10 +162,7 @@ def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
         text += f", except exclude={list(options.exclude)}"
     if any(is_compiled(module) for module in model.modules()):
         text += ", and leaves compiled modules alone (torch._functorch.config.activation_memory_budget is for these)"
-    found = candidates(model)
-    if found:
-        return f"{text}. Repeated blocks that it could take: pass include={found}."
-    return f"{text}. No repeated blocks in a ModuleList were found either; name blocks with include=[...]."
+    return f"{text}. Name blocks with include=[...]."
 
 
 def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
@@ -187,7 +177,12 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
 
 
 def _outside(
-    modules: dict[str, nn.Module], layers: Sequence[str], options: CheckpointOptions, excluded: set[str]
+    modules: dict[str, nn.Module],
+    layers: Sequence[str],
+    options: CheckpointOptions,
+    excluded: set[str],
+    *,
+    is_module: bool = False,
 ) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for index, path in enumerate(layers):
@@ -200,6 +195,9 @@ def _outside(
             continue
         if any(is_compiled(part) for part in layer.modules()):
             reasons[index] = "compiled"
+            continue
+        if any(map(is_fsdp_module, layer.modules())) and not is_module:
+            reasons[index] = _SHARDED
             continue
         reason = why_outside(layer, options.bn_dropout)
         if reason is not None:

@@ -10,7 +10,6 @@ from lightning_memtools.memory.sizes import is_count, parse_size
 
 BnDropout = Literal["skip", "recompute", "avoid", "auto"]
 LossHead = Literal["auto", "keep"]
-Offload = Literal["auto"] | bool
 
 
 class CheckpointOptionsError(ValueError):
@@ -29,8 +28,7 @@ class CheckpointOptions:
         include: Patterns of the modules to take; None to choose among all.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
-        offload: Whether what layers keep may go to host memory, or must.
-        host_bytes: The host memory for it in each process; None for a part of what is free.
+        offload: Whether the inputs of what is recomputed are kept in host memory.
         differing: Names of layers that were found to compute something else when they run again.
         heads: Names of the layers whose loss is computed in chunks.
     """
@@ -44,8 +42,7 @@ class CheckpointOptions:
     loss_head: LossHead = "auto"
     differing: frozenset[str] = frozenset()
     heads: tuple[str, ...] = ()
-    offload: Offload = False
-    host_bytes: int | None = None
+    offload: bool = False
 
     @property
     def has_budget(self) -> bool:
@@ -60,8 +57,8 @@ class CheckpointOptions:
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         loss_head: LossHead = "auto",
-        offload: Offload = False,
-        host_memory: str | None = None,
+        *,
+        offload: bool = False,
     ) -> CheckpointOptions:
         """Check the arguments of `plan_checkpoints`, and return them as options.
 
@@ -72,19 +69,14 @@ class CheckpointOptions:
             raise ValueError(f'bn_dropout={bn_dropout!r} is not one of "skip", "recompute", "avoid" and "auto".')
         if loss_head not in get_args(LossHead):
             raise ValueError(f'loss_head={loss_head!r} is neither "auto" nor "keep".')
-        if offload != "auto" and not isinstance(offload, bool):
-            raise ValueError(f'offload={offload!r} is neither "auto" nor True nor False.')
+        if not isinstance(offload, bool):
+            raise ValueError(f"offload={offload!r} is neither True nor False.")  # noqa: TRY004, one type for all options
         share, size = _budget(memory_budget)
         chunks = _segments(segments)
         if chunks is not None and memory_budget is not None:
             raise ValueError(
                 f"segments={segments!r} and memory_budget={memory_budget!r} contradict each other: a fixed number of "
                 'chunks leaves nothing to fit. Give one of them, and leave segments at "auto" for a budget.'
-            )
-        if chunks is not None and offload:
-            raise ValueError(
-                f"segments={segments!r} and offload={offload!r} contradict each other: a fixed number of chunks leaves "
-                'nothing to choose. Leave segments at "auto" to keep tensors in host memory.'
             )
         return CheckpointOptions(
             segments=chunks,
@@ -95,7 +87,6 @@ class CheckpointOptions:
             exclude=_patterns("exclude", exclude),
             loss_head=loss_head,
             offload=offload,
-            host_bytes=None if host_memory is None else _host_bytes(host_memory),
         )
 
 
@@ -130,15 +121,6 @@ def _budget(budget: object) -> tuple[float | None, int | None]:
     if not 0 < budget <= 1:
         raise ValueError(f"memory_budget={budget!r} is not a share. {accepted}")
     return budget, None
-
-
-def _host_bytes(size: object) -> int:
-    if not isinstance(size, str):
-        raise ValueError(f'host_memory={size!r} is no size: give a string such as "64GiB".')  # noqa: TRY004, as above
-    try:
-        return parse_size(size)
-    except ValueError as error:
-        raise ValueError(f"host_memory={size!r}: {error}") from None
 
 
 def _patterns(name: str, patterns: object) -> tuple[str, ...]:

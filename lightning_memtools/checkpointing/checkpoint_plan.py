@@ -1,37 +1,20 @@
-"""A checkpoint plan as data and as a table, and the way from a profile's units to a model's chains."""
+"""A checkpoint plan as data, and as a page of a few lines."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import Chain
-from lightning_memtools.checkpointing.memory_model import (
-    ChainPlan,
-    Range,
-    Ranges,
-    Unit,
-    as_forced,
-    boundaries,
-    estimate,
-    kept_by_unit,
-    runs_again,
-)
-from lightning_memtools.checkpointing.step_profile import StepProfile
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.reporting.phrases import counted, first_of
-from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
+from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_trace import StepCost
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a module in a list
-_HEADS = ("module", "layers", "recomputed", "left out", "kept before", "kept after", "extra")
-_MOST_RANGES = 12
-_MOST_OF_FORWARD = 0.5
-_LEAST_KEPT = 0.001
+_MOST_NAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +22,14 @@ class CheckpointPlan:
     """The layers of a model to recompute, and the memory that one training step is predicted to need, simulated.
 
     Attributes:
-        chains: What is recomputed of each chain.
+        chains: The Sequentials and modules of which something is recomputed.
         plain: The memory and operations of the step without the plan; None if there is nothing to plan.
         planned: The same with the plan.
         refused: Why nothing is recomputed; None if something is.
         notes: What else changes with the plan, in words.
         heads: The linear layers whose cross-entropy is computed in chunks.
-        host_bytes: The bytes that layers keep in host memory, by the memory model.
-        relative_time: The time of forward and backward as a multiple of the plain step's, by the time model of
-            `offload`; None without it.
+        left_out: Why layers may not be recomputed, by name.
+        offload: Whether the inputs of what is recomputed are kept in host memory.
     """
 
     chains: tuple[ChainPlan, ...]
@@ -56,8 +38,8 @@ class CheckpointPlan:
     refused: str | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
-    host_bytes: int = 0
-    relative_time: float | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    offload: bool = False
 
     @property
     def peak_bytes(self) -> int | None:
@@ -82,46 +64,12 @@ class CheckpointPlan:
         Returns a handle: `remove()` undoes the plan, and so does leaving it as a context manager. At its first call
         every range runs two more times, to prove that it repeats itself bit for bit.
         """
-        return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
+        return AppliedPlan(module, self.chains, heads=self.heads, offload=self.offload, prove=True)
 
-    def rows(self) -> Table:
-        """Return a row per chain and per kind of module: what is recomputed or left out and why, bytes and cost."""
-        operations = self.plain.operations if self.plain is not None and self.plain.operations else 1
-        return Table(
-            _HEADS,
-            [
-                (
-                    f"{key[0]} ({len(chains)} modules)" if len(chains) > 1 else chains[0].name or key[0],
-                    *key[1:],
-                    format_size(sum(chain.plain_kept_bytes for chain in chains)),
-                    format_size(sum(chain.kept_bytes for chain in chains)),
-                    f"{sum(chain.extra_operations for chain in chains) / operations:.1%}",
-                )
-                for key, chains in self._alike().items()
-            ],
-            align="lrllrrr",
-        )
-
-    def recomputed(self) -> str:
-        """Return in a few words which modules are recomputed, those that take most of the operations first."""
-        found = [
-            (
-                sum(one.extra_operations for one in chains),
-                f"{len(chains)} x {key[0]}" if len(chains) > 1 else chains[0].name or key[0],
-            )
-            for key, chains in self._alike().items()
-            if chains[0].is_applied
-        ]
-        return first_of([name for _, name in sorted(found, reverse=True)]) or "nothing"
-
-    def _alike(self) -> dict[tuple[str, ...], list[ChainPlan]]:
-        """Return the chains that are treated alike, by the first columns of their row."""
-        found: dict[tuple[str, ...], list[ChainPlan]] = {}
-        for chain in self.chains:
-            name = _NUMBER.sub("*", chain.name) if chain.is_module else chain.name or "(the model)"
-            key = name, str(len(chain.layers)), _recomputed(chain), _left_out(chain)
-            found.setdefault(key, []).append(chain)
-        return found
+    def recomputed(self, most: int = _MOST_NAMES) -> str:
+        """Return which modules are recomputed, such as "blocks.0-40, head.mlp"; "nothing" if none is."""
+        names = [layer for chain in self.chains for one in chain.ranges for layer in chain.layers[one.start : one.stop]]
+        return first_of(collapsed(names), most) or "nothing"
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
         """Return a line each on what the plan saves and costs, the last one on the measured peak if it is given."""
@@ -141,142 +89,52 @@ class CheckpointPlan:
             lines.append(f"measured peak: {format_size(measured_bytes)} ({off:+.1%} from the predicted one)")
         return lines
 
-    def table(self, measured_bytes: int | None = None) -> str:
-        """Return the plan in markdown: a row per chain, then the figures."""
-        parts = ["# Gradient checkpointing"]
+    def sentence(self) -> str:
+        """Return what is recomputed, or why nothing is."""
         if self.refused is not None:
-            parts.append(f"Nothing is recomputed. {self.refused}")
-        if self.chains:
-            parts.append(markdown_table(self.rows()))
-        if self.plain is not None:
-            parts.append("\n".join(f"- {line}" for line in self.figures(measured_bytes)))
-        return "\n\n".join(parts) + "\n"
+            return f"Nothing is recomputed. {self.refused}"
+        return f"Recompute {self.recomputed()}; keep the others."
+
+    def page(self, measured_bytes: int | None = None) -> str:
+        """Return the plan in markdown: what is recomputed, the figures, and what is left out."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            by_reason.setdefault(why, []).append(name)
+        lines = [
+            *self.figures(measured_bytes),
+            *(f"left out: {first_of(collapsed(names), _MOST_NAMES)} ({why})" for why, names in by_reason.items()),
+        ]
+        parts = ["# Gradient checkpointing", self.sentence(), "\n".join(f"- {line}" for line in lines)]
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def __str__(self) -> str:
-        return self.table()
+        return self.page()
 
     _repr_html_ = shown_as(__str__)
 
 
-def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:
-    """Return the units of a profile with what the chains leave out pinned, and what a pattern named recomputed."""
-    units = []
-    for place, profiled, before in zip(profile.places, profile.units, boundaries(profile.units)[:-1], strict=True):
-        unit = profiled
-        if place is not None:
-            chain = chains[place[0]]
-            unit = replace(unit, pinned=unit.pinned or place[1] in chain.outside)
-            if chain.forced and not unit.pinned:
-                unit = as_forced(unit, before)
-        units.append(unit)
-    return units
+def collapsed(names: Iterable[str]) -> list[str]:
+    """Return names of modules with those that differ by one number in a row as one: "blocks.0-40.mlp"."""
+    found = [tuple(name.split(".")) if name else ("the model",) for name in names]
+    for place in range(max(map(len, found), default=0) - 1, -1, -1):  # the last number of a name tells most
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for parts in found:
+            is_number = place < len(parts) and parts[place].isdigit()
+            key = (parts[:place], parts[place + 1 :]) if is_number else (parts, None)
+            alike.setdefault(key, []).append(parts[place] if is_number else "")
+        found = [
+            before if after is None else (*before, span, *after)
+            for (before, after), numbers in alike.items()
+            for span in (_spans(numbers) if after is not None else [""])
+        ]
+    return [".".join(parts) for parts in found]
 
 
-def rows_of(profile: StepProfile, chains: Sequence[Chain]) -> list[tuple[int, ...]]:
-    """Return for each chain the places in the row of units where ranges of its layers may begin and end."""
-    kept = kept_by_unit(profile.units, ())
-    forward = sum(unit.operations for unit in profile.units)
-    found: list[tuple[int, ...]] = []
-    for index, chain in enumerate(chains):
-        if chain.forced:
-            continue
-        row: list[int] = []
-        for at in range(len(chain.layers)):
-            span = profile.spans.get((index, at))
-            may = at not in chain.outside and (index, at) not in profile.outside and span is not None
-            if row and (not may or span is None or span[0] != row[-1]):
-                found.append(tuple(row))
-                row = []
-            if may and span is not None:
-                row = [*(row or [span[0]]), span[1]]
-        found.append(tuple(row))
-        if chain.is_module and row:
-            units = profile.units[row[0] : row[-1]]
-            # Running most of a model again gains little, and running a module again that keeps little gains nothing.
-            # Its input is kept in any case.
-            gain = sum(kept[row[0] : row[-1]]) - min(kept[row[0]], units[0].in_kept)
-            gains = gain > _LEAST_KEPT * profile.plain.activation_bytes
-            if not gains or sum(unit.operations for unit in units) > _MOST_OF_FORWARD * forward:
-                found.pop()
-    return sorted({row for row in found if len(row) > 1})
-
-
-def chain_plans(
-    profile: StepProfile, chains: Sequence[Chain], ranges: Ranges, *, forced: bool = True
-) -> list[ChainPlan]:
-    """Return ranges of units as ranges of each chain's layers. A chain that is called twice goes by its first call."""
-    begins: dict[int, list[tuple[int, int]]] = {}
-    for (index, at), (start, _) in profile.spans.items():
-        begins.setdefault(start, []).append((index, at))
-    ends = {(index, stop): at + 1 for (index, at), (_, stop) in profile.spans.items()}
-    of_chain: dict[int, list[Range]] = {}
-
-    def place(one: Range, within: int | None) -> Range | None:
-        """Return a range in the layers of the chain `within` if it is of that one; else notes it with its own."""
-        found = [each for each in begins.get(one.start, ()) if ends.get((each[0], one.stop), 0) > each[1]]
-        if not found:  # of a chain's second call
-            return None
-        # Of several chains the innermost, whose name is longest.
-        index, at = max(found, key=lambda each: (len(chains[each[0]].name), each[1]))
-        inner = [moved for each in one.inner if (moved := place(each, index)) is not None]
-        moved = Range(at, ends[index, one.stop], tuple(inner), one.kept)
-        if index == within:
-            return moved
-        of_chain.setdefault(index, []).append(moved)
-        return None
-
-    for one in ranges:
-        place(one, None)
-    plans = []
-    for index, chain in enumerate(chains):
-        outside = chain.outside | {at: why for (of, at), why in profile.outside.items() if of == index}
-        taken = tuple(sorted(of_chain.get(index, ()), key=lambda one: one.start))
-        if chain.forced:
-            taken = (Range(0, 1),) if forced and not outside and (index, 0) in profile.spans else ()
-        plans.append(ChainPlan(chain.name, chain.layers, taken, outside, chain.is_module))
-    return plans
-
-
-def with_figures(
-    plans: Sequence[ChainPlan], chains: Sequence[Chain], profile: StepProfile, units: Sequence[Unit], ranges: Ranges
-) -> list[ChainPlan]:
-    """Return the plans with what each chain keeps and computes again. `units` are those of `units_under`."""
-    before, after = kept_by_unit(profile.units, ()), kept_by_unit(units, ranges)
-    inside: dict[int, set[int]] = {}
-    for (index, _), span in profile.spans.items():
-        inside.setdefault(index, set()).update(range(*span))
-    found = []
-    for index, plan in enumerate(plans):
-        mine = inside.get(index, set())
-        if not plan.ranges:
-            extra = 0
-        elif chains[index].forced:
-            extra = sum(units[at].operations - units[at].tail_operations for at in mine)
+def _spans(numbers: Iterable[str]) -> list[str]:
+    rows: list[list[int]] = []
+    for number in sorted(set(map(int, numbers))):
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
         else:
-            own = tuple(one for one in ranges if {one.start, one.stop - 1} <= mine)
-            extra = sum(estimate(units, (one,), one.start, one.stop).extra_operations for one in own)
-        kept_before, kept_after = (sum(kept[at] for at in mine) for kept in (before, after))
-        found.append(replace(plan, plain_kept_bytes=kept_before, kept_bytes=kept_after, extra_operations=extra))
-    return found
-
-
-def _recomputed(chain: ChainPlan) -> str:
-    parts = [] if chain.ranges or chain.offloaded else ["nothing"]
-    if chain.ranges and chain.is_module:
-        kept = len(chain.ranges[0].kept)
-        parts.append(f"all of it but for {counted(kept, 'product', 'products')}" if kept else "all of it")
-    elif chain.ranges:
-        times = list(runs_again(chain.ranges))
-        counts = f"{counted(len(set(times)), 'layer', 'layers')}, {counted(len(times), 'run', 'runs')}"
-        parts.append(f"{first_of(chain.ranges, _MOST_RANGES)} ({counts})")
-    if chain.offloaded:
-        which = "what it keeps" if chain.is_module else first_of(chain.offloaded, _MOST_RANGES)
-        parts.append(f"{which} in host memory")
-    return "; ".join(parts)
-
-
-def _left_out(chain: ChainPlan) -> str:
-    reasons: dict[str, list[str]] = {}
-    for at, why in chain.outside.items():
-        reasons.setdefault(why, []).append(str(at))
-    return "; ".join(f"{first_of(found, _MOST_RANGES)}: {why}" for why, found in reasons.items()) or "none"
+            rows.append([number])
+    return [f"{row[0]}-{row[-1]}" if len(row) > 1 else str(row[0]) for row in rows]

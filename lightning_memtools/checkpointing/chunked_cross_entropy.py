@@ -49,13 +49,15 @@ class ChunkedCrossEntropy:
     label_smoothing: float = 0.0
 
     def __call__(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss: a number, or one for each row.
+        """Return the loss: a number, or one for each row. Of no rows it is nan or 0, as torch has it.
 
         Args:
             source: The input of the layer, of shape (rows, width).
             weight: Its weights, of shape (classes, width).
             bias: Its bias, of shape (classes,), or None.
         """
+        if not len(source):
+            return self.at_once(source, weight, bias)
         loss: Tensor = _Chunks.apply(self, source, weight, bias)  # type: ignore[no-untyped-call]
         return loss
 

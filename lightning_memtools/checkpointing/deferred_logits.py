@@ -213,8 +213,9 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
     options, source = given.arguments, recipe.source
     target = options["target"]
     has_classes = not isinstance(target, DeferredLogits) and not target.is_floating_point()
+    is_known = options["reduction"] in {"mean", "sum", "none"}  # torch says what is wrong with any other
     old_reduction = options["size_average"] is not None or options["reduce"] is not None
-    if not has_classes or old_reduction or recipe.class_dim != min(1, source.dim() - 1):
+    if not has_classes or not is_known or old_reduction or recipe.class_dim != min(1, source.dim() - 1):
         return None
     loss = ChunkedCrossEntropy(
         target.reshape(-1),
@@ -237,8 +238,9 @@ def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
     """Return a view of logits if it leaves the dimension of the classes whole; else None."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
-        shape = list(func(torch.empty(recipe.shape, device="meta"), *args, **kwargs).shape)
-        if dim != last or not shape or shape[-1] != recipe.shape[-1]:
+        made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)
+        shape = list(made.shape)
+        if dim != last or not shape or shape[-1] != recipe.shape[-1] or made.dtype != recipe.dtypes[1]:
             return None
         source, dim = source.reshape(*shape[:-1], source.shape[-1]), len(shape) - 1
     elif func is Tensor.__getitem__:
@@ -274,9 +276,14 @@ def _leaves_last_whole(key: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return logits of which each element is changed by itself; None where they would move to another device."""
+    """Return logits of which each element is changed by itself; None where they would move to another device.
+
+    `type()` without arguments returns a name.
+    """
     step = partial(_call, func, args, kwargs)
     empty = step(torch.empty(0, dtype=recipe.dtypes[1], device=recipe.source.device))
+    if isinstance(empty, str):
+        return empty
     if empty.device != recipe.source.device or not empty.is_floating_point():
         return None
     dtypes = recipe.dtypes[0], empty.dtype

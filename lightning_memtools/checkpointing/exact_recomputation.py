@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +17,8 @@ from lightning_memtools._torch import (
     StatisticsNorm,
     autograd_sequence_number,
     iterates_power,
-    saved_tensor_hooks,
 )
 from lightning_memtools.checkpointing.drawn_streams import Stream, streams_set_to
-from lightning_memtools.checkpointing.kept_products import KeptProducts
 from lightning_memtools.memory.nested_tensors import tensors_in
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
@@ -96,19 +94,17 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class RunLog:
-    """Records what each layer of a range returned and kept in the forward pass, to compare with when it runs again.
+    """Records what each layer of a range returned in the forward pass, to compare with when it runs again.
 
-    Autograd's own check can only tell that some saved tensor differs; this one knows the layer. It compares shapes,
-    types and counts of operators and of saved tensors, which are known without waiting for the device.
+    Torch's own check can only tell that some saved tensor differs; this one knows the layer. It compares shapes, types
+    and counts of operators, which are known without waiting for the device.
     """
 
-    __slots__ = ("_again", "_first", "_kept", "_n_kept", "_names", "_position", "_sequence")
+    __slots__ = ("_again", "_first", "_names", "_position", "_sequence")
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._first: list[Any] = []
-        self._kept: list[tuple[int, Any]] = []
-        self._n_kept = 0
         self._position = 0
         self._sequence = 0
         self._again = False
@@ -116,7 +112,7 @@ class RunLog:
     def begin(self) -> None:
         """Note that the range begins to run, for the first time or again."""
         self._again = bool(self._first)
-        self._position = self._n_kept = 0
+        self._position = 0
         self._sequence = autograd_sequence_number()
 
     def note_output(self, out: Any) -> None:
@@ -137,30 +133,6 @@ class RunLog:
                 )
             )
 
-    def note_kept(self, tensor: Tensor) -> None:
-        """Note that a layer keeps a tensor for backward, and raise if it is not like the first one."""
-        seen = self._position, (tuple(tensor.shape), tensor.dtype)
-        if not self._again:
-            self._kept.append(seen)
-            return
-        at = self._n_kept
-        self._n_kept += 1
-        if at < len(self._kept) and self._kept[at] != seen:
-            layer, first = self._kept[at]
-            if layer == seen[0]:
-                evidence = f"it kept {_shown(first)} for backward the first time, {_shown(seen[1])} the second"
-            else:
-                evidence = "it kept another number of tensors for backward"
-            raise CheckpointError(mismatch_message(self._name(min(layer, seen[0])), evidence))
-
-    def incomplete_message(self) -> str:
-        """Return the message for a second run that kept fewer tensors; it names the layer that kept too few."""
-        layer = self._kept[self._n_kept][0] if self._n_kept < len(self._kept) else self._position
-        return mismatch_message(self._name(layer), "it kept fewer tensors for backward")
-
-    def _name(self, layer: int) -> str:
-        return self._names[min(layer, len(self._names) - 1)]
-
 
 def mismatch_message(layer: str, evidence: str) -> str:
     """Return which layer cannot be recomputed, and how to leave it out."""
@@ -170,81 +142,30 @@ def mismatch_message(layer: str, evidence: str) -> str:
     )
 
 
-def contexts(
-    modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]], kept: Collection[int] = ()
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a range's first and later runs, for `torch.utils.checkpoint`'s context_fn.
+class LaterRun:
+    """The context of a range's later runs: they leave running statistics alone, and draw the same random numbers.
+
+    It is made anew whenever it is entered, as each backward through a range runs it again.
 
     Args:
         modules: The range's layers that update running statistics.
-        log: What the layers return and keep.
         states: Those of the streams that torch's checkpoint does not restore, before the first run.
-        kept: The products whose results are kept, by their order.
     """
-    if not kept:
-        return _Renewed(lambda: _watched(log)), _Renewed(lambda: _later_run(modules, log, states))
-    products = KeptProducts(kept)
-    return (
-        _Renewed(lambda: _both(_watched(log), products.keeping())),
-        _Renewed(lambda: _both(_later_run(modules, log, states), products.using())),
-    )
 
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-class _Renewed:
-    """A context manager that is made anew whenever it is entered: each backward through a range runs it again."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
+    def __init__(self, modules: Sequence[nn.Module], states: Sequence[tuple[Stream, Any]]) -> None:
+        self._modules, self._states = modules, states
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._entered.append(context)
+        stack = ExitStack()
+        stack.enter_context(statistics_untouched([module for module in self._modules if updates_statistics(module)]))
+        stack.enter_context(streams_set_to(self._states))
+        self._entered.append(stack)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, traceback)
-
-
-@contextmanager
-def _later_run(modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
-    with (
-        statistics_untouched([module for module in modules if updates_statistics(module)]),
-        streams_set_to(states),
-        _watched(log),
-    ):
-        yield
-
-
-@contextmanager
-def _watched(log: RunLog) -> Iterator[None]:
-    """While entered, the log is told of every tensor that is kept, and errors of autograd's check name a layer."""
-    # Autograd calls only the hooks that were set last: so these call those of `checkpoint`, which surround them.
-    pack, unpack = saved_tensor_hooks()
-
-    def pack_and_note(tensor: Tensor) -> Any:
-        log.note_kept(tensor)
-        return pack(tensor)
-
-    def unpack_or_name(packed: Any) -> Tensor:
-        try:
-            out: Tensor = unpack(packed)
-        except CheckpointError as error:
-            if "exclude=" in str(error):
-                raise
-            raise CheckpointError(log.incomplete_message()) from error
-        return out
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_and_note, unpack_or_name):
-        yield
 
 
 def _signature(out: Any) -> tuple[Any, ...]:

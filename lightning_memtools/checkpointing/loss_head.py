@@ -129,7 +129,8 @@ def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | 
 
     def results(run: Callable[..., Tensor]) -> list[Tensor]:
         out = run(*given)
-        return [out.detach(), *torch.autograd.grad(out.float().sum(), wanted)]
+        # A frozen layer on an input without a gradient has none.
+        return [out.detach(), *(torch.autograd.grad(out.float().sum(), wanted) if wanted else ())]
 
     tolerance = _ROUNDINGS * torch.finfo(loss.dtype).eps + _LEAST_TOLERANCE
     off = [

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan
 from lightning_memtools.checkpointing.loss_head import possible_heads
-from lightning_memtools.checkpointing.memory_model import ChainPlan
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep, tracing
 
@@ -31,6 +30,10 @@ class LossInChunks:
     read_by: str
     plain: StepCost
     cost: StepCost
+
+    def saves(self, least: float) -> bool:
+        """Return whether a loss in chunks lowers the peak by more than this share."""
+        return bool(self.names) and self.cost.peak_bytes < (1 - least) * self.plain.peak_bytes
 
     @property
     def size(self) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 
+from lightning_memtools._torch import is_fsdp_module
+from lightning_memtools.checkpointing.apply_plan import ChainPlan
 from lightning_memtools.checkpointing.chains import (
     Chain,
     NothingToApplyTo,
-    ancestors,
-    depths,
     find_chains,
     find_modules,
     nothing_found_message,
@@ -25,49 +24,33 @@ from lightning_memtools.checkpointing.checkpoint_options import (
     CheckpointOptions,
     CheckpointOptionsError,
     LossHead,
-    Offload,
 )
-from lightning_memtools.checkpointing.checkpoint_plan import (
-    CheckpointPlan,
-    chain_plans,
-    rows_of,
-    units_under,
-    with_figures,
-)
-from lightning_memtools.checkpointing.fixed_segments import cut
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
+from lightning_memtools.checkpointing.least_recomputation import LeastRecomputation
 from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, Unit, estimate
-from lightning_memtools.checkpointing.offload_choice import (
-    DeviceRates,
-    OffloadedLayer,
-    choices,
-    free_host_bytes,
-    offloadable,
-    rows_without,
-    units_with_offload,
-    waiting_seconds,
-)
-from lightning_memtools.checkpointing.optimal_ranges import INFINITE, OptimalRanges, Row
-from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
+from lightning_memtools.checkpointing.planned_traces import PlannedTraces
+from lightning_memtools.checkpointing.step_parts import StepParts
+from lightning_memtools.checkpointing.step_units import StepUnits, units_of_step
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.step_runner import AUTOCAST_TYPES
 from lightning_memtools.simulation.step_trace import StepCost, StepDiffersError, TracedStep, device_of
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
 # pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
 MOST_OPERATIONS = 1.33
 # "auto" refuses a plan that saves a smaller share of the peak: each recomputed range costs some 0.5 ms of host time.
-LEAST_SAVING = 0.01
-_MOST_ATTEMPTS = 6
-_MOST_COMPARED = 2  # of "auto"
+_LEAST_SAVING = 0.01
+_MOST_TRACED = 2  # of "auto"
+_MOST_ATTEMPTS = 6  # to fit a budget
 _ALIKE = 0.01  # peaks of which one is enough
-_FEW_UNITS = 100
 _WORTH_A_NOTE = 0.1  # of the peak
-_FAR_OFF = 0.1  # for an estimate of the plain peak
 _AS_AT_FIRST = (
     "so each trace of it found the model's attributes as the first step does, and the peaks leave out what a step "
     "keeps for later ones"
+)
+_SHARDED = (
+    "the peaks are those of one device that holds the whole model: a rank of FSDP 2 holds a part of the parameters, "
+    "gradients and optimizer state, and the same activations"
 )
 
 
@@ -91,8 +74,7 @@ def plan_checkpoints(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     loss_head: LossHead = "auto",
-    offload: Offload = False,
-    host_memory: str | None = None,
+    offload: bool = False,
 ) -> CheckpointPlan:
     """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
@@ -103,9 +85,9 @@ def plan_checkpoints(
         module: The model, in the mode that it is trained in.
         sample_args: The arguments of its forward, with the shapes of training. Gradients are taken of the sum of
             everything that it returns.
-        segments: Cut each Sequential into this many chunks, all but the last recomputed, at the boundaries with the
-            lowest peak. "auto" chooses freely: the plan with the lowest product of activation memory and operations,
-            with at most a third more operations than the plain step.
+        segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
+            `torch.utils.checkpoint.checkpoint_sequential` does. "auto" chooses freely: the plan with the lowest product
+            of activation memory and operations, with at most a third more operations than the plain step.
         memory_budget: A float is the share of the plain step's activation memory that the plan may have (1.0
             recomputes nothing); a size such as "8GiB" is the highest allocated peak. The plan is the one with the
             least recomputation that fits.
@@ -117,22 +99,15 @@ def plan_checkpoints(
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
             that lowers the peak and nothing else takes the output; with "keep", all at once.
-        offload: With True, what layers keep for backward goes to pinned host memory in forward and comes back in
-            backward, as far as there is room; with "auto", where that is estimated to take less time than running
-            layers again. No GPU has confirmed the estimate of time yet; the memory is traced.
-        host_memory: The host memory for it in each process, such as "64GiB"; by default a quarter of what is free,
-            divided by the processes of the machine.
+        offload: Keep the inputs of what is recomputed in pinned host memory between forward and backward.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
-    options = CheckpointOptions.parse(
-        segments, memory_budget, bn_dropout, include, exclude, loss_head, offload, host_memory
-    )
+    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head, offload=offload)
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
-    planner = StepPlanner(step, measures_rates=True)
-    return planner.with_advice(planner.plan(options))
+    return StepPlanner(step).plan(options)
 
 
 @dataclass(slots=True)
@@ -143,28 +118,25 @@ class PlanningProgress:
 
 
 class StepPlanner:
-    """Plans one training step under any number of options, and profiles it only once for all of them.
+    """Plans one training step under any number of options; the plain step is measured only once for most of them.
 
-    Plans share a profile, and its trace of the plain step, unless `include` or `exclude` differ: a profile watches
-    certain modules. Where chains lie within layers of other chains, each depth of nesting is profiled once. The step
-    must not change between plans.
+    The step must not change between plans.
 
     Args:
         step: The step.
-        measures_rates: For a choice of what goes to host memory, measure the device that the model is on. It needs some
-            memory of it.
 
     Attributes:
         progress: What the planner is busy with; a model of a thousand layers takes it several seconds.
         step: The step as it is traced: `first_calls_only` if it fails or gives no loss when it runs again.
     """
 
-    def __init__(self, step: TracedStep, *, measures_rates: bool = False) -> None:
+    def __init__(self, step: TracedStep) -> None:
         self.progress = PlanningProgress()
         self.step = step
-        self._measures_rates = measures_rates
         self._notes: tuple[str, ...] = ()
-        self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
+        self._measured: dict[tuple[Any, ...], StepUnits] = {}
+        self._costs: dict[tuple[Any, ...], StepCost] = {}
+        self._traces = PlannedTraces()
         self._in_chunks: LossInChunks | None = None
         self._looked_for_head = False
 
@@ -179,34 +151,24 @@ class StepPlanner:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
-        found = self.step_in_chunks() if options.loss_head == "auto" and not options.heads else None
-        if found is not None and _saves(found):
-            return self._with_loss_in_chunks(found, options, nearest=nearest)
-        return self._plan(options, nearest=nearest)
-
-    def _with_loss_in_chunks(self, found: LossInChunks, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with a loss in chunks; without it where a budget needs no change at all."""
-        limit, plain = options.budget_bytes, found.plain
-        if options.budget_share is not None:
-            limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
-        if limit is not None and plain.peak_bytes <= limit:
-            return self._plan(options, nearest=nearest)
-        within = _around(found, options, limit)
-        try:
-            plan = self._plan(within, nearest=nearest)
-        except BudgetTooSmallError as error:
-            if not nearest or options.budget_share is None or not error.reachable_bytes:
-                raise
-            plan = self._plan(replace(within, budget_bytes=error.reachable_bytes), nearest=nearest)
-        note = f"the loss of {' and '.join(found.names)} is computed in chunks of {found.chunk_rows} rows: {found.size}"
-        return replace(
-            plan,
-            plain=plain,
-            planned=plan.planned or found.cost,
-            refused=None,
-            notes=(note, *plan.notes),
-            heads=found.names,
-        )
+        is_sharded = any(map(is_fsdp_module, self.step.model.modules()))
+        if is_sharded and options.budget_bytes is not None:
+            raise CheckpointOptionsError(
+                f"memory_budget is a peak of {format_size(options.budget_bytes)}, and under FSDP 2 a plan does not "
+                "know what else a rank holds: give a share of the activations, such as memory_budget=0.5."
+            )
+        loss = self.step_in_chunks() if options.loss_head == "auto" else None
+        with self._traces:
+            plan = self._with_loss(loss, options, nearest=nearest)
+        notes = list(plan.notes)
+        cached = modules_with_caches(self.step.model) if plan.chains else {}
+        if cached:
+            names = ", ".join(sorted({type(one).__name__ for one in cached.values()}))
+            notes.append(f"use_cache of {names} is off in training, where blocks run twice")
+        notes += [_SHARDED] if is_sharded and plan.chains else []
+        if loss is not None and loss.read_by and loss.logits[2] > _WORTH_A_NOTE * (plan.peak_bytes or 0):
+            notes.append(f"{loss.size}, and {loss.read_by} reads them, so that their loss is not computed in chunks")
+        return replace(plan, notes=(*notes, *self._notes))
 
     def step_in_chunks(self) -> LossInChunks | None:
         """Trace the step with its loss in chunks, once; return None if it has no cross-entropy of a linear layer."""
@@ -218,452 +180,215 @@ class StepPlanner:
                 self._in_chunks = loss_in_chunks(self.step)
         return self._in_chunks
 
-    def _plan(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
-        if not find_chains(self.step.model, options) and (not _takes_all(options) or not self._finds_modules(options)):
-            message = nothing_found_message(self.step.model, options)
-            if not options.heads:
-                warnings.warn(message, NothingToApplyTo, stacklevel=4)
-            return CheckpointPlan((), None, None, message)
-        if options.bn_dropout == "auto":
-            return self._skipping_or_recomputing(options, nearest=nearest)
-        try:
-            plan = self._best(options)
-        except BudgetTooSmallError as error:
-            if not nearest or options.budget_share is None or not error.reachable_bytes:
-                raise
-            plan = self._best(replace(options, budget_share=None, budget_bytes=error.reachable_bytes))
-        cached = modules_with_caches(self.step.model)
-        if plan.refused is None and cached:
-            names = ", ".join(sorted({type(one).__name__ for one in cached.values()}))
-            plan = replace(plan, notes=(f"use_cache of {names} is off in training, where blocks run twice",))
-        plan = replace(plan, notes=(*plan.notes, *self._notes))
-        if plan.refused is not None and not options.has_budget and not options.heads:
-            return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
-        return plan
+    def _with_loss(self, loss: LossInChunks | None, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
+        """Return the plan, with a loss in chunks if that saves memory and a budget needs any change at all."""
+        if loss is None or not loss.saves(_LEAST_SAVING) or _fits(loss.plain, options):
+            return self._without_dropout_first(_Task(options), nearest=nearest)
+        options = replace(options, exclude=(*options.exclude, *loss.names))
+        plan = self._without_dropout_first(_Task(options, loss.names, loss.plain, loss.cost), nearest=nearest)
+        note = f"the loss of {' and '.join(loss.names)} is computed in chunks of {loss.chunk_rows} rows: {loss.size}"
+        return replace(plan, refused=None, notes=(note, *plan.notes), heads=loss.names)
 
-    def least_peak(self, options: CheckpointOptions) -> int | None:
-        """Return the lowest peak of any plan in bytes, as computed from the profile: some percent off a traced one.
-
-        None where only a trace can tell: a plan recomputes a layer in all its calls, but the profile counts the first;
-        and where the estimate of the plain step is too high, those of plans may be, too.
-        """
-        found = self.step_in_chunks() if options.loss_head == "auto" else None
-        if found is not None and _saves(found):
-            options = _around(found, options, options.budget_bytes)
-        widest = self._all_chains(replace(options, bn_dropout="recompute"))
-        return _GroupPlan(self._group(widest, options.heads), self._all_chains(options), options).least_peak()
-
-    def with_advice(self, plan: CheckpointPlan) -> CheckpointPlan:
-        """Return the plan, with a note where much of its peak is what it does not lower: a language model's logits."""
-        found = None if plan.planned is None or plan.heads else self.step_in_chunks()
-        if found is None or plan.planned is None or found.logits[2] < _WORTH_A_NOTE * plan.planned.peak_bytes:
-            return plan
-        if found.read_by:
-            note = f"{found.size}, and {found.read_by} reads them, so that their loss is not computed in chunks"
-        else:
-            note = f'{found.size}; with loss_head="auto" their loss is computed in chunks'
-        return replace(plan, notes=(*plan.notes, note))
-
-    def _skipping_or_recomputing(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
-        """Return a plan that runs no BatchNorm or Dropout layer twice; if there is none, a plan that does."""
-        try:
-            plan = self.plan(replace(options, bn_dropout="skip"))
-        except BudgetTooSmallError:
-            plan = None
+    def _without_dropout_first(self, task: _Task, *, nearest: bool) -> CheckpointPlan:
+        """Return a plan; for "auto" one that runs no BatchNorm or Dropout layer twice, if there is one."""
+        if task.options.bn_dropout != "auto":
+            return self._best(task, nearest=nearest)
+        plan = None
+        with suppress(BudgetTooSmallError):
+            plan = self._best(task.running_twice("skip"))
         if plan is not None and plan.refused is None:
             return plan
-        other = self.plan(replace(options, bn_dropout="recompute"), nearest=nearest)
+        other = self._best(task.running_twice("recompute"), nearest=nearest)
         if plan is not None and other.refused is not None:
             return plan
         note = "BatchNorm and Dropout layers are recomputed too: without them no plan is worth its cost or fits"
         return replace(other, notes=(*other.notes, note))
 
-    def _best(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Return the best plan."""
-        if not _takes_all(options):
-            return self._best_of_depths(options)
-        # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
-        widest = self._all_chains(replace(options, bn_dropout="recompute"))
-        return _plan_of_group(self._group(widest, options.heads), self._all_chains(options), options)
-
-    def _all_chains(self, options: CheckpointOptions) -> list[Chain]:
+    def _best(self, task: _Task, *, nearest: bool = False) -> CheckpointPlan:
+        """Return the best plan of those that were traced."""
+        options = task.options
         chains = find_chains(self.step.model, options)
-        return [*chains, *find_modules(self.step.model, chains, options)]
+        if options.include is None and options.segments is None:
+            chains += find_modules(self.step.model, chains, options)
+        units = self._units(task, chains) if chains else None
+        parts = None if units is None else StepParts.of(units, chains)
+        if units is None or parts is None or not parts.spans:
+            message = nothing_found_message(self.step.model, options)
+            if not task.heads:
+                warnings.warn(message, NothingToApplyTo, stacklevel=5)
+            return CheckpointPlan((), task.plain, task.in_chunks, message)
+        work = _Work(options, task.heads, task.plain or units.plain, task.in_chunks or units.plain, parts)
+        if options.segments is not None:
+            return self._or_refused(work, parts.chunks(options.segments), 0.0)
+        if _fits(work.plain, options):
+            reason = f"The plain step's peak of {format_size(work.plain.peak_bytes)} is within the budget."
+            return CheckpointPlan((), work.plain, work.plain, reason, left_out=parts.left_out)
+        self.progress.doing = f"choosing what to recompute among {len(units.units)} layers"
+        # A little above the plain peak, because sizes are rounded.
+        limit = int(1.02 * max(units.plain.peak_bytes, work.plain.peak_bytes))
+        least = LeastRecomputation(units.units, [*parts.spans], limit, parts.forced, offload=options.offload)
+        if options.has_budget:
+            return self._fitting(work, least, nearest=nearest)
+        plan = self._or_refused(work, self._lowest_product(work, least), _LEAST_SAVING)
+        if plan.refused is None or task.heads or options.bn_dropout not in {"skip", "avoid"}:
+            return plan
+        return replace(plan, refused=f"{plan.refused} {self._with_dropout(task)}")
 
-    def _finds_modules(self, options: CheckpointOptions) -> bool:
-        chains = self._all_chains(replace(options, bn_dropout="recompute"))
-        return bool(chains) and bool(rows_of(self._group(chains, options.heads).profile, chains))
-
-    def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Plan each depth of nesting of chains, and return the best plan: for `segments`, and for modules by name.
-
-        What lies within the layers of the outermost chains is planned only if these save little.
-        """
-        best: CheckpointPlan | None = None
-        too_small: BudgetTooSmallError | None = None
-        widest = depths(find_chains(self.step.model, replace(options, bn_dropout="recompute")))
-        for profiled, chains in zip(widest, depths(find_chains(self.step.model, options)), strict=True):
-            try:
-                plan = _plan_of_group(self._group(profiled, options.heads), chains, options)
-            except BudgetTooSmallError as error:
-                if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
-                    too_small = error
-                continue
-            if best is None or self._is_better(plan, best, options):
-                best = plan
-            if plan.refused is None and (options.segments is not None or (options.has_budget and _saves_a_third(plan))):
-                break
-        if best is None:
-            assert too_small is not None
-            raise too_small
-        return best
-
-    def _is_better(self, plan: CheckpointPlan, other: CheckpointPlan, options: CheckpointOptions) -> bool:
-        if plan.refused is not None or other.refused is not None:
-            return plan.refused is None
-        if options.segments is None and not options.has_budget:
-            return self._product(plan) < self._product(other)
-        return (plan.peak_bytes or 0) < (other.peak_bytes or 0)
-
-    def _product(self, plan: CheckpointPlan) -> int:
-        """Return the product of memory and operations, which "auto" keeps low, as traced."""
-        assert plan.planned is not None
-        resident = plan.planned.resident_bytes
-        return max(plan.planned.peak_bytes - resident, 1) * plan.planned.operations
-
-    def _group(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> _PlanningGroup:
-        key = heads, *((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
-        if key not in self._groups:
+    def _units(self, task: _Task, chains: Sequence[Chain]) -> StepUnits:
+        """Measure the units of the step, once for all plans of these chains."""
+        key = task.heads, *((chain.name, chain.layers) for chain in chains)
+        if key not in self._measured:
             n_layers = sum(len(chain.layers) for chain in chains)
             self.progress.doing = f"tracing a step layer by layer, {n_layers} of them"
-            profile = self._profile(chains, heads)
-            self._groups[key] = _PlanningGroup(self.step, profile, self.progress, heads, self._measures_rates)
-        return self._groups[key]
+            try:
+                self._measured[key] = units_of_step(self.step, chains, task.heads, task.in_chunks)
+            except StepDiffersError as error:
+                if self.step.first_calls_only:
+                    raise
+                # A step that counts its calls may expect a number of them, or give a loss at every second one alone.
+                self.step = replace(self.step, first_calls_only=True)
+                self._notes = (f"{error}, {_AS_AT_FIRST}",)
+                return self._units(task, chains)
+        return self._measured[key]
 
-    def _profile(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> StepProfile:
-        try:
-            known = self._in_chunks.cost if heads and self._in_chunks is not None else None
-            return profile_step(self.step, chains, heads, known)
-        except StepDiffersError as error:
-            if self.step.first_calls_only:
-                raise
-            # A step that counts its calls may expect a number of them, or give a loss at every second one alone.
-            self.step = replace(self.step, first_calls_only=True)
-            self._notes = (f"{error}, {_AS_AT_FIRST}",)
-            return self._profile(chains, heads)
+    def _plan(self, work: _Work, chains: tuple[ChainPlan, ...]) -> CheckpointPlan:
+        """Return the plan that recomputes this, traced."""
+        offload = work.options.offload
+        key = work.heads, offload, chains
+        if not chains:
+            self._costs[key] = work.in_chunks
+        if key not in self._costs:
+            self.progress.doing = "tracing a step under the plan"
+            self._costs[key] = self._traces.cost(self.step, chains, work.heads, offload=offload)
+        found = CheckpointPlan(chains, work.plain, self._costs[key], left_out=work.parts.left_out, offload=offload)
+        if not (offload and chains):
+            return found
+        return replace(found, notes=("the inputs of what is recomputed are kept in host memory",))
 
-    def _alternatives(self, options: CheckpointOptions) -> str:
-        """Describe what each other `bn_dropout` would give."""
-        found = []
-        for other in get_args(BnDropout):
-            if other in {options.bn_dropout, "auto"}:
-                continue
-            plan = self._best(replace(options, bn_dropout=other))
-            result = (
-                "no lower peak either"
-                if plan.refused
-                else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
-            )
-            found.append(f'bn_dropout="{other}" would give {result}')
-        return f"{'; '.join(found)}."
-
-
-class _PlanningGroup:
-    """The profile of chains that are planned together, and everything that was computed from it."""
-
-    def __init__(
-        self,
-        step: TracedStep,
-        profiled: StepProfile,
-        progress: PlanningProgress,
-        heads: tuple[str, ...],
-        measures_rates: bool,
-    ) -> None:
-        self.profile = profiled
-        self._measures_rates = measures_rates
-        self._step, self._heads = step, heads
-        self._progress = progress
-        self._solved: list[tuple[tuple[list[Unit], list[Row]], OptimalRanges]] = []
-        self._predicted: dict[tuple[Any, ...], StepCost] = {}
-
-    @cached_property
-    def rates(self) -> DeviceRates:
-        """The rates of the device that the step runs on."""
-        parameter = next(self._step.model.parameters())
-        dtype = AUTOCAST_TYPES.get(getattr(self._step.trainer, "precision", ""), parameter.dtype)
-        return DeviceRates.of(parameter.device, dtype) if self._measures_rates else DeviceRates.assumed(dtype)
-
-    @property
-    def host_bytes(self) -> float:
-        """The part of the host's memory that is free for tensors of this process."""
-        return free_host_bytes(self._step.trainer)
-
-    def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
-        """Return all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""
-        for known, optimal in self._solved:
-            if known == (units, rows):
-                return optimal
-        # A little above the plain peak, because sizes are rounded.
-        self._progress.doing = f"choosing what to recompute among {len(units)} layers"
-        limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
-        # With and without BatchNorm and Dropout in turn.
-        self._solved = self._solved[-1:] if len(units) <= _FEW_UNITS else []
-        self._solved.append(((units, rows), OptimalRanges(units, limit, rows)))
-        return self._solved[-1][1]
-
-    def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
-        """Return the memory and operations of the step under these plans, traced at most once."""
-        key = tuple((plan.name, plan.ranges, plan.offloaded) for plan in plans if plan.is_applied)
-        if not key:
-            return self.profile.plain
-        if key not in self._predicted:
-            self._progress.doing = "tracing a step under the plan"
-            self._predicted[key] = predict(self._step, plans, self._heads)
-        return self._predicted[key]
-
-
-class _GroupPlan:
-    """Makes the plan of a group of chains for one set of options.
-
-    Args:
-        group: The group.
-        chains: Its chains with what these options leave out.
-        options: The options.
-        offloaded: The layers whose kept tensors go to host memory.
-        again: Whether these are recomputed, so that only their inputs go there, and nothing else is.
-    """
-
-    def __init__(
-        self,
-        group: _PlanningGroup,
-        chains: Sequence[Chain],
-        options: CheckpointOptions,
-        offloaded: tuple[OffloadedLayer, ...] = (),
-        *,
-        again: bool = False,
-    ) -> None:
-        self._group = group
-        self._chains = chains
-        self._options = options
-        self._plain = group.profile.plain
-        self._units = units_under(group.profile, chains)
-        self.rows = rows_of(group.profile, chains)
-        self._offloaded, self._again = offloaded, again
-        if offloaded:
-            self._units = units_with_offload(self._units, offloaded, again=again)
-            self.rows = rows_without(self.rows, offloaded)
-
-    def make(self) -> CheckpointPlan:
-        options, plain = self._options, self._plain
-        if options.segments is not None:
-            return _or_refused(self._traced(cut(self._units, options.segments)), least_saving=0.0)
-        if not options.has_budget:
-            return _or_refused(self._best_product(), LEAST_SAVING)
-        limit = options.budget_bytes
-        if limit is None:
-            assert options.budget_share is not None
-            limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
-        if plain.peak_bytes <= limit:
-            reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
-            return CheckpointPlan(self._chain_plans((), forced=False), plain, plain, reason)
-        return self._recomputing_all(limit) if self._again else self._fitting(limit)
-
-    def _recomputing_all(self, limit: int) -> CheckpointPlan:
-        """Return the plan that runs all offloaded layers again, within a limit."""
-        plan = self._traced(tuple(Range(one.start, one.stop) for one in self._offloaded))
-        if (plan.peak_bytes or 0) > limit:
-            raise self._too_small(limit, plan)
-        return plan
-
-    def least_peak(self) -> int | None:
-        plain, profile = self._plain.peak_bytes, self._group.profile
-        if profile.calls_layers_again or estimate(self._units, ()).peak_bytes > (1 + _FAR_OFF) * plain:
-            return None
-        frontier = self._group.optimal(self._units, self.rows).frontier()
-        return min((peak for peak, _ in frontier), default=plain)
-
-    def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
-        plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)
-        for one in self._offloaded:
-            index, at = one.place
-            plans[index] = replace(plans[index], offloaded=(*plans[index].offloaded, at))
-        figures = with_figures(plans, self._chains, self._group.profile, self._units, ranges)
-        return tuple(_worth_showing(figures, self._group.profile))
-
-    def _traced(self, ranges: Ranges) -> CheckpointPlan:
-        plans = self._chain_plans(ranges)
-        rates = self._group.rates if self._options.offload else None
-        plan = CheckpointPlan(plans, self._plain, self._group.predicted(plans))
-        if rates is None:
+    def _or_refused(self, work: _Work, chains: tuple[ChainPlan, ...], least_saving: float) -> CheckpointPlan:
+        """Return the plan, or one without any ranges if it does not lower the peak by this share."""
+        plan = self._plan(work, chains)
+        was, now = work.in_chunks.peak_bytes, plan.peak_bytes or 0
+        if chains and now < was * (1 - least_saving):
             return plan
-        assert plan.planned is not None
-        waits = waiting_seconds(self._group.profile.units, ranges, self._offloaded, rates, again=self._again)
-        time = (plan.planned.operations + waits * rates.operations) / max(self._plain.operations, 1)
-        left = sum(one.input_bytes if self._again else one.n_bytes for one in self._offloaded)
-        return replace(plan, relative_time=time, host_bytes=left)
+        reason = f"No plan lowers the predicted peak of {format_size(was)} at an acceptable cost."
+        if chains:
+            does = "does not lower the peak" if now >= was else "saves too little"
+            reason = f"The plan {does}: {format_size(was)} without it, {format_size(now)} with it."
+        return CheckpointPlan((), work.plain, work.in_chunks, reason, left_out=work.parts.left_out)
 
-    def _best_product(self) -> CheckpointPlan:
-        """Return the plan with the lowest product of memory and operations, of the few that were traced."""
-        if self._again:
-            return self._recomputing_all(self._plain.peak_bytes)
-        optimal = self._group.optimal(self._units, self.rows)
-        operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
-        most = MOST_OPERATIONS * self._plain.operations
+    def _lowest_product(self, work: _Work, least: LeastRecomputation) -> tuple[ChainPlan, ...]:
+        """Return the ranges with the lowest product of memory and operations, of the few that were traced."""
+        most = MOST_OPERATIONS * work.plain.operations
 
         def product(peak: int, operations: int) -> int:
-            return max(peak - self._plain.resident_bytes, 1) * operations
+            return max(peak - work.plain.resident_bytes, 1) * operations
 
-        points = [(peak, operations + extra) for peak, extra in optimal.frontier()]
+        points = [(peak, work.plain.operations + extra) for peak, extra in least.frontier()]
         allowed = [one for one in points if one[1] <= most] or points[:1]
-        allowed.sort(key=lambda one: (product(*one), one[0]))
-        best, least, tried = self._traced(()), INFINITE, list[int]()
-        for peak, extra in allowed:
-            if product(peak, extra) >= least or len(tried) == _MOST_COMPARED:
+        best: tuple[ChainPlan, ...] = ()
+        lowest, tried = product(work.in_chunks.peak_bytes, work.plain.operations), list[int]()
+        for peak, _ in sorted(allowed, key=lambda one: (product(*one), one[0])):
+            if len(tried) == _MOST_TRACED:
                 break
             if any(abs(peak - other) < _ALIKE * peak for other in tried):
                 continue
             tried.append(peak)
-            plan = self._traced(optimal.best(peak) or ())
-            assert plan.planned is not None
-            traced = product(plan.planned.peak_bytes, plan.planned.operations)
-            if traced < least and (plan.planned.operations <= most or len(tried) == 1):
-                best, least = plan, traced
+            chains = work.parts.plans(least.best(peak) or ())
+            cost = self._plan(work, chains).planned
+            assert cost is not None
+            found = product(cost.peak_bytes, cost.operations)
+            if found < lowest and cost.operations <= most:
+                best, lowest = chains, found
         return best
 
-    def _fitting(self, limit: int) -> CheckpointPlan:
+    def _fitting(self, work: _Work, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
         """Return the plan with the least recomputation whose traced peak is within the limit."""
-        optimal = self._group.optimal(self._units, self.rows)
+        limit = _limit(work.plain, work.options)
+        assert limit is not None
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):
-            ranges = optimal.best(aim)
-            if ranges is None:
+            spans = least.best(aim)
+            if spans is None:
                 break
-            plan = self._traced(ranges)
-            assert plan.planned is not None
-            over = plan.planned.peak_bytes - limit
+            plan = self._plan(work, work.parts.plans(spans))
+            over = (plan.peak_bytes or 0) - limit
             if over <= 0:
                 return plan
             tried.append(plan)
             aim -= over + 0.001 * 2**attempt * limit
-        frontier = optimal.frontier()
-        tried += [self._traced(optimal.best(frontier[-1][0]) or ())] if frontier else []
+        tried += [self._plan(work, work.parts.plans(least.best(peak) or ())) for peak, _ in least.frontier()[-1:]]
         smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
-        if smallest is not None and smallest.planned is not None and smallest.planned.peak_bytes <= limit:
+        is_share = work.options.budget_share is not None
+        if smallest is not None and ((smallest.peak_bytes or 0) <= limit or (nearest and is_share)):
             return smallest
-        raise self._too_small(limit, smallest)
+        raise _too_small(work.options, limit, work.plain, smallest)
 
-    def _too_small(self, limit: int, smallest: CheckpointPlan | None) -> BudgetTooSmallError:
-        options = self._options
-        reachable = None if smallest is None else smallest.planned
-        budget = options.budget_share if options.budget_bytes is None else format_size(limit)
-        message = f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). "
-        if smallest is not None and reachable is not None:
-            share = reachable.activation_bytes / max(self._plain.activation_bytes, 1)
-            message += (
-                f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, {share:.3g} of the plain step's "
-                f"activations, by recomputing {smallest.recomputed()} ({smallest.extra_operations:.0%} more "
-                "operations). "
-            )
-        ways = ["raise the budget"]
-        if options.budget_share is None:  # a share of the activations is no easier to reach with a smaller batch
-            ways.append("make the batch smaller")
-        if options.bn_dropout == "skip":
-            ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="auto")')
-        if options.include is not None or len(options.exclude) > len(options.heads):
-            ways.append("let include and exclude leave more to recompute")
-        message += f"Next: {' or '.join(ways)}."
-        return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
+    def _with_dropout(self, task: _Task) -> str:
+        """Describe what a plan would give that may run BatchNorm and Dropout layers twice."""
+        plan = self._best(task.running_twice("recompute"))
+        result = (
+            "no lower peak either"
+            if plan.refused
+            else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
+        )
+        return f'bn_dropout="recompute" would give {result}.'
 
 
-def _plan_of_group(group: _PlanningGroup, chains: Sequence[Chain], options: CheckpointOptions) -> CheckpointPlan:
-    """Return the best plan of a group, with tensors in host memory where the options allow it and it gains.
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A plan to make: the options, the layers whose loss is computed in chunks, and the costs without and with that."""
 
-    That is the plan which takes least time within a budget. Without a budget it has the lowest product of memory and
-    time, of those that take at most a third more time than the plain step.
-    """
-    first = _GroupPlan(group, chains, options)
-    if not options.offload:
-        return first.make()
-    host = options.host_bytes if options.host_bytes is not None else group.host_bytes
-    layers = offloadable(group.profile, chains, first.rows)
-    ways = [_GroupPlan(group, chains, options, taken) for taken in choices(layers, host)]
-    if options.offload == "auto":
-        again = tuple(one for one in layers if one.may_run_again)
-        ways = [first, *ways, *([_GroupPlan(group, chains, options, again, again=True)] if len(again) > 1 else [])]
-    made: list[CheckpointPlan] = []
-    errors: list[BudgetTooSmallError] = []
-    for way in ways:
-        try:
-            made.append(way.make())
-        except BudgetTooSmallError as error:
-            errors.append(error)
-    if not made and errors:
-        raise min(errors, key=lambda error: error.reachable_bytes)
+    options: CheckpointOptions
+    heads: tuple[str, ...] = ()
+    plain: StepCost | None = None
+    in_chunks: StepCost | None = None
 
-    def worth(plan: CheckpointPlan) -> tuple[Any, ...]:
-        time = plan.relative_time or 1.0
-        if options.has_budget:
-            return plan.refused is not None, time, plan.peak_bytes
-        memory = max((plan.peak_bytes or 0) - group.profile.plain.resident_bytes, 1)
-        return plan.refused is not None, time > MOST_OPERATIONS, memory * time
-
-    best = min(made, key=worth, default=None)
-    if best is None:
-        return first.make()
-    if not best.host_bytes:
-        return best
-    note = (
-        f"{format_size(best.host_bytes)} of what layers keep goes to host memory; a step is estimated to take "
-        f"{best.relative_time:.2f} of the plain step's time ({group.rates})"
-    )
-    return replace(best, notes=(*best.notes, note))
+    def running_twice(self, bn_dropout: BnDropout) -> _Task:
+        """Return the same with another choice of what may happen to BatchNorm and Dropout."""
+        return replace(self, options=replace(self.options, bn_dropout=bn_dropout))
 
 
-def _takes_all(options: CheckpointOptions) -> bool:
-    """Return whether all modules are candidates, and not only chains or what patterns name."""
-    return options.include is None and options.segments is None
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A task whose step was measured: the cost of the plain step, that with its loss in chunks, and the parts."""
+
+    options: CheckpointOptions
+    heads: tuple[str, ...]
+    plain: StepCost
+    in_chunks: StepCost
+    parts: StepParts
 
 
-def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator[ChainPlan]:
-    """Yield the plans that recompute something, the outermost Sequentials, and what only running showed not to."""
-    left_out = {plans[index].name for index, _ in profile.outside if plans[index].is_module}
-    chains = {plan.name for plan in plans if not plan.is_module}
-    for plan in plans:
-        others = left_out if plan.is_module else chains
-        if plan.is_applied or (plan.name in others and others.isdisjoint(ancestors(plan.name))):
-            yield plan
+def _fits(plain: StepCost, options: CheckpointOptions) -> bool:
+    limit = _limit(plain, options)
+    return limit is not None and plain.peak_bytes <= limit
 
 
-def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
-    """Return the plan, or the same without its ranges if it does not lower the peak by this share."""
-    assert plan.plain is not None
-    assert plan.planned is not None
-    was, now = plan.plain.peak_bytes, plan.planned.peak_bytes
-    recomputes = any(chain.is_applied for chain in plan.chains)
-    if recomputes and now < was * (1 - least_saving):
-        return plan
-    if not recomputes:
-        reason = f"No plan lowers the predicted peak of {format_size(was)} at an acceptable cost."
-    elif now >= was:
-        reason = f"The plan does not lower the peak: {format_size(was)} without it, {format_size(now)} with it."
-    else:
-        reason = f"The plan saves too little: {format_size(was)} without it, {format_size(now)} with it."
-    return CheckpointPlan(tuple(chain.unchanged() for chain in plan.chains), plan.plain, plan.plain, reason)
+def _limit(plain: StepCost, options: CheckpointOptions) -> int | None:
+    """Return the highest peak that a budget allows."""
+    if options.budget_share is not None:
+        return plain.static_bytes + int(options.budget_share * plain.activation_bytes)
+    return options.budget_bytes
 
 
-def _saves(found: LossInChunks) -> bool:
-    """Return whether a loss in chunks is worth it."""
-    return bool(found.names) and found.cost.peak_bytes < (1 - LEAST_SAVING) * found.plain.peak_bytes
-
-
-def _around(found: LossInChunks, options: CheckpointOptions, limit: int | None) -> CheckpointOptions:
-    """Return the options for the rest of a step whose loss is computed in chunks, within a peak."""
-    exclude = (*options.exclude, *found.names)
-    return replace(options, exclude=exclude, heads=found.names, budget_share=None, budget_bytes=limit)
-
-
-def _saves_a_third(plan: CheckpointPlan) -> bool:
-    assert plan.plain is not None
-    assert plan.planned is not None
-    return plan.planned.activation_bytes < 2 / 3 * plan.plain.activation_bytes
+def _too_small(
+    options: CheckpointOptions, limit: int, plain: StepCost, smallest: CheckpointPlan | None
+) -> BudgetTooSmallError:
+    reachable = None if smallest is None else smallest.planned
+    budget = options.budget_share if options.budget_bytes is None else format_size(limit)
+    message = f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). "
+    if smallest is not None and reachable is not None:
+        share = reachable.activation_bytes / max(plain.activation_bytes, 1)
+        message += (
+            f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, {share:.3g} of the plain step's "
+            f"activations, by recomputing {smallest.recomputed(3)} ({smallest.extra_operations:.0%} more operations). "
+        )
+    ways = ["raise the budget"]
+    if options.budget_share is None:  # a share of the activations is no easier to reach with a smaller batch
+        ways.append("make the batch smaller")
+    if options.bn_dropout == "skip":
+        ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="auto")')
+    message += f"Next: {' or '.join(ways)}."
+    return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)

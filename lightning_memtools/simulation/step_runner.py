@@ -27,7 +27,6 @@ from lightning_memtools._lightning import (
     begin_training,
     count_as,
     refuse_other_package,
-    step_arguments,
     watch_updates,
 )
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
@@ -229,12 +228,6 @@ class StepRunner:
         if index is not None:
             loop.batch_progress.current.ready = loop.batch_progress.current.completed = index
         loop.advance(self._fetcher)
-
-    def run_forward(self, batch: Any, index: int) -> Any:
-        """Run the forward pass of a batch on the device alone."""
-        with _quiet():
-            run = getattr(self.trainer.strategy, STEP_NAMES[self._recipe.stage])
-            return run(*step_arguments(self.trainer, batch, index))
 
     @property
     def accumulate(self) -> int:

@@ -110,7 +110,6 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         pauses: While True, operations do not count.
         total: The operations so far.
         flops: Those of matrix products and convolutions alone.
-        listener: Is told of every operator: the operator, its arguments, its result and its operations.
     """
 
     def __init__(self) -> None:
@@ -118,7 +117,6 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         self.pauses = False
         self.total = 0
         self.flops = 0
-        self.listener: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count."""
@@ -142,8 +140,6 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
                 one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)
             )
         self.total += operations
-        if self.listener is not None:
-            self.listener(func, args, kwargs, out, operations)
         return out
 
 
@@ -181,25 +177,10 @@ class StepTrace(StepListener):
 
     def peak_since(self) -> int:
         """Return the highest allocation since the last call of this function, in bytes."""
-        peak = self.peak_so_far()
+        peak = self.device.stats().peak_allocated or 0
         self._peak = max(self._peak, peak)
         self.device.reset_peaks()
         return peak
-
-    @contextmanager
-    def aside(self) -> Iterator[list[int]]:
-        """Do not count the code inside; afterwards the list holds its own peak in bytes."""
-        self.peak_since()
-        peak, before, counted = self._peak, self.allocated(), (self.counted.total, self.counted.flops)
-        found: list[int] = []
-        yield found
-        found.append(self.peak_since() - before)
-        self._peak = peak
-        self.counted.total, self.counted.flops = counted
-
-    def peak_so_far(self) -> int:
-        """Return the highest allocation since the last call of `peak_since`, without resetting the peak."""
-        return self.device.stats().peak_allocated or 0
 
     def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
         """Make the optimizers and what else is on the device, and keep the batch to take copies of it."""
@@ -330,16 +311,6 @@ class StepTrace(StepListener):
         """Put a new copy of the batch on the device in place of the last one, which a step may have changed."""
         self._batch = None
         self._batch = self.place(self.next_batch(), lambda batch: batch)
-
-    def run_forward(self) -> None:
-        """Run the forward pass alone, as often as wanted."""
-        self.counted.pauses = False
-        if self._runner is not None:
-            self._runner.around_step = nullcontext
-            self._runner.run_forward(self._batch, self._index(self._runner))
-        else:
-            assert self._step.forward is not None
-            self._step.forward(self.model, self._batch)
 
     def forget(self) -> None:
         """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""

@@ -36,7 +36,6 @@ every_callback = pytest.mark.parametrize("callback", CALLBACKS, ids=lambda c: c.
 TEXTS = {
     "checks": "devices",
     "directory": "reports",
-    "host_memory": "8GiB",
     "ignore": "devices",
     "memory_budget": "8GiB",
     "min_reclaimable": "64MiB",

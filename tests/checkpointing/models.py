@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.checkpointing.chains import depths, find_chains
+from lightning_memtools.checkpointing.apply_plan import ChainPlan, Range
+from lightning_memtools.checkpointing.chains import find_chains, is_within, outermost
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
-from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Unit
-from lightning_memtools.checkpointing.step_profile import profile_step
-from lightning_memtools.simulation.step_trace import TracedStep
 from tests.zoo import timm, torchvision_models
 
 
@@ -92,30 +89,26 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def harshest(model: nn.Module, *args: Any, bn_dropout: BnDropout, depth: int = 0) -> list[ChainPlan]:
-    """Recompute whatever may be recomputed, most of it twice, at one depth of nesting of chains."""
-    groups = depths(find_chains(model, CheckpointOptions.parse(bn_dropout=bn_dropout)))
-    chains = groups[min(depth, len(groups) - 1)]
-    measured = profile_step(TracedStep(model, args, lambda copy, args: copy(*args)), chains)
-    return chain_plans(measured, chains, tuple(_everything(measured.units)))
+def harshest(model: nn.Module, *, bn_dropout: BnDropout, depth: int = 0) -> list[ChainPlan]:
+    """Recompute all layers of the Sequentials at one depth of nesting, from the first one that may run twice.
 
-
-def _everything(units: tuple[Unit, ...]) -> list[Range]:
-    found, first = [], 0
-    while first < len(units):
-        last = first
-        while (
-            last < len(units)
-            and not units[last].pinned
-            and units[last].chain == units[first].chain
-            and units[first].may_start
-        ):
-            last += 1
-        if last > first:
-            middle = (first + last + 1) // 2
-            inner = (Range(first, middle),) if middle < last else ()
-            found.append(Range(first, last, inner))
-        first = max(last, first + 1)
+    A range does not begin with a layer that writes to its input.
+    """
+    chains = find_chains(model, CheckpointOptions.parse(bn_dropout=bn_dropout))
+    inner = [one for one in chains if any(one is not other and is_within(one.name, other.name) for other in chains)]
+    found = []
+    for chain in inner if depth and inner else outermost(chains):
+        ranges, first = [], 0
+        while first < len(chain.layers):
+            last = first
+            while last < len(chain.layers) and last not in chain.outside:
+                last += 1
+            while first < last and getattr(model.get_submodule(chain.layers[first]), "inplace", False):
+                first += 1
+            if first < last:
+                ranges.append(Range(first, last))
+            first = max(last, first + 1)
+        found.append(ChainPlan(chain.name, chain.layers, tuple(ranges)))
     return found
 
 

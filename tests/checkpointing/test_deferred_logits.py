@@ -223,3 +223,40 @@ def test_in_evaluation_and_without_gradients_the_layer_runs_as_usual():
             assert type(model(*given())) is Tensor
         assert type(model.eval()(*given())) is Tensor
     assert "forward" not in vars(model.head)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mask_that_leaves_no_row_gives_what_torch_gives(reduction, check):
+    def then(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[labels == -1], labels[labels == -1], reduction=reduction)
+
+    loss, gradients, head = loss_and_gradients(then, deferred=True, check=check)
+    plain, others, _ = loss_and_gradients(then, deferred=False)
+    assert not head.read_by
+    torch.testing.assert_close(loss, plain, equal_nan=True)
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_frozen_layer_on_an_input_without_a_gradient():
+    model = Ends(flat).requires_grad_(requires_grad=False)
+    plain = model(*given())
+    with AppliedPlan(model, (), heads=["head"], prove=True) as applied:
+        torch.testing.assert_close(model(*given()), plain)
+    assert not applied.heads["head"].is_off
+
+
+@pytest.mark.parametrize("look", [lambda logits: logits.type(), lambda logits: logits.view(torch.int32).dtype])
+def test_types_are_those_of_the_real_logits(look):
+    model, seen = Ends(lambda logits, labels: logits), []
+    for heads in ((), ("head",)):
+        with AppliedPlan(model, (), heads=heads):
+            seen.append(look(model(*given())))
+    assert seen[0] == seen[1]
+
+
+def test_an_unknown_reduction_raises_as_torch_does():
+    model = Ends(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="avg"))
+    with AppliedPlan(model, (), heads=["head"]), pytest.raises(ValueError, match="avg is not a valid value"):
+        model(*given())

@@ -232,7 +232,8 @@ def planned(root: Path, case: str) -> None:
         L.seed_everything(0, verbose=False)
         offloads = case == "offloaded"
         model = Encoder(128 if offloads else 2)  # what layers keep has to be large enough to be worth a copy
-        callback = GradientCheckpointing(bn_dropout="recompute", offload=offloads)
+        budget = 0.5 if offloads else None
+        callback = GradientCheckpointing(bn_dropout="recompute", memory_budget=budget, offload=offloads)
         strategy = sharded() if case == "fsdp2" else "ddp"
         run = trainer(root, *([callback] if name == "planned" else []), strategy=strategy, devices=2, logger=False)
         with Gathers() as gathers, VirtualDevice("1GiB") as device:

@@ -1,0 +1,385 @@
+"""Measures on fake tensors what each part of a model keeps and computes in one training step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools._torch import node_sequence_number, write_count
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.chains import Chain, forward_of_class
+from lightning_memtools.checkpointing.exact_recomputation import updates_statistics
+from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
+from lightning_memtools.checkpointing.loss_head import DeferredHead
+from lightning_memtools.memory.allocator import Block
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.reachable_variables import variables_of_hooks
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.ledger import DeviceListener
+from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
+
+Place = tuple[int, int]
+"""The indices of a chain and of a layer in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A stretch of the forward pass between two boundaries of layers. Sizes in bytes, each storage counted once.
+
+    Attributes:
+        own_bytes: Bytes that it keeps for backward, besides its input and its output.
+        in_kept: Bytes of its input that it keeps.
+        out_kept: Bytes of its output that it keeps and that are not its input's.
+        out_held: Whether it or units before it keep its output.
+        out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
+        same_storage: Whether its output is its input's storage.
+        may_start: Whether a recomputed range may begin with it: nothing overwrites its input.
+        saves: Whether it keeps anything for backward, parameters included.
+        operations: The operations of its forward pass.
+        tail_operations: Those of them that follow the last tensor that is kept: recomputation stops there.
+        forward_bytes: The peak of its forward pass, above what was allocated when it began.
+        forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
+        backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
+        backward_need: The same at the peak of its backward pass; 0 if no gradient passes through it.
+    """
+
+    own_bytes: int = 0
+    in_kept: int = 0
+    out_kept: int = 0
+    out_held: bool = False
+    out_bytes: int = 0
+    same_storage: bool = False
+    may_start: bool = True
+    saves: bool = True
+    operations: int = 0
+    tail_operations: int = 0
+    forward_bytes: int = 0
+    forward_base: int = 0
+    backward_base: int = 0
+    backward_need: int = 0
+
+    def keep(self, *, input_held: bool) -> tuple[int, bool]:
+        """Return the bytes that it adds by keeping its tensors, and whether its output is held then."""
+        added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
+        if self.same_storage:
+            return added, input_held or self.in_kept > 0
+        return added, self.out_held
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnits:
+    """A training step as a row of units.
+
+    Attributes:
+        units: The units, in the order of the forward pass.
+        plain: The memory and operations of the step without a plan.
+        spans: The first unit of each layer in its first call, and the index after its last.
+        changed: Why layers must not run twice, as far as only running them shows.
+    """
+
+    units: tuple[Unit, ...]
+    plain: StepCost
+    spans: dict[Place, tuple[int, int]]
+    changed: dict[Place, str]
+
+
+def units_of_step(
+    step: TracedStep, chains: Sequence[Chain], heads: Sequence[str] = (), plain: StepCost | None = None
+) -> StepUnits:
+    """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
+
+    The loss of `heads` is computed in chunks. `plain` is the cost of the step without a plan where it is known.
+
+    Raises:
+        Exception: Whatever the step raises on fake tensors, for instance when it reads values.
+    """
+    with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
+        trace.run()
+        # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
+        if plain is None and configs_with_caches(trace.model):
+            plain = trace.run()
+        with caches_off(trace.model):
+            recorder = _Recorder(trace, chains)
+            measured = trace.run(recorder.around_forward, recorder.begin_backward)
+            recorder.leave_backward()
+        changed = recorder.layers_that_changed(chains)
+        return StepUnits(_units(recorder.records), plain or measured, recorder.spans, changed)
+
+
+@dataclass(slots=True)
+class _Record:
+    """The measurements of one unit. Blocks are by id, with their sizes."""
+
+    allocated_before: int
+    operations_before: int
+    input: dict[int, int]
+    output: dict[int, int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    saves: bool = False
+    operations_at_last_save: int = 0
+    operations: int = 0
+    peak: int = 0
+    overwrites: bool = False
+    backward_before: int | None = None
+    backward_peak: int = 0
+
+
+class _PeakListener(DeviceListener):
+    """Knows the highest allocation since it was last asked."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._peak = 0
+
+    def since_last(self) -> int:
+        peak, self._peak = self._peak, self._device.allocator.allocated
+        return peak
+
+    def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
+        del block, category, module
+        self._peak = max(self._peak, self._device.allocator.allocated)
+
+
+class _Recorder:
+    """Cuts a step into units where layers begin and end, and measures each, forward and backward.
+
+    Attributes:
+        records: The units, in the order of the forward pass.
+        spans: The first record of each layer in its first call, and the index after its last; by chain and layer.
+    """
+
+    def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
+        self.records: list[_Record] = []
+        self.spans: dict[Place, tuple[int, int]] = {}
+        self._trace = trace
+        self._peaks = _PeakListener(trace.device)
+        self._static: set[int] = set()
+        self._open = _Record(0, 0, {})
+        self._given: list[tuple[int, weakref.ref[Tensor], int]] = []
+        self._backward: _Record | None = None
+        self._makers: dict[tuple[int, int], list[_Record]] = {}  # by autograd's node and the number of its output
+        self._state_before: dict[tuple[int, str], Any] = {}
+        self._state_after: dict[tuple[int, str], Any] = {}
+        for index, chain in enumerate(chains):
+            self._watch(index, chain)
+
+    def around_forward(self) -> Any:
+        self._state_before = _state_of(self._trace.model)
+        self._static = {entry.block.id for entry in self._trace.device.blocks()}
+        # From now on, since training_step itself may run backward passes.
+        self._trace.device.listen(self._peaks)
+        self._begin({})
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def begin_backward(self) -> None:
+        """Note that the forward pass is over. The unit that ran last is the first to go backward."""
+        self._state_after = _state_of(self._trace.model)
+        self._cut((), begins=False)
+        for given in self._given:
+            self._note_writes(*given)
+        if self.records:
+            self._enter_backward(self.records[-1])
+
+    def leave_backward(self) -> None:
+        """Note that the backward pass of a unit is over."""
+        peak = self._peaks.since_last()
+        if self._backward is not None:
+            self._backward.backward_peak = peak
+
+    def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
+        """Return the layers that hold what running changes, besides what only the first pass sets, with its name."""
+        before, after = self._state_before, self._state_after
+        names = [key for key, value in after.items() if key in before and not _is_same(before[key], value)]
+        owners = dict(reversed(names))  # the first of each
+        return {
+            (index, at): f"it changes {path}{'.' if path else ''}{owners[id(part)]} when it runs"
+            for index, chain in enumerate(chains if owners else ())
+            for at, layer in enumerate(chain.layers)
+            for path, part in self._trace.model.get_submodule(layer).named_modules()
+            if id(part) in owners
+        }
+
+    def _watch(self, index: int, chain: Chain) -> None:
+        """Have a chain of the fake model call its layers through this recorder."""
+        module = self._trace.model.get_submodule(chain.name)
+        if isinstance(vars(module).get("forward"), DeferredHead):
+            return  # it is never recomputed
+        if chain.is_module:
+            plain = forward_of_class(module)
+            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), plain, args, kwargs)
+            return
+        layers = [self._trace.model.get_submodule(name) for name in chain.layers]
+
+        def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
+            for at, layer in enumerate(layers):
+                input = self._call((index, at), layer, (input,), {})  # noqa: A001, as above
+            return input
+
+        vars(module)["forward"] = forward
+
+    def _call(self, place: Place, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._cut((args, kwargs), begins=True)
+        start = len(self.records)
+        given = [(start, weakref.ref(one), write_count(one)) for one in tensors_in((args, kwargs))]
+        out = layer(*args, **kwargs)
+        self._cut(out, begins=False)
+        for one in given:  # now, while they are there, and again when the forward pass is over
+            self._note_writes(*one)
+        self._given += given
+        self.spans.setdefault(place, (start, len(self.records)))
+        return out
+
+    def _note_writes(self, at: int, given: weakref.ref[Tensor], count: int) -> None:
+        tensor = given()
+        if at < len(self.records) and tensor is not None and write_count(tensor) != count:
+            self.records[at].overwrites = True
+
+    def _cut(self, value: Any, *, begins: bool) -> None:
+        """End a unit and begin another, where a layer is given or returns a value; not if nothing has run between."""
+        record, keys = self._open, self._keys(value)
+        record.operations = self._trace.counted.total
+        if record.saves or record.operations > record.operations_before or not self.records:
+            record.peak = self._peaks.since_last()
+            record.output = keys
+            self.records.append(record)
+            self._note_makers(record, value)
+        elif begins and self.records[-1].output.keys().isdisjoint(keys):
+            # The next layer takes something else, as each of three projections takes the same tensor.
+            self.records[-1].output = keys
+        elif not begins:
+            self.records[-1].output |= keys
+        self._begin(keys)
+
+    def _begin(self, keys: dict[int, int]) -> None:
+        total = self._trace.counted.total
+        self._open = _Record(self._trace.allocated(), total, keys, operations_at_last_save=total)
+        self._peaks.since_last()
+
+    def _note_makers(self, record: _Record, value: Any) -> None:
+        """When the gradient of an output is ready, the unit's backward pass begins."""
+        for one in tensors_in(value):
+            if one.requires_grad and one.grad_fn is not None:
+                key = node_sequence_number(one.grad_fn), one.output_nr
+                if key not in self._makers:
+                    makers = self._makers[key] = []
+                    one.register_hook(partial(self._enter_all, makers))  # type: ignore[no-untyped-call]
+                self._makers[key].append(record)
+
+    def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
+        """Enter the units that returned one tensor, the last one first: all but the first had nothing to do for it."""
+        del gradient
+        for record in reversed(makers):
+            self._enter_backward(record)
+
+    def _enter_backward(self, record: _Record) -> None:
+        if record.backward_before is None:
+            self.leave_backward()
+            record.backward_before = self._trace.allocated()
+            self._backward = record
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        record = self._open
+        record.saves = True
+        record.operations_at_last_save = self._trace.counted.total
+        record.saved.update(self._keys(tensor))
+        # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def _keys(self, value: Any) -> dict[int, int]:
+        entries = map(self._trace.device.block_of, tensors_in(value))
+        return {one.block.id: one.block.size for one in entries if one is not None and one.block.id not in self._static}
+
+
+def _units(records: Sequence[_Record]) -> tuple[Unit, ...]:
+    """Return the units that were measured. A block counts as kept by the first unit that keeps it."""
+    may_start, overwritten = [True] * len(records), False
+    for at in range(len(records) - 1, -1, -1):
+        record = records[at]
+        is_view = bool(record.output) and record.output.keys() <= record.input.keys()
+        overwritten = record.overwrites or (is_view and overwritten)
+        may_start[at] = not overwritten
+    units: list[Unit] = []
+    seen: set[int] = set()
+    before: dict[int, int] = {}
+    kept, held = 0, True
+    for at, record in enumerate(records):
+        passed, saved = record.output, record.saved
+        new = saved.keys() - seen - before.keys()
+        seen |= saved.keys()
+        unit = Unit(
+            own_bytes=sum(saved[key] for key in new - passed.keys()),
+            in_kept=sum(size for key, size in before.items() if key in saved),
+            out_kept=sum(saved[key] for key in new & passed.keys()),
+            out_held=seen.issuperset(passed),
+            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
+            same_storage=bool(passed) and passed.keys() <= before.keys(),
+            may_start=may_start[at],
+            saves=record.saves,
+            operations=record.operations - record.operations_before,
+            tail_operations=record.operations - record.operations_at_last_save,
+            forward_bytes=record.peak - record.allocated_before,
+        )
+        # Above what is kept by the model's own count, so that its estimate of the plain step is exact.
+        forward_base = record.allocated_before - kept - (0 if held else sum(before.values()))
+        added, held = unit.keep(input_held=held)
+        kept += added
+        has_backward = record.backward_before is not None
+        units.append(
+            replace(
+                unit,
+                forward_base=forward_base,
+                backward_base=record.backward_before - kept if record.backward_before is not None else 0,
+                backward_need=max(record.backward_peak - kept, 0) if has_backward else 0,
+            )
+        )
+        before = passed
+    return tuple(units)
+
+
+def _state_of(model: nn.Module) -> dict[tuple[int, str], Any]:
+    """Return what modules hold that a forward pass could change: numbers, strings, lengths, tensors and buffers.
+
+    Running statistics are left out: exact_recomputation.py takes care of these, but of no other buffer.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, (list, dict, set, deque)):
+                found[id(part), name] = str(len(value))
+            else:
+                _note(found, (id(part), name), value)
+        for variable in variables_of_hooks(part):
+            name, value = f"{variable.name} (of a hook)", variable.value
+            if isinstance(value, (list, dict, set, deque)):
+                # The elements too: a list of what was seen may be emptied at the beginning of each step.
+                found[id(part), name] = tuple(value.values() if isinstance(value, dict) else value)
+            else:
+                _note(found, (id(part), name), value)
+        for name, tensor in () if updates_statistics(part) else part.named_buffers(recurse=False):
+            found[id(part), name] = tensor, write_count(tensor)
+    return found
+
+
+def _note(found: dict[tuple[int, str], Any], key: tuple[int, str], value: Any) -> None:
+    if isinstance(value, (int, float, str)):
+        found[key] = repr(value)
+    elif isinstance(value, Tensor):
+        found[key] = value, write_count(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same_element, one, other))
+    return bool(one == other)
+
+
+def _is_same_element(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str)) and one == other)
