@@ -558,6 +558,7 @@ def main() -> int:
     parser.add_argument("--virtual", action="store_true", help="compare a VirtualDevice instead of an estimate")
     parser.add_argument("--gpus", action="store_true", help="compare estimates on every known GPU")
     parser.add_argument("--only", help="cases whose name has one of these texts, divided by |; no summary is written")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th case; then no summary is written")
     parser.add_argument("--diff", metavar="CASE", help="show where one case differs")
     parser.add_argument("--logs", type=Path, default=Path("logs"), help="the folder of the cases that ended")
     options = parser.parse_args()
@@ -571,9 +572,10 @@ def main() -> int:
         save("truth", on_every_gpu(options.logs), section="gpus")
         return 0
     chosen = [case for case in every() if any(text in case.key for text in (options.only or "").split("|"))]
+    chosen = chosen[:: options.every]
     name, section = ("truth_virtual", "virtual device") if options.virtual else ("truth", "simulation")
     made = summary(measure(chosen, simulate, options.logs / f"{name}.json"), virtual=options.virtual)
-    if options.only is None:
+    if options.only is None and options.every == 1:
         save("truth", {"gpu": on_gpu(), "steps": STEPS, **made}, section=section)
     else:
         print(json.dumps(made))

@@ -8,32 +8,31 @@ from typing import Any
 import torch
 
 from lightning_memtools._torch import without_dispatch_modes
-from lightning_memtools.memory.cuda_ops.kernels import Kernel, Run, Workspace
+from lightning_memtools.memory.cuda_ops.rules import Call, Rule
 
 aten = torch.ops.aten
 _NO_REDUCTION = 0
 
 
-def _loss(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _loss(call: Call) -> Any:
     """Return a number that keeps the storage of a loss per element (BinaryOps.cpp, Loss.cpp: `resize_`)."""
-    at = 3 if func is aten.binary_cross_entropy.default else 2
-    reduction = args[at] if len(args) > at else kwargs.get("reduction", 1)
-    if reduction == _NO_REDUCTION:
-        return run(func, *args, **kwargs)
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-    dtype = torch.result_type(args[0], args[1])
-    return run(aten.empty.memory_format, [shape.numel()], dtype=dtype, device=torch.device("cpu")).as_strided((), ())
+    at = 3 if call.func is aten.binary_cross_entropy.default else 2
+    if call.argument(at, "reduction", 1) == _NO_REDUCTION:
+        return call.results()
+    shape = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape)  # type: ignore[no-untyped-call]
+    dtype = torch.result_type(call.args[0], call.args[1])
+    return call.empty([shape.numel()], dtype).as_strided((), ())
 
 
-def _recurrent(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recurrent(call: Call) -> Any:
     """Return what oneDNN's LSTM returns, with the workspace that it keeps for backward; that of a fake is empty."""
-    out = run(func, *args, **kwargs)
+    out = call.results()
     if not torch.is_grad_enabled():
         return out
-    tensors, options = args[:7], args[7:]
+    tensors, options = call.args[:7], call.args[7:]
     shapes = tuple(tuple(one.shape) for one in tensors)
     n = _workspace_bytes(tensors[0].dtype, shapes, tuple(tuple(o) if isinstance(o, list) else o for o in options))
-    return *out[:3], run(aten.empty.memory_format, [n], dtype=torch.uint8, device=torch.device("cpu"))
+    return *out[:3], call.empty([n], torch.uint8)
 
 
 @cache
@@ -45,7 +44,7 @@ def _workspace_bytes(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], op
         return int(made[3].nbytes)
 
 
-CPU_KERNELS: dict[Any, Kernel] = {
+CPU_KERNELS: dict[Any, Rule] = {
     **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default), _loss),
     aten.mkldnn_rnn_layer.default: _recurrent,
 }

@@ -34,7 +34,6 @@ from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.user_code import CodeLine, line_of_frames
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
-from lightning_memtools.memory.virtual.operators import LT_WORKSPACE
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
 from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, workspaces_after
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
@@ -235,7 +234,7 @@ class _CudaRun(StepListener):
         allocator = self.device.allocator
         live: dict[int, Block] = {}
         streams = {0: 0}  # those of the device by their numbers here
-        of_products = {parse_size(settings.cublas_workspace), LT_WORKSPACE}
+        of_products = {parse_size(settings.cublas_workspace), 2**20}  # of cuBLAS and of cuBLASLt
         for at, entry in enumerate(entries):
             address = entry["addr"]
             if entry["action"] == "alloc":

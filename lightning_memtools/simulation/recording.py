@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_memtools._torch import autograd_sequence_number, current_autograd_node, node_sequence_number
 from lightning_memtools.memory.allocator import Block, CachingAllocator
+from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, workspaces_of
+from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import DeviceListener
@@ -59,11 +61,13 @@ class AllocationRecorder(DeviceListener):
         reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
         library_workspaces: Momentary workspaces of libraries: (length of the allocator's trace at that time, bytes).
+        gpu: The GPU on which convolutions take workspaces of cuDNN; None if they take none.
         line: Returns the line of code that asks for memory now; None where none is known.
     """
 
     def __init__(self, allocator: CachingAllocator, line: Callable[[], str | CodeLine | None] = lambda: None) -> None:
         self.line = line
+        self.gpu: GpuShape | None = None
         self.step = -1
         self.phase = "setup"
         self.operation: Any = None
@@ -130,8 +134,14 @@ class AllocationRecorder(DeviceListener):
 
     def on_library_workspace(self, n_bytes: int) -> None:
         """Record the workspace that a library would take now."""
-        if self._allocator.trace is not None:
+        if n_bytes and self._allocator.trace is not None:
             self.library_workspaces.append((len(self._allocator.trace), n_bytes))
+
+    def on_result(self, operator: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Record the workspaces that a convolution would take in cuDNN."""
+        if self.gpu is not None and operator in CONVOLUTIONS:
+            for n_bytes in workspaces_of(operator, args, out, self.gpu):
+                self.on_library_workspace(n_bytes)
 
     def finish(self, device: VirtualDevice) -> None:
         """Record the category and module of all memory that is still allocated, and end the device's accounting."""

@@ -30,7 +30,6 @@ from lightning_memtools._torch import (
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.known_values import KnownValues
-from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments
 
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """The shape, strides, type and device of a new tensor."""
@@ -50,8 +49,6 @@ _CONTIGUOUS = {
 }
 # By operator and all that its result depends on. A model has some hundreds.
 _known: dict[Any, Known] = {}
-# The same in names of sizes, for operators whose results have sizes of their arguments.
-_known_by_names: dict[Any, Any] = {}
 _MOST_KNOWN = 50_000
 _IMAGES = 4  # the dimensions of images
 
@@ -82,17 +79,13 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         if (n := _CONTIGUOUS.get(func)) is not None:
             args = (*map(self._contiguous, args[:n]), *args[n:])
         key = _key(func, args, kwargs) if _is_repeatable(func) else None
-        named = _key_in_names(func, args, kwargs) if key is not None else None
         out = func(*args, **kwargs)
         if not args or out is not args[0]:
             out = self._laid_out(func, out)
         if self._values is not None:
             self._values.follow(func, args, kwargs, out)
         if key is not None and key not in _known:
-            described = _described(out, args, kwargs)
-            _remember(key, described)
-            if named is not None:
-                _known_by_names[named[0]] = _in_names(described, named[1])
+            _remember(key, _described(out, args, kwargs))
         return out
 
     def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,10 +107,6 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         key = _key(func, args, kwargs)
         # Looked up once: another thread may forget all at any time.
         known = None if key is None else _known.get(key)
-        if known is None and key is not None and (named := _key_in_names(func, args, kwargs)) is not None:
-            known = _in_sizes(_known_by_names.get(named[0]), named[1])
-            if known is not None:
-                _remember(key, known)
         if known is None:
             return NotImplemented
         out = args[0] if known == "the first argument" else self._laid_out(func, self._made(*known))
@@ -185,49 +174,22 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
             return self._fake(made, one.fake_device)
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: SizeNames | None = None) -> Any:
-    """Return what a result depends on, in names of sizes if these are given; None if it may depend on more."""
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a result depends on; None if it may depend on more."""
     found: list[Any] = [func, torch.get_default_dtype()]
-    if not all(_note(one, found, sizes) for one in args):
+    if not all(_note(one, found) for one in args):
         return None
     for name, value in kwargs.items():
         found.append(name)
-        if not _note(value, found, sizes):
+        if not _note(value, found):
             return None
     return tuple(found)
-
-
-def _key_in_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SizeNames] | None:
-    """Return the key in names of sizes, and the sizes; None where these do not tell the result."""
-    if not has_sizes_of_arguments(func):
-        return None
-    sizes = SizeNames()
-    key = _key(func, args, kwargs, sizes)
-    return None if key is None else (key, sizes)
 
 
 def _remember(key: Any, known: Known) -> None:
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-        _known_by_names.clear()
     _known[key] = known
-
-
-def _in_names(known: Known, sizes: SizeNames) -> Any:
-    """Return a result in names of sizes; None if it has other sizes, or is not dense."""
-    if known is None or isinstance(known, str):
-        return known
-    is_one, made = known
-    named = [None if one is None else (sizes.layout_of(*one[:2], is_new=False), *one[2:]) for one in made]
-    return None if any(one is not None and one[0] is None for one in named) else (is_one, named)
-
-
-def _in_sizes(named: Any, sizes: SizeNames) -> Known:
-    """Return a result that `_in_names` gave, with these sizes."""
-    if named is None or isinstance(named, str):
-        return named  # type: ignore[return-value]
-    is_one, made = named
-    return is_one, [None if one is None else (*sizes.shape_and_stride(one[0]), *one[1:]) for one in made]
 
 
 @cache
@@ -259,18 +221,15 @@ def _is_repeatable(func: Any) -> bool:
     return written == [0] and len(schema.returns) == 1 and torch.Tag.inplace_view not in func.tags
 
 
-def _note(value: Any, found: list[Any], sizes: SizeNames | None = None) -> bool:
+def _note(value: Any, found: list[Any]) -> bool:
     """Append to a key all that a result may depend on in an argument; return False if that is not known."""
     kind = type(value)
     if kind is FakeTensor:
-        shape, stride = value.shape, value.stride()
-        layout = (shape, stride) if sizes is None else sizes.layout_of(shape, stride, is_new=True)
-        found += (layout, value.dtype, value.fake_device)
-        is_plain = value.constant is None and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
-        return is_plain and layout is not None
+        found += (value.shape, value.stride(), value.dtype, value.fake_device)
+        return value.constant is None and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
     if kind in {list, tuple}:
         found.append(len(value))
-        return all(_note(one, found, sizes) for one in value)
+        return all(_note(one, found) for one in value)
     found += (kind, value)  # the type because 1, 1.0 and True are equal
     return kind in _PLAIN
 

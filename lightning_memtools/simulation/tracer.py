@@ -177,7 +177,7 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSett
         return known or (lines.running if recorder.phase == "optimizer" else None)
 
     recorder = AllocationRecorder(device.allocator, line)
-    device.gpu = settings.gpu
+    device.gpu, recorder.gpu = settings.gpu, settings.gpu if settings.cuda else None
     device.listen(recorder)
     result = Traced(device, recorder)
     model = unwrapped(subject.model)

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.cuda_texts import ONE_EXABYTE
 
 
 class LedgerEntry(weakref.ref[Any]):
@@ -56,8 +55,8 @@ class DeviceListener:
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         """Called after a block was freed, with the last category and module that were known."""
 
-    def on_library_workspace(self, n_bytes: int) -> None:
-        """Called where a library would allocate a short-lived workspace that the device does not count."""
+    def on_result(self, operator: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Called after an operator has run and its result was allocated."""
 
 
 class VirtualLedger:
@@ -71,14 +70,12 @@ class VirtualLedger:
         allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.
         held: The bytes that belong to no storage (see `hold`).
         listener: Told of every allocation and free; None for no listener.
-        largest_library_workspace: The largest of `note_library_workspace`.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.held = 0
         self.listener: DeviceListener | None = None
-        self.largest_library_workspace = 0
         self._entries: dict[int, LedgerEntry] = {}
         self._dead: deque[LedgerEntry] = deque()
         self._lock = threading.Lock()
@@ -134,58 +131,38 @@ class VirtualLedger:
             self._count(block, Category.OTHER, "workspace")
             self.held += block.size
 
-    def note_library_workspace(self, n_bytes: int) -> None:
-        """Note a workspace that a library would take for a moment. It does not count: another engine needs none."""
-        self.largest_library_workspace = max(self.largest_library_workspace, n_bytes)
-        if self.listener is not None and n_bytes:
-            self.listener.on_library_workspace(n_bytes)
-
-    def exceeds_free(self, n_bytes: int) -> bool:
-        """Return whether this many bytes would not fit even if all memory without tensors were one free block."""
-        capacity = self.allocator.capacity
-        if capacity is None:
-            return n_bytes >= ONE_EXABYTE
-        self.settle()
-        return n_bytes > capacity - self.allocator.used_by_others - self.allocator.allocated
-
-    def work_with(self, *sizes: int) -> None:
-        """Allocate blocks and free them at once, as a kernel does with its workspaces.
-
-        Raises:
-            SimulatedOutOfMemory: The device has too little memory.
-        """
-        with self.workspace(*sizes):
-            pass
-
     @contextmanager
-    def workspace(self, *sizes: int) -> Iterator[None]:
-        """Allocate blocks, one after the other, that are freed on leaving; none for a size of 0.
+    def workspaces(self) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
+        """Yield a function that allocates blocks until the context ends, and one that frees them before that.
 
-        Raises:
-            SimulatedOutOfMemory: The device has too little memory.
+        Both take the bytes of any number of blocks, of which 0 means no block. The first raises SimulatedOutOfMemory if
+        the device has too little memory.
         """
-        wanted = [size for size in sizes if size > 0]
-        if not wanted:
-            yield
-            return
         taken: list[Block] = []
-        try:
+
+        def hold(*sizes: int) -> None:
             with self._lock:
                 self._settle()
-                for n_bytes in wanted:
-                    block = self.allocator.malloc(n_bytes, label="workspace")
-                    taken.append(block)
+                for size in filter(None, sizes):
+                    taken.append(block := self.allocator.malloc(size, label="workspace"))
                     self._count(block, Category.OTHER, "")
-            yield
-        finally:
+            self._settle_late()
+
+        def release(*sizes: int) -> None:
             with self._lock:
-                for block in taken:
+                for size in filter(None, sizes):
+                    block = taken.pop([one.requested for one in taken].index(size))
                     number = block.id
                     self._bytes[Category.OTHER] -= block.size
                     self.allocator.free(block)
                     if self.listener is not None:
                         self.listener.on_free(number, None, "")
             self._settle_late()
+
+        try:
+            yield hold, release
+        finally:
+            release(*(block.requested for block in taken))
 
     def resize(self, entry: LedgerEntry, n_bytes: int) -> None:
         """Move a storage to a block of another size. The old block is freed after the new one is allocated, as on CUDA.
@@ -228,21 +205,6 @@ class VirtualLedger:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 self._give_back(entry)
-        self._settle_late()
-
-    def pass_on(self, entry: LedgerEntry, storage: torch.UntypedStorage) -> None:
-        """Give a storage's block, with all that is known of it, to another storage, which may have blocks already."""
-        with self._lock:
-            self._settle()
-            if self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-                heir = LedgerEntry(storage, self._note_death)
-                key = storage_id(storage)
-                heir.key = -entry.block.id if key in self._entries else key  # as a second block of its
-                heir.n_bytes = storage.nbytes()
-                heir.block, heir.serial = entry.block, entry.serial
-                heir.category, heir.module = entry.category, entry.module
-                self._entries[heir.key] = heir
         self._settle_late()
 
     def freeze(self) -> list[LedgerEntry]:
