@@ -147,8 +147,8 @@ def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
     # For a packed sequence torch passes the batch sizes of the time steps first, and no `batch_first`. Its data are the
     # rows of all time steps one below the other, so nothing else differs.
     is_packed = isinstance(args[2], (list, tuple))  # the weights, otherwise the second of them
-    states, weights, *options = args[1:] if is_packed else args
-    has_biases, num_layers, dropout, train, bidirectional, batch_first = [*options, *([False] if is_packed else [])]
+    given = (*args[1:], False) if is_packed else args
+    states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = given
     hx, cx = states if kind == "lstm" else (states, None)
     hidden = weights[1].shape[0] // _GATES[kind]
     # The buffer that cuDNN has for the weights holds biases, wanted or not.
