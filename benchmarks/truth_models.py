@@ -440,32 +440,3 @@ def _allowed(case: TruthCase) -> TruthCase:
         case = replace(case, channels_last=False)
     is_refused = case.clip is not None and case.optimizer == "AdamW fused" and case.precision.endswith("mixed")
     return replace(case, optimizer="AdamW") if is_refused else case
-
-
-# Models that a CPU computes two steps of in seconds, and of these the ones for one size of images only.
-_SMALL = [
-    *("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x1_0", "squeezenet1_1", "efficientnet_b0"),
-    *("densenet121", "mnasnet1_0", "regnet_y_400mf", "convnext_tiny", "swin_t", "resnet26d", "dla34", "dpn68"),
-    *("convnext_atto", "edgenext_xx_small", "efficientvit_b0", "ghostnet_100", "lcnet_050", "mobilevit_xxs"),
-    *("mobilevitv2_050", "poolformer_s12", "repvgg_a0", "rexnet_100", "skresnet18", "tinynet_a"),
-]
-_SMALL_OF_ONE_SIZE = [
-    *("vit_tiny_patch16_224", "vit_small_patch16_224", "deit_tiny_distilled_patch16_224", "mixer_s32_224"),
-    *("levit_128s", "pit_ti_224", "resmlp_12_224", "xcit_nano_12_p16_224", "eva02_tiny_patch14_224"),
-]
-
-
-def small_cases() -> list[TruthCase]:
-    """Returns the cases whose values a CPU computes in seconds: operators, and models on two small samples."""
-
-    def smaller(case: TruthCase) -> TruthCase:
-        if case.source == "operator":
-            return case
-        inputs = {
-            name: ((2, *shape[1:2], *(64 if case.name in _SMALL else n for n in shape[2:])), dtype)
-            for name, (shape, dtype) in case.inputs.items()
-        }
-        return replace(case, inputs=inputs)
-
-    names = {*_SMALL, *_SMALL_OF_ONE_SIZE}
-    return [smaller(case) for case in cases() if case.source == "operator" or case.name in names]

@@ -104,15 +104,6 @@ def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
     return new
 
 
-def fake_copy(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Return a fake tensor of the same size, strides and type, without views and autograd.
-
-    The mode's own ``from_tensor`` keeps these and takes ten times as long.
-    """
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, tensor.device)
-
-
 class FakeMaker:
     """Makes fakes of meta tensors as the constructor does, but in a fifth of its time.
 
@@ -240,6 +231,11 @@ StorageWeakRef = reductions.StorageWeakRef  # says whether a storage is gone, wh
 def tensor_without_memory(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of a subclass that has a shape and no memory; the public classes with one are of other kinds."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view, which keeps its base alive."""
+    return tensor._is_view()
 
 
 def write_count(tensor: Tensor) -> int:
@@ -509,24 +505,6 @@ def cuda_memory_snapshot() -> dict[str, Any]:
 KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 """True if a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
-EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.14"
-"""True if the efficient kernel serves grouped queries, as it does from torch 2.14 on."""
-
-EFFICIENT_ATTENTION_MAKES_SEEDS = torch.__version__ >= "2.14"
-"""True if the efficient kernel without dropout keeps a seed and an offset on the device, as from torch 2.14 on."""
-
-ATTENTION_ADDS_BATCH = torch.__version__ >= "2.14"
-"""True if attention of three dimensions gets a batch of one before its kernel is chosen, as from torch 2.14 on."""
-
-GROUP_NORM_KEEPS_COPY = torch.__version__ < "2.14"
-"""True if group norm keeps a contiguous copy of its input for the backward pass; from torch 2.14 on, the input."""
-
-GROUP_NORM_IS_CHANNELS_LAST = torch.__version__ >= "2.15"
-"""True if group norm computes channels last, as it does from torch 2.15 on; before, it makes a contiguous copy."""
-
-FOREACH_NORM_TAKES_ADDRESSES = torch.__version__ >= "2.15"
-"""True if the norms of a list of tensors need a table of addresses on the device, as they do from torch 2.15 on."""
-
 
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that torch keeps for cuBLAS; there is no public function for it."""
@@ -793,16 +771,6 @@ def without_autocast_on_cpu() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
-def is_functorch_active() -> bool:
-    """Return whether torch.func transforms what runs, as vmap does; torch.func has no public question for it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_dispatch_mode_active() -> bool:
-    """Return whether operators of this thread go to a dispatch mode; the public way tells of the innermost alone."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 def remove_kernels(library: Any) -> None:
     """Remove the kernels that a `torch.library.Library` has added: the public way is to wait until it is collected."""
     library._destroy()
@@ -815,6 +783,12 @@ def remove_kernels(library: Any) -> None:
 current_graph_task = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def stores_gradient() -> bool:
+    """Return whether autograd is storing a leaf's gradient at this moment."""
+    return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
+
 
 # The function that `backward` and `torch.autograd.grad` call to run the engine, and the name of the attribute.
 ENGINE_RUN = torch.autograd, "_engine_run_backward"
@@ -840,18 +814,6 @@ def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], 
         return run_with_mode
 
     return make
-
-
-CAN_COUNT_REFERENCES = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
-
-
-def reference_counts(tensor: Tensor) -> tuple[int, int]:
-    """Return how many references C++ holds to a tensor and to its storage, if `CAN_COUNT_REFERENCES`.
-
-    Python's own count shows one for all of C++'s.
-    """
-    counted: Any = tensor
-    return counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 # --- parts of tensors and modules

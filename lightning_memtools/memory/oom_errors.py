@@ -83,9 +83,3 @@ def requested_bytes(error: BaseException) -> int | None:
         if found is not None:
             return int(float(found[1]) * _UNITS[found[2][0].lower()])
     return None
-
-
-def bytes_refused_by_host(error: BaseException) -> int | None:
-    """Return the bytes that torch's allocator for the CPU could not get; None for an error of any other kind."""
-    is_hosts = not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" in str(error)
-    return requested_bytes(error) if is_hosts else None

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply, without_sharding_hooks
+from lightning_memtools.memory.cuda_ops.attention_kernels import FUSED_ATTENTION
 from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
-from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
+from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
+from lightning_memtools.memory.cuda_ops.rules import FAKE_RULES, RULES
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
@@ -50,7 +52,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(ValueReaders(known))
         device.find_results(repeated.result_of)
         stack.enter_context(fakes_copied_deeply())
-        device.replace_operators({**UNNEEDED, **SIZED})
+        device.apply_rules({**FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
         stack.enter_context(without_sharding_hooks(model))
         stack.enter_context(borrowed([model], exchange))
         _skip_checks(model)

@@ -22,7 +22,6 @@ from lightning_memtools._torch import (
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.operators import is_gradient_sum
 from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step_runner import StepListener, StepRunner, runner_like
@@ -124,9 +123,6 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # more than half of all calls, and slow further down
             return args[0].fake_device
-        if is_gradient_sum(func, args, kwargs):
-            # Said here, because this mode refers to the sum's arguments: the device's, further down, could not tell.
-            func = torch.ops.aten.add_.Tensor
         out = func(*args, **kwargs)
         if self.pauses:
             return out

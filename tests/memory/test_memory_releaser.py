@@ -130,11 +130,7 @@ class Stubborn:
 
     def __init__(self, device: VirtualDevice, error: Exception) -> None:
         self.name, self.simulated, self.stats = "odd:0", True, device.stats
-        self.reset_peaks, self.summary, self.composition_at_peak = (
-            device.reset_peaks,
-            device.summary,
-            device.composition_at_peak,
-        )
+        self.reset_peaks, self.composition_at_peak = device.reset_peaks, device.composition_at_peak
         self.error = error
         self.n_tries = 0
 

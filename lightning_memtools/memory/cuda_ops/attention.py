@@ -1,20 +1,18 @@
-"""Attention on fake tensors: scaled_dot_product_attention calls the operators that it calls on CUDA."""
+"""Attention as on CUDA: which kernel scaled_dot_product_attention takes, and the operators that it calls."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from lightning_memtools._torch import ATTENTION_ADDS_BATCH, without_autocast_on_cpu
-from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
+from lightning_memtools._torch import without_autocast_on_cpu
 from lightning_memtools.memory.cuda_ops.autocast import cast
-from lightning_memtools.memory.cuda_ops.kernels import HALF
+from lightning_memtools.memory.cuda_ops.rules import HALF
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
-_WITHOUT_BATCH = 3  # dimensions: heads, length, head
+_FLASH_MAX_HEAD = 256
+_AMPERE, _VOLTA = (8, 0), (7, 0)
 
 
 def attention(  # noqa: PLR0917, the arguments are those of torch
@@ -30,31 +28,105 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
     gpu: GpuShape,
 ) -> torch.Tensor:
     """Compute scaled_dot_product_attention with the kernel that CUDA takes on a GPU."""
-    query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
-    adds_batch = ATTENTION_ADDS_BATCH and {query.dim(), key.dim(), value.dim()} == {_WITHOUT_BATCH}
-    if adds_batch:
-        query, key, value = (one.unsqueeze(0) for one in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() == _WITHOUT_BATCH:
-            attn_mask = attn_mask.unsqueeze(0)
-    backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, gpu=gpu)
+    inputs = query, key, value, attn_mask
+    if torch.is_autocast_enabled("cpu"):
+        # As the compiled code evaluates a call's arguments: the last first.
+        inputs = tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in inputs[::-1])[::-1]
+    query, key, value, mask = inputs
+    backend = attention_backend(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa, gpu=gpu)
+    if backend == "math":
+        return _unfused(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    head = query.shape[-1]
     if backend == "flash":
-        out = _flash(query, key, value, dropout_p, is_causal, scale)
-    elif backend == "efficient":
-        out = _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    else:
-        out = unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return out.squeeze(0) if adds_batch else out
+        if padding := -head % 8:
+            query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+            scale = head**-0.5 if scale is None else scale
+        flash = aten._scaled_dot_product_flash_attention
+        out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :head] if padding else out
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    mask = _efficient_mask(query, key, mask)
+    efficient = aten._scaled_dot_product_efficient_attention
+    results = efficient(query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale)
+    return results[0]  # type: ignore[no-any-return]
 
 
-def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Return attention's inputs in autocast's lower precision if autocast is on."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    # As the compiled code evaluates a call's arguments: the last first.
-    return tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in tensors[::-1])[::-1]
+def attention_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+    gpu: GpuShape,
+) -> str:
+    """Return the kernel that scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
+
+    The conditions are those of use_flash_attention and use_mem_efficient_attention in
+    transformers/cuda/sdp_utils.cpp, in their order of priority; kernels that the user has switched off in
+    torch.backends.cuda are left out. cuDNN's kernel, which newer versions prefer on Hopper, takes as much memory as
+    "flash".
+    """
+    tensors = query, key, value
+    if any(tensor.dim() != 4 for tensor in tensors):  # noqa: PLR2004, batch, heads, length, head
+        return "math"
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    same_batch = query.shape[0] == key.shape[0] == value.shape[0]
+    last_is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
+    # For causal attention of different lengths, torch aligns the mask at another corner than flash does.
+    square = not is_causal or query.shape[2] == key.shape[2]
+    if (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and gpu.compute_capability >= _AMPERE
+        and mask is None
+        and query.dtype in HALF
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
+        and same_batch
+        and (same_heads or enable_gqa)
+        and square
+        and last_is_dense
+    ):
+        return "flash"
+    is_ampere, is_volta = gpu.compute_capability >= _AMPERE, gpu.compute_capability >= _VOLTA
+    # minimum_gemm_alignment: what tensor cores take.
+    aligned = (8 if is_volta else 1) if query.dtype in HALF else 4 if is_ampere else 1
+    if (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and query.dtype in ({*HALF, torch.float32} if is_ampere else {torch.float16, torch.float32})
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % aligned == 0
+        and value.shape[-1] % aligned == 0
+        and same_batch
+        and same_heads
+        and last_is_dense
+    ):
+        return "efficient"
+    return "math"
 
 
-def unfused(  # noqa: PLR0917, as torch's
+def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the mask that the efficient kernel takes: of the query's type, aligned, and one for each head."""
+    if mask is None:
+        return None
+    mask = _of_numbers(mask, query.dtype)
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        # The kernel copies the mask into rows whose length is a multiple of 8, and uses a part of them (pad_bias,
+        # which adds 8 elements even where none is missing).
+        length = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _of_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask of bools as one of 0 and -inf (convert_boolean_attn_mask)."""
+    if mask.dtype is not torch.bool:
+        return mask
+    kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
+    return torch.where(mask, kept, left_out)
+
+
+def _unfused(  # noqa: PLR0917, as torch's
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -69,7 +141,7 @@ def unfused(  # noqa: PLR0917, as torch's
     torch's own has the CPU's dropout, and does not add a mask in place to fake tensors.
     """
     dtype, allowed = query.dtype, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-    mask = _of_numbers(mask, dtype)
+    mask = None if mask is None else _of_numbers(mask, dtype)
     # Autocast takes attention as one operator, and leaves its parts alone.
     with without_autocast_on_cpu():
         inputs = query, key, value  # until the end, as in torch
@@ -91,42 +163,3 @@ def unfused(  # noqa: PLR0917, as torch's
         out: torch.Tensor = (scores @ value).to(dtype)
         del inputs, returned
         return out
-
-
-def _of_numbers(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask of bools as one of 0 and -inf (convert_boolean_attn_mask)."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
-    return torch.where(mask, kept, left_out)
-
-
-def _flash(  # noqa: PLR0917, as torch's
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> torch.Tensor:
-    head = query.shape[-1]
-    padding = -head % 8
-    if padding:
-        query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-        scale = head**-0.5 if scale is None else scale
-    out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
-        0
-    ]
-    return out[..., :head] if padding else out
-
-
-def _efficient(  # noqa: PLR0917, as torch's
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    mask = efficient_mask(query, key, mask)
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
-    )[0]
-    return out

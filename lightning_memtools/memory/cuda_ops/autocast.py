@@ -12,8 +12,8 @@ import torch
 
 from lightning_memtools._torch import (
     INTERPOLATIONS_IN_FLOAT,
+    FakeTensor,
     has_kernel,
-    is_dispatch_mode_active,
     operator_names,
     remove_kernels,
     without_autocast_on_cpu,
@@ -21,62 +21,16 @@ from lightning_memtools._torch import (
 
 # AT_FORALL_FP32 of ATen/autocast_mode.h (torch 2.13), computed in float32. The CPU's list has some of them already.
 _IN_FLOAT = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "frobenius_norm.dim",
-    "nuclear_norm",
-    "nuclear_norm.dim",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    *INTERPOLATIONS_IN_FLOAT,
-]
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+    "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim",
+    "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
+    "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
+    "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", *INTERPOLATIONS_IN_FLOAT,
+]  # fmt: skip
 # AT_FORALL_FP32_SET_OPT_DTYPE: float32 results, from inputs as they are, unless the caller says a dtype.
 _TO_FLOAT = ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
 # Operators of AT_FORALL_LOWER_PRECISION_FP that are not on the CPU's list, nor are the operators they consist of.
@@ -84,9 +38,10 @@ _IN_HALF = ["mv", "addmv", "addr"]
 # AT_FORALL_PROMOTE: in the widest type among the inputs.
 _PROMOTED = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
              "tensordot", "vdot"]  # fmt: skip
-# These are on the CPU's list for the lower precision; the operators they consist of are on CUDA's list.
+# These are on the CPU's list for the lower precision; the operators they consist of are on CUDA's list. And the CPU has
+# no kernel for avg_pool3d in lower precision.
 _SAME = frozenset({
-    "aten::_addmm_activation", "aten::_native_multi_head_attention", "aten::mkldnn_rnn_layer",
+    "aten::_addmm_activation", "aten::_native_multi_head_attention", "aten::mkldnn_rnn_layer", "aten::avg_pool3d",
     "aten::conv1d.padding", "aten::conv2d.padding", "aten::conv3d.padding",
 })  # fmt: skip
 _LINALG_NORMS = ("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
@@ -179,7 +134,7 @@ def _to_float(operator: Any) -> Callable[..., Any]:
             if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and not says_dtype:
                 if len(args) > 2 and args[2] is None:  # noqa: PLR2004, the dtype, where it is given by position
                     args = args[:2]
-                if fused is not None and args[0].dtype is torch.float16 and is_dispatch_mode_active():
+                if fused is not None and args[0].dtype is torch.float16 and isinstance(args[0], FakeTensor):
                     return fused(args[0], args[1], True)  # noqa: FBT003, torch's half_to_float
                 kwargs["dtype"] = torch.float32
             return operator(*args, **kwargs)
@@ -188,7 +143,7 @@ def _to_float(operator: Any) -> Callable[..., Any]:
 
 
 # From float16, and from that alone, CUDA's kernels make float32 without a copy of the input (ATen/native/SoftMax.cpp).
-# The CPU's kernels refuse to, so that only a mode that counts or fakes can run them (`ON_HOST` in kernels.py).
+# The CPU's kernels refuse to, so only fake tensors go there.
 _FUSED: dict[Any, Any] = {
     torch.ops.aten.softmax.int: torch.ops.aten._softmax,
     torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax,

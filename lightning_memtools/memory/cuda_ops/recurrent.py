@@ -8,18 +8,13 @@ on a GPU; the null device assumes the same (null_cuda/sources/cudnn.c), so all e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memtools._torch import storage_id, without_autocast_on_cpu, without_saved_tensors_hooks
-
-Graph = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
-"""Results with autograd graphs, and the leaves of these."""
+from lightning_memtools._torch import storage_id
 
 # For an LSTM four gates, the cell and its tanh; for a GRU three gates, and the hidden part of the last one.
 _KEPT_PER_UNIT = {"lstm": 6, "gru": 4, "rnn": 1}
@@ -40,50 +35,12 @@ class _CastIntoOne(torch.autograd.Function):
         return None, None, *[one.to(dtype) for one, dtype in reversed([*zip(gradients, ctx.dtypes, strict=True)])][::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class HostComputation:
-    """Computes the values of a recurrent layer on the host.
-
-    Attributes:
-        call: Runs torch's own function on input, states and weights.
-        uncounted: Makes the context in which tensors are host memory.
-    """
-
-    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]], Any]
-    uncounted: Callable[[], AbstractContextManager[None]]
-
-    def run(self, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Graph:
-        """Fill in the results, and return what their gradients are computed from."""
-        # Not the hooks of the program (a checkpoint's, say), and copies: the graph of the parts is the host's.
-        with self.uncounted(), without_autocast_on_cpu(), without_saved_tensors_hooks():
-            with torch.enable_grad():
-                leaves = [
-                    None if one is None else one.detach().clone().requires_grad_(one.requires_grad) for one in inputs
-                ]
-                source, hx, cx, *weights = leaves
-                made = self.call(source, hx, cx, weights)  # type: ignore[arg-type]
-            for result, one in zip(results, made, strict=True):
-                result.copy_(one.detach())
-        return made, leaves
-
-    def run_backward(self, graph: Graph, gradients: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
-        """Fill in the gradients of the inputs, in their order."""
-        made, leaves = graph
-        wanted = [(leaf, result) for leaf, result in zip(leaves, results, strict=True) if leaf is not None]
-        wanted = [(leaf, result) for leaf, result in wanted if leaf.requires_grad]
-        with self.uncounted():
-            found = torch.autograd.grad(made, [leaf for leaf, _ in wanted], gradients, retain_graph=True)
-            for (_, result), one in zip(wanted, found, strict=True):
-                result.copy_(one)
-
-
 class _CudnnRnn(torch.autograd.Function):
-    """Allocates the memory of a recurrent layer in cuDNN; without a host that computes, results have no values."""
+    """Allocates the memory of a recurrent layer in cuDNN. It computes no values, so it serves fake tensors only."""
 
     @staticmethod
     def forward(  # noqa: PLR0917, autograd gives all by position
         ctx: Any,
-        host: HostComputation | None,
         kind: str,
         layout: tuple[int, int, bool, bool],
         dropout: float,
@@ -111,12 +68,8 @@ class _CudnnRnn(torch.autograd.Function):
             ctx.save_for_backward(source, hx, cx, *weights, out, reserve, flat)
         # Zeros in place of missing gradients are made when what was kept is there: a layer may run again for that.
         ctx.set_materialize_grads(False)
-        ctx.n_weights, ctx.n_biases = len(weights), n_biases
-        ctx.batch_first = batch_first
+        ctx.n_weights, ctx.n_biases, ctx.batch_first = len(weights), n_biases, batch_first
         del in_time_order
-        ctx.host = host
-        if host is not None:
-            ctx.graph = host.run((source, hx, cx, *weights), (out, *states))
         return out, *states
 
     @staticmethod
@@ -138,32 +91,9 @@ class _CudnnRnn(torch.autograd.Function):
         if ctx.n_biases:
             parts = [torch.empty_like(weight) for weight in weights]
         del in_time_order
-        of_source = _turned(of_source, ctx.batch_first)
-        if ctx.host is not None:
-            ctx.host.run_backward(ctx.graph, gradients, (of_source, of_hx, of_cx, *parts))
-        if torch.is_grad_enabled():
-            results = _FirstDerivative.apply(weights[0], of_source, of_hx, *parts)  # type: ignore[no-untyped-call]
-            of_source, of_hx, *parts = results
-        return (
-            *[None] * 7,
-            of_source if ctx.needs_input_grad[7] else None,
-            of_hx if ctx.needs_input_grad[8] else None,
-            of_cx if ctx.needs_input_grad[9] else None,
-            *parts,
-        )
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """Passes gradients on, and refuses to compute theirs, as cuDNN does."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, *gradients: torch.Tensor) -> Any:
-        del ctx, weight  # its gradient is wanted, so that of these would be too
-        return tuple(one.view_as(one) for one in gradients)
-
-    @staticmethod
-    def backward(_ctx: Any, *_gradients: torch.Tensor) -> Any:
-        raise RuntimeError("the derivative for '_cudnn_rnn_backward' is not implemented")
+        wanted = ctx.needs_input_grad[6:9]
+        of_inputs = _turned(of_source, ctx.batch_first), of_hx, of_cx
+        return *[None] * 6, *(one if needed else None for one, needed in zip(of_inputs, wanted, strict=True)), *parts
 
 
 def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
@@ -183,8 +113,11 @@ def flatten_weights(layer: nn.Module, enter: Callable[[torch.Tensor], object]) -
     weights = [one for part in layer.all_weights for one in part]
     are_apart = len({storage_id(weight.untyped_storage()) for weight in weights}) == len(weights)
     if are_apart and len({weight.dtype for weight in weights}) == 1 and _is_flattened(weights[0]):
+        n_rows: int = layer.all_weights[0][0].shape[0]
+        # cuDNN's buffer has room for biases also without them.
+        n_biases = 0 if layer.bias else 2 * n_rows * layer.num_layers * (1 + layer.bidirectional)
         with torch.no_grad():
-            parts = _copied_into_one(weights, _n_biases(layer), weights[0].dtype)
+            parts = _copied_into_one(weights, n_biases, weights[0].dtype)
             enter(parts[0])
             for weight, part in zip(weights, parts, strict=True):
                 weight.data = part
@@ -192,12 +125,6 @@ def flatten_weights(layer: nn.Module, enter: Callable[[torch.Tensor], object]) -
 
 def _is_flattened(weight: torch.Tensor) -> bool:
     return weight.dtype in torch.backends.cudnn.CUDNN_TENSOR_DTYPES
-
-
-def _n_biases(layer: nn.RNNBase) -> int:
-    """Return the number of bias elements in cuDNN's weight buffer, which has room for them also without biases."""
-    n_rows: int = layer.all_weights[0][0].shape[0]
-    return 0 if layer.bias else 2 * n_rows * layer.num_layers * (1 + layer.bidirectional)
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -215,52 +142,15 @@ def _copied_into_one(weights: Sequence[torch.Tensor], n_biases: int, dtype: torc
     return parts
 
 
-def run_like_cudnn(
-    kind: str,
-    source: torch.Tensor,
-    *args: Any,
-    original: Callable[..., Any] | None = None,
-    uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Any:
-    """Run one of torch's recurrent functions with cuDNN's memory.
-
-    Args:
-        kind: A key of `KINDS`.
-        source: The input.
-        args: The further arguments of torch's function.
-        original: The function that computes the values on the host; None for fake tensors.
-        uncounted: Makes the context in which it computes.
-    """
+def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
+    """Run one of torch's recurrent functions on fake tensors."""
     # For a packed sequence torch passes the batch sizes of the time steps first, and no `batch_first`. Its data are the
     # rows of all time steps one below the other, so nothing else differs.
     is_packed = isinstance(args[2], (list, tuple))  # the weights, otherwise the second of them
-    first, (states, weights, *rest) = (args[:1], args[1:]) if is_packed else ((), args)
+    given = (*args[1:], False) if is_packed else args
+    states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = given
     hx, cx = states if kind == "lstm" else (states, None)
-
-    def call(source: Any, hx: Any, cx: Any, weights: Any) -> Any:
-        assert original is not None
-        return original(source, *first, hx if cx is None else (hx, cx), weights, *rest)
-
-    host = None if original is None else HostComputation(call, uncounted)
-    return _run(host, kind, source, hx, cx, weights, *rest, *([False] if is_packed else []))
-
-
-def _run(  # noqa: PLR0917, as torch's
-    host: HostComputation | None,
-    kind: str,
-    source: torch.Tensor,
-    hx: torch.Tensor,
-    cx: torch.Tensor | None,
-    weights: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
     hidden = weights[1].shape[0] // _GATES[kind]
-    layout = (hidden, num_layers, bidirectional, batch_first)
     # The buffer that cuDNN has for the weights holds biases, wanted or not.
     n_biases = 0 if has_biases else 2 * _GATES[kind] * hidden * num_layers * (1 + bidirectional)
     is_flat = _is_flattened(weights[0])
@@ -271,15 +161,16 @@ def _run(  # noqa: PLR0917, as torch's
             is_flat = True
         cx = None if cx is None else cx.to(dtype)
         hx, source = hx.to(dtype), source.to(dtype)  # in this order
+    layout = (hidden, num_layers, bidirectional, batch_first)
     return _CudnnRnn.apply(  # type: ignore[no-untyped-call]
-        host, kind, layout, dropout, train, n_biases, is_flat, source, hx, cx, *weights
+        kind, layout, dropout, train, n_biases, is_flat, source, hx, cx, *weights
     )
 
 
-KINDS = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn", "rnn_relu": "rnn"}
-"""torch's recurrent functions, by name, with the kind of layer that each runs."""
-
 RECURRENT: dict[Any, Callable[..., Any]] = {
-    getattr(torch, name): partial(run_like_cudnn, kind) for name, kind in KINDS.items()
+    torch.lstm: partial(_recurrent, "lstm"),
+    torch.gru: partial(_recurrent, "gru"),
+    torch.rnn_tanh: partial(_recurrent, "rnn"),
+    torch.rnn_relu: partial(_recurrent, "rnn"),
 }
 """The replacement of each of torch's recurrent functions for fake tensors."""

@@ -1,25 +1,69 @@
 """The buffers of CUDA's reductions (sums, means, norms, maxima), where several thread blocks share the work.
 
-A reduction that one thread block cannot do alone is split over blocks, which leave their parts in one buffer and count
-in another: `ReduceConfig` and `setReduceConfig` of native/cuda/Reduce.cuh. How many blocks there are depends on the
-GPU's multiprocessors. Dimensions are walked in TensorIterator's order (ATen/TensorIterator.cpp).
+A reduction that one thread block cannot do alone is split over blocks (CTAs), which leave their parts in one buffer and
+count in another. `ReduceConfig` and `workspaces` are ReduceConfig and setReduceConfig of native/cuda/Reduce.cuh, with
+their names; `_walked` is TensorIterator's order of dimensions (ATen/TensorIterator.cpp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from lightning_memtools.memory.cuda_ops.kernels import HALF, Kernel, Run, Workspace, instead_of, nbytes
+from lightning_memtools.memory.cuda_ops.rules import HALF, Call, Rule
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
-_MAX_THREADS = 512
-_WARP = 32
-_FEWEST_VALUES, _MOST_VALUES = 16, 256
+MAX_NUM_THREADS = 512
+WARP_SIZE = 32
+MIN_VALUES_PER_THREAD, MAX_VALUES_PER_THREAD = 16, 256
+INPUT_VEC_SIZE = 4
+
+
+@dataclass(slots=True)
+class ReduceConfig:
+    """The division of a reduction over threads, warps and blocks; all names are PyTorch's."""
+
+    element_size_bytes: int
+    num_outputs: int
+    num_inputs: int
+    output_vec_size: int = 1
+    step_input: int = 1
+    step_output: int = 1
+    ctas_per_output: int = 1
+    block_width: int = 1
+    block_height: int = 1
+    block_x_reduce: bool = False
+
+    def set_block_dimension(self, dim0: int, dim1: int) -> None:
+        """Choose the threads of a block."""
+        max_num_threads = MAX_NUM_THREADS // self.output_vec_size
+        last_pow2s = (1 << (max(dim, 1).bit_length() - 1) for dim in (dim0, dim1))
+        dim0_pow2, dim1_pow2 = (min(last_pow2, max_num_threads) for last_pow2 in last_pow2s)
+        self.block_width = min(dim0_pow2, WARP_SIZE)
+        self.block_height = min(dim1_pow2, max_num_threads // self.block_width)
+        self.block_width = min(dim0_pow2, max_num_threads // self.block_height)
+
+    @property
+    def values_per_thread(self) -> int:
+        """The inputs that a thread reduces."""
+        return _div_up(self.num_inputs, self.step_input)
+
+    @property
+    def grid(self) -> int:
+        """The blocks in the direction of the outputs."""
+        return _div_up(self.num_outputs // self.output_vec_size, self.step_output)
+
+    @property
+    def global_memory_size(self) -> int:
+        """The bytes of the buffer for the parts of all blocks."""
+        size = self.element_size_bytes * self.num_outputs * self.ctas_per_output
+        return size if self.block_x_reduce else size * self.block_width * self.output_vec_size
 
 
 def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part_bytes: int) -> tuple[int, ...]:
@@ -34,62 +78,85 @@ def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part
     if tensor.numel() == 0:
         return ()
     shape, strides, n_reduced = _walked(tensor, dims)
-    n_outputs = prod(shape[n_reduced:])
-    n_inputs = prod(shape[:n_reduced])
-    fastest = not shape or n_reduced == len(shape) or (n_reduced > 0 and strides[0] < strides[n_reduced])
-    if shape and n_reduced == 0:
-        fastest = False
-    width, height = (n_inputs, n_outputs) if fastest else (n_outputs, n_inputs)
-    vector = 1
-    stride = (strides[0] if fastest else strides[n_reduced]) if shape else 1
-    if stride == 1:
-        if fastest and width > 128 and len(shape) == 1:  # noqa: PLR2004, setReduceConfig
-            width //= 4
-        elif not fastest:
-            vector = _vector_of_outputs(shape, strides, n_reduced)
-            width //= vector
-    most = _MAX_THREADS // vector
-    wide, high = min(power_of_two(width), most), min(power_of_two(height), most)
-    block_width = min(wide, _WARP)
-    block_height = min(high, most // block_width)
-    block_width = min(wide, most // block_height)
-    in_step = block_width if fastest else 1
-    out_step = 1 if fastest else block_width
-    values = -(-n_inputs // in_step)
-    splits_height = values >= min(block_height * 16, _MOST_VALUES)
-    if splits_height:
-        in_step *= block_height
+    config = ReduceConfig(part_bytes, num_outputs=prod(shape[n_reduced:]), num_inputs=prod(shape[:n_reduced]))
+    is_whole = n_reduced == len(shape)
+    reduction_on_fastest_striding_dimension = is_whole or (n_reduced > 0 and strides[0] < strides[n_reduced])
+    if reduction_on_fastest_striding_dimension:
+        dim0, dim1, fastest_moving_stride = config.num_inputs, config.num_outputs, (strides or [1])[0]
     else:
-        out_step *= block_height
-    values = -(-n_inputs // in_step)
-    grid = -(-(n_outputs // vector) // out_step)
-    target = gpu.multiprocessors * (gpu.threads // (block_width * block_height))
-    if not (splits_height and values >= _MOST_VALUES and grid <= target):
-        return ()
-    blocks = max(min(-(-target // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES))
-    if blocks <= 1:
-        return ()
-    return part_bytes * n_outputs * blocks * (1 if fastest else block_width * vector), 4 * grid
+        dim0, dim1, fastest_moving_stride = config.num_outputs, config.num_inputs, strides[n_reduced]
+    if fastest_moving_stride == 1:
+        if not reduction_on_fastest_striding_dimension:
+            config.output_vec_size = _output_vec_size(shape, strides, n_reduced)
+            dim0 //= config.output_vec_size
+        elif dim0 > 128 and len(shape) == 1:  # noqa: PLR2004, setReduceConfig
+            dim0 //= INPUT_VEC_SIZE
+    config.set_block_dimension(dim0, dim1)
+    config.block_x_reduce = reduction_on_fastest_striding_dimension
+    if config.block_x_reduce:
+        config.step_input *= config.block_width
+    else:
+        config.step_output *= config.block_width
+    split_across_warps = config.values_per_thread >= min(config.block_height * 16, MAX_VALUES_PER_THREAD)
+    if split_across_warps:
+        config.step_input *= config.block_height
+    else:
+        config.step_output *= config.block_height
+    blocks_per_sm = gpu.threads // (config.block_width * config.block_height)
+    target_grid_size = gpu.multiprocessors * blocks_per_sm
+    values = config.values_per_thread
+    if split_across_warps and values >= MAX_VALUES_PER_THREAD and config.grid <= target_grid_size:
+        filling = min(_div_up(target_grid_size, config.grid), _div_up(values, MIN_VALUES_PER_THREAD))
+        config.ctas_per_output = max(filling, _div_up(values, MAX_VALUES_PER_THREAD))
+    return (config.global_memory_size, 4 * config.grid) if config.ctas_per_output > 1 else ()
 
 
-def bytes_of_sum(dtype: torch.dtype) -> int:
-    """Return the bytes that a block leaves of each sum."""
-    return 4 if dtype in HALF else dtype.itemsize
+def _div_up(a: int, b: int) -> int:
+    return -(-a // b)
 
 
-def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:  # noqa: C901
+def _output_vec_size(shape: list[int], strides: list[int], n_reduced: int) -> int:
+    vec_size = 4
+    for number in (shape[n_reduced], *(stride for i, stride in enumerate(strides) if i != n_reduced)):
+        while number % vec_size:
+            vec_size //= 2
+    return vec_size
+
+
+def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
     """Return shape and strides of the input as TensorIterator walks it, and how many leading dimensions are reduced."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
-    shape = list(tensor.shape)
-    results, step = [0] * n, 1
-    for dim in reversed(range(n)):
+    shape, inputs = list(tensor.shape), list(tensor.stride())
+    results = _strides_of_result(shape, reduced)
+    order = _order(results, inputs, shape)
+    walked: list[list[int]] = []  # size, stride of the input, stride of the result
+    for dim in order:
+        size, source, result = shape[dim], inputs[dim], results[dim]
+        last = walked[-1] if walked else None
+        if last is not None and last[0] == 1:
+            walked[-1] = [size, source, result]
+        elif last is not None and last[0] * last[1] == source and last[0] * last[2] == result:
+            last[0] *= size
+        elif last is None or size != 1:
+            walked.append([size, source, result])
+    return [one[0] for one in walked], [one[1] for one in walked], sum(one[2] == 0 for one in walked)
+
+
+def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
+    """Return the strides of a dense result, 0 where a dimension is reduced."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
         if dim not in reduced:
-            results[dim] = step
+            strides[dim] = step
             step *= shape[dim]
-    inputs = list(tensor.stride())
-    order = list(reversed(range(n)))
-    for i in range(1, n):
+    return strides
+
+
+def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]:
+    """Return the dimensions from the innermost to the outermost (reorder_dimensions)."""
+    order = list(reversed(range(len(shape))))
+    for i in range(1, len(shape)):
         at = i
         for before in reversed(range(i)):
             wrong = _compared(order[before], order[at], results, inputs, shape)
@@ -98,21 +165,7 @@ def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[
                 at = before
             elif wrong < 0:
                 break
-    walked: list[list[int]] = []  # size, stride of the input, stride of the result
-    for dim in order:
-        size, source, result = shape[dim], inputs[dim], results[dim]
-        last = walked[-1] if walked else None
-        if last is None:
-            walked.append([size, source, result])
-        elif last[0] == 1:
-            walked[-1] = [size, source, result]
-        elif size == 1:
-            continue
-        elif last[0] * last[1] == source and last[0] * last[2] == result:
-            last[0] *= size
-        else:
-            walked.append([size, source, result])
-    return [one[0] for one in walked], [one[1] for one in walked], sum(one[2] == 0 for one in walked)
+    return order
 
 
 def _compared(one: int, other: int, results: list[int], inputs: list[int], shape: list[int]) -> int:
@@ -130,64 +183,45 @@ def _compared(one: int, other: int, results: list[int], inputs: list[int], shape
     return 0
 
 
-def _vector_of_outputs(shape: list[int], strides: list[int], n_reduced: int) -> int:
-    vector = 4
-    for number in (shape[n_reduced], *(stride for i, stride in enumerate(strides) if i != n_reduced)):
-        while number % vector:
-            vector //= 2
-    return vector
+def _rule(dims_at: int | None, part_bytes: Callable[[torch.dtype], int], *, any_type: bool = False) -> Rule:
+    """Return the rule of a reduction.
+
+    Args:
+        dims_at: The place of the argument that has the dimensions; None if all of them go.
+        part_bytes: The bytes of what a block leaves of each output.
+        any_type: The result is of another type without a copy of the input.
+    """
+
+    def reduce(call: Call) -> Any:
+        out, source = call.results(), call.args[0]
+        given = None if dims_at is None else call.argument(dims_at, "dim")
+        dims = () if given is None else (given,) if isinstance(given, int) else tuple(given)
+        result = out[0] if isinstance(out, tuple) else out
+        is_direct = any_type or source.dtype is result.dtype
+        is_direct |= source.dtype in HALF and result.dtype is torch.float32
+        copied = 0 if is_direct else source.numel() * result.element_size()
+        dtype = source.dtype if is_direct else result.dtype
+        call.hold(copied, *workspaces(source, dims, call.gpu, part_bytes=part_bytes(dtype)))
+        return out
+
+    return reduce
 
 
-def power_of_two(number: int) -> int:
-    """Return the largest power of two that is not above the number."""
-    return 1 << (max(number, 1).bit_length() - 1)
+def _bytes_of_sum(dtype: torch.dtype) -> int:
+    return 4 if dtype in HALF else dtype.itemsize
 
 
-@instead_of(aten.logsumexp.default)
-def logsumexp(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The maxima, and the exponentials of the differences to them (logsumexp_out_impl in ReduceOps.cpp)."""
-    out = run(func, *args, **kwargs)
-    with ledger.workspace(nbytes(out)):
-        ledger.work_with(nbytes(args[0]))
-    return out
-
-
-def reduction_kernels(gpu: GpuShape) -> dict[Any, Kernel]:
-    """Return the reductions, as kernels to call in place of their operators."""
-
-    def kernel(dims_at: int | None, part_bytes: Callable[[torch.dtype], int]) -> Kernel:
-        def reduce(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            out = run(func, *args, **kwargs)
-            given = args[dims_at] if dims_at is not None and len(args) > dims_at else kwargs.get("dim")
-            dims = () if given is None else (given,) if isinstance(given, int) else tuple(given)
-            result = out[0] if isinstance(out, tuple) else out
-            source = args[0]
-            in_half = source.dtype in HALF and result.dtype is torch.float32
-            copied = () if source.dtype is result.dtype or in_half or func in _ANY_TYPE else (
-                nbytes(source) // source.element_size() * result.element_size(),
-            )  # fmt: skip
-            dtype = source.dtype if in_half or func in _ANY_TYPE else result.dtype
-            ledger.work_with(*copied, *workspaces(source, dims, gpu, part_bytes=part_bytes(dtype)))
-            return out
-
-        return reduce
-
-    sums, whole = kernel(1, bytes_of_sum), kernel(None, bytes_of_sum)
-    largest, with_index = kernel(1, lambda dtype: dtype.itemsize), kernel(1, lambda _: 16)
-    return {
-        aten.sum.default: whole, aten.sum.dim_IntList: sums,
-        aten.mean.default: whole, aten.mean.dim: sums,
-        aten.nansum.default: sums, aten.prod.default: whole, aten.prod.dim_int: sums,
-        aten.linalg_vector_norm.default: kernel(2, bytes_of_sum),
-        aten.amax.default: largest, aten.amin.default: largest,
-        aten.max.default: kernel(None, lambda dtype: dtype.itemsize),
-        aten.min.default: kernel(None, lambda dtype: dtype.itemsize),
-        aten.max.dim: with_index, aten.min.dim: with_index,
-        aten.argmax.default: with_index, aten.argmin.default: with_index,
-        aten.var.correction: with_index, aten.std.correction: with_index,
-        aten.var_mean.correction: with_index, aten.std_mean.correction: with_index,
-    }  # fmt: skip
-
-
-# Reductions whose result is of another type without a copy of the input.
-_ANY_TYPE = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
+_bytes_of_value = attrgetter("itemsize")
+_WHOLE = (aten.sum.default, aten.mean.default, aten.prod.default)
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.nansum.default, aten.prod.dim_int)
+_VARIANCES = (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+_INDICES = (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
+REDUCTIONS: dict[Any, Rule] = {
+    **dict.fromkeys(_WHOLE, _rule(None, _bytes_of_sum)),
+    **dict.fromkeys(_SUMS, _rule(1, _bytes_of_sum)),
+    aten.linalg_vector_norm.default: _rule(2, _bytes_of_sum),
+    **dict.fromkeys((aten.amax.default, aten.amin.default), _rule(1, _bytes_of_value)),
+    **dict.fromkeys((aten.max.default, aten.min.default), _rule(None, _bytes_of_value)),
+    **dict.fromkeys(_INDICES, _rule(1, lambda _: 16, any_type=True)),
+    **dict.fromkeys(_VARIANCES, _rule(1, lambda _: 16)),
+}

@@ -25,12 +25,13 @@ from lightning_memtools.memory.allocator import (
     take_snapshot,
 )
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
+from lightning_memtools.memory.cuda_ops.rules import Rule
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindResult, OperatorReplacement
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindResult
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
 from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names
-from lightning_memtools.memory.virtual.cuda_texts import cuda_error, summary_table
+from lightning_memtools.memory.virtual.cuda_texts import cuda_error
 from lightning_memtools.memory.virtual.ledger import DeviceListener, LedgerEntry, VirtualLedger
 from lightning_memtools.memory.virtual.loaders import count_batch
 from lightning_memtools.memory.virtual.module_scopes import ModuleNames
@@ -66,10 +67,10 @@ class VirtualDevice:
         used_by_others: The part of the capacity that other processes take.
         cublas_workspace: The workspace that cuBLAS takes at the first matrix product in forward, and once more in
             backward, which runs in another thread: "32MiB" on Hopper, "8519680B" on other GPUs. Nothing by default.
-        cuda_like: Behave as on CUDA where CPU tensors behave otherwise: operators allocate what CUDA's kernels do,
-            dropout keeps a mask of bools, autocast follows CUDA's lists, optimizers use foreach, and Adam's step counts
-            stay on the host. Dropout then draws other random numbers, and autocast computes in other types. While the
-            device is entered, autocast on CPU tensors follows CUDA's lists in all threads.
+        cuda_like: Behave as on CUDA where CPU tensors behave otherwise: dropout keeps a mask of bools, autocast follows
+            CUDA's lists, optimizers use foreach, and Adam's step counts stay on the host. Dropout then draws other
+            random numbers, and autocast computes in other types. While the device is entered, autocast on CPU tensors
+            follows CUDA's lists in all threads.
         record: Keep a trace of all events of the allocator, in `trace`.
 
     Raises:
@@ -134,7 +135,7 @@ class VirtualDevice:
         # An OrderedDict, because handles refer to it weakly, which a plain dict does not allow.
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
-        self._replacements: Mapping[Any, OperatorReplacement] = {}
+        self._rules: Mapping[Any, Rule] = {}
         self._result_of: FindResult | None = None
         self._thread: int | None = None
         self._hooks = DeviceHooks(
@@ -269,15 +270,15 @@ class VirtualDevice:
         self._observers[handle.id] = callback
         return handle
 
-    # --- listening, and replacing operators
+    # --- listening, and rules of operators
 
     def listen(self, listener: DeviceListener) -> None:
         """Tell a listener of every operator, module call, allocation and free once the device is entered again."""
         self._ledger.listener = listener
 
-    def replace_operators(self, replacements: Mapping[Any, OperatorReplacement]) -> None:
-        """Run functions in place of operators once the device is entered again."""
-        self._replacements = replacements
+    def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
+        """Call rules in place of operators once the device is entered again."""
+        self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
         """Ask a function for the results of operators before these are run, once the device is entered again.
@@ -337,11 +338,6 @@ class VirtualDevice:
     def empty_cache(self) -> None:
         """Release unused cached memory to the device."""
         self._ledger.empty_cache()
-
-    def summary(self) -> str:
-        """Return the table of ``torch.cuda.memory_summary``; its title says that it is simulated."""
-        self._ledger.settle()
-        return summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
 
     def composition(self) -> Composition:
         """Return every allocated byte by category and by module."""
@@ -433,7 +429,7 @@ class VirtualDevice:
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
             gpu=self.gpu,
-            replacements=self._replacements,
+            rules=self._rules,
             result_of=result_of,
         )
 

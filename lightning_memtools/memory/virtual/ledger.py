@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.cuda_texts import ONE_EXABYTE
 
 
 class LedgerEntry(weakref.ref[Any]):
@@ -129,52 +128,38 @@ class VirtualLedger:
             self._count(block, Category.OTHER, "workspace")
             self.held += block.size
 
-    def exceeds_free(self, n_bytes: int) -> bool:
-        """Return whether this many bytes would not fit even if all memory without tensors were one free block."""
-        capacity = self.allocator.capacity
-        if capacity is None:
-            return n_bytes >= ONE_EXABYTE
-        self.settle()
-        return n_bytes > capacity - self.allocator.used_by_others - self.allocator.allocated
-
-    def work_with(self, *sizes: int) -> None:
-        """Allocate blocks and free them at once, as a kernel does with its workspaces.
-
-        Raises:
-            SimulatedOutOfMemory: The device has too little memory.
-        """
-        with self.workspace(*sizes):
-            pass
-
     @contextmanager
-    def workspace(self, *sizes: int) -> Iterator[None]:
-        """Allocate blocks, one after the other, that are freed on leaving; none for a size of 0.
+    def workspaces(self) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
+        """Yield a function that allocates blocks until the context ends, and one that frees them before that.
 
-        Raises:
-            SimulatedOutOfMemory: The device has too little memory.
+        Both take the bytes of any number of blocks, of which 0 means no block. The first raises SimulatedOutOfMemory if
+        the device has too little memory.
         """
-        wanted = [size for size in sizes if size > 0]
-        if not wanted:
-            yield
-            return
         taken: list[Block] = []
-        try:
+
+        def hold(*sizes: int) -> None:
             with self._lock:
                 self._settle()
-                for n_bytes in wanted:
-                    block = self.allocator.malloc(n_bytes, label="workspace")
-                    taken.append(block)
+                for size in filter(None, sizes):
+                    taken.append(block := self.allocator.malloc(size, label="workspace"))
                     self._count(block, Category.OTHER, "")
-            yield
-        finally:
+            self._settle_late()
+
+        def release(*sizes: int) -> None:
             with self._lock:
-                for block in taken:
+                for size in filter(None, sizes):
+                    block = taken.pop([one.requested for one in taken].index(size))
                     number = block.id
                     self._bytes[Category.OTHER] -= block.size
                     self.allocator.free(block)
                     if self.listener is not None:
                         self.listener.on_free(number, None, "")
             self._settle_late()
+
+        try:
+            yield hold, release
+        finally:
+            release(*(block.requested for block in taken))
 
     def resize(self, entry: LedgerEntry, n_bytes: int) -> None:
         """Move a storage to a block of another size. The old block is freed after the new one is allocated, as on CUDA.
@@ -217,21 +202,6 @@ class VirtualLedger:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 self._give_back(entry)
-        self._settle_late()
-
-    def pass_on(self, entry: LedgerEntry, storage: torch.UntypedStorage) -> None:
-        """Give a storage's block, with all that is known of it, to another storage, which may have blocks already."""
-        with self._lock:
-            self._settle()
-            if self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-                heir = LedgerEntry(storage, self._note_death)
-                key = storage_id(storage)
-                heir.key = -entry.block.id if key in self._entries else key  # as a second block of its
-                heir.n_bytes = storage.nbytes()
-                heir.block, heir.serial = entry.block, entry.serial
-                heir.category, heir.module = entry.category, entry.module
-                self._entries[heir.key] = heir
         self._settle_late()
 
     def freeze(self) -> list[LedgerEntry]:

@@ -19,11 +19,6 @@ OPTIMIZER = "(optimizer)"
 BACKWARD = "(backward)"
 
 
-def stores_gradient() -> bool:
-    """Return whether autograd is storing a leaf's gradient at this moment."""
-    return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
-
-
 class ModuleScopes:
     """The stack of module calls of one thread.
 

@@ -70,27 +70,15 @@ def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
     return list(flat((*args, *kwargs.values())))
 
 
-def is_among(key: int, args: Any, kwargs: Any) -> bool:
-    """Return whether a storage belongs to one of an operator's arguments."""
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            if _has_storage(value, key):
-                return True
-        elif isinstance(value, (tuple, list)) and any(_has_storage(tensor, key) for tensor in flat(value)):
-            return True
-    return bool(kwargs) and any(_has_storage(tensor, key) for tensor in flat(tuple(kwargs.values())))
-
-
 def storages_of(args: Any, kwargs: Any) -> set[int]:
     """Return the identities of the storages of an operator's arguments."""
-    return {storage_key(part) for tensor in given_tensors(args, kwargs) for part in parts(tensor)}
-
-
-def _has_storage(tensor: torch.Tensor, key: int) -> bool:
-    try:
-        return storage_key(tensor) == key
-    except NotImplementedError:
-        return any(storage_key(part) == key for part in parts(tensor))
+    found: set[int] = set()
+    for tensor in given_tensors(args, kwargs):
+        try:
+            found.add(storage_key(tensor))
+        except NotImplementedError:
+            found.update(map(storage_key, parts(tensor)))
+    return found
 
 
 def _say_not_counted(kind: str) -> None:

@@ -20,11 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindMode
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.fused_attention import fuse_attention
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
 from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
-from lightning_memtools.memory.virtual.recurrent_layers import run_recurrent_like_cuda
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
@@ -186,7 +184,7 @@ class DeviceHooks:
         find: Returns the accounting mode of the thread that calls it.
         seen: Called with each optimizer that takes a step.
         run_counted: Runs a new thread's work with an accounting mode.
-        cuda_like: Make dropout, autocast, attention and optimizers behave as on CUDA.
+        cuda_like: Make dropout, autocast and optimizers behave as on CUDA.
     """
 
     def __init__(
@@ -221,8 +219,6 @@ class DeviceHooks:
         if self._cuda_like:
             behave_like_cuda(patches)
             self._autocast.enter_context(cuda_autocast())
-            fuse_attention(patches, find)
-            run_recurrent_like_cuda(patches, find)
         self._hooks += watch_registrations(find)
         self._hooks += watch_optimizers(find, self._seen)
 

@@ -46,11 +46,9 @@ def test_one_element_takes_512_bytes_of_a_2_mib_segment() -> None:
 
 
 def test_it_is_a_memory_reader_marked_as_simulated() -> None:
-    virtual = VirtualDevice("24GiB")
-    device: MemoryReader = virtual
+    device: MemoryReader = VirtualDevice("24GiB")
     assert device.name == "virtual device (24GiB, simulated)"
     assert device.simulated
-    assert "virtual device (24GiB, simulated)" in virtual.summary()
     assert device.stats().capacity == 24 * 2**30
     assert VirtualDevice().name == "virtual device (no limit, simulated)"
     assert VirtualDevice().stats().capacity is None

@@ -28,7 +28,6 @@ def train(make: Make, device: VirtualDevice | None) -> tuple[list[torch.Tensor],
             losses.append(train_step(model, inputs, optimizer))
             if device is not None:
                 device.composition()
-                device.summary()
         model.eval()
         with torch.inference_mode():
             losses.append(model(*inputs).clone())

@@ -1,0 +1,253 @@
+"""Rules for operators whose results or workspaces CUDA allocates otherwise than fake tensors show.
+
+A rule is called in place of its operator. It returns the results, and holds what the kernel allocates beside them while
+it runs: before, after or between the results, as the kernel does. Operators without a rule allocate what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_memtools._torch import FakeTensor, current_graph_task, is_view, stores_gradient
+from lightning_memtools.memory.sizes import GpuShape
+
+aten = torch.ops.aten
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        run: Runs any operator; its results are allocated.
+        func: The operator.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        gpu: The GPU.
+        hold: Allocates blocks of these bytes until the rule has returned; none for 0.
+        release: Frees such blocks before that, by their bytes.
+    """
+
+    run: Callable[..., Any]
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gpu: GpuShape
+    hold: Callable[..., None]
+    release: Callable[..., None]
+
+    def results(self) -> Any:
+        """Run the operator itself."""
+        return self.run(self.func, *self.args, **self.kwargs)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """Return a new tensor."""
+        return self.run(aten.empty.memory_format, shape, dtype=dtype, device=torch.device("cpu"))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument, wherever it is given."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+
+Rule = Callable[[Call], Any]
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a dense copy of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def copy_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the copy that `Tensor.contiguous` makes; 0 if it makes none."""
+    return 0 if tensor.is_contiguous() else nbytes(tensor)
+
+
+def layer_norm(call: Call) -> Any:
+    """Keep mean and 1/deviation in float32 for half inputs too; copy a strided input (cuda/layer_norm_kernel.cu)."""
+    source, normalized = call.args[:2]
+    call.hold(copy_bytes(source))
+    if source.dtype not in HALF:
+        return call.results()
+    shape = [*source.shape[: source.dim() - len(normalized)], *[1] * len(normalized)]
+    out = call.run(aten.empty_like.default, source, memory_format=torch.contiguous_format)
+    return out, *(call.empty(shape, torch.float32) for _ in range(2))
+
+
+def batch_norm(call: Call) -> Any:
+    """Keep mean and 1/deviation in float32 for half inputs too; cuDNN keeps none in evaluation (Normalization.cpp)."""
+    source, weight, training = call.args[0], call.args[1], call.args[5]
+    if not training and not is_native_batch_norm(source, weight):
+        return call.results()
+    dtype = torch.float32 if source.dtype in HALF else source.dtype
+    out = call.run(aten.empty_like.default, source)
+    return out, *(call.empty([source.shape[1]], dtype) for _ in range(2))
+
+
+def is_native_batch_norm(source: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Return whether torch's own kernels run and not cuDNN's (_select_batch_norm_backend of Normalization.cpp)."""
+    by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
+    return not by_cudnn or source.dim() == 2  # noqa: PLR2004, rows
+
+
+def dropout(call: Call) -> Any:
+    """Make the mask before the output (cuda/Dropout.cu), which counts where free blocks are few."""
+    source, share, *training = call.args
+    if not 0 < share < 1 or call.kwargs or training == [False]:
+        return call.results()
+    mask = call.run(aten.empty_like.default, source, dtype=torch.bool)
+    return call.run(aten.empty_like.default, source), mask
+
+
+def softmax(call: Call) -> Any:
+    """Copy a strided input (host_softmax in cuda/SoftMax.cu)."""
+    out = call.results()
+    call.hold(copy_bytes(call.args[0]))
+    return out
+
+
+def softmax_backward(call: Call) -> Any:
+    """Multiply gradient and output first; copy a strided output (host_softmax_backward in cuda/SoftMax.cu)."""
+    out, output = call.results(), call.args[1]
+    call.hold(nbytes(output), copy_bytes(output))
+    return out
+
+
+def log_softmax_backward(call: Call) -> Any:
+    """Copy what is strided (host_softmax_backward in cuda/SoftMax.cu)."""
+    out = call.results()
+    call.hold(*map(copy_bytes, call.args[:2]))
+    return out
+
+
+def safe_softmax(call: Call) -> Any:
+    """Write zeros into the rows that are all -inf; the masks of elements and of rows are held (SoftMax.cpp)."""
+    source, dim = call.args[:2]
+    out = call.run(aten._softmax.default, source, dim, False)  # noqa: FBT003, half to float
+    call.hold(source.numel(), source.numel() // max(source.shape[dim], 1), source.element_size())
+    return out
+
+
+def logsumexp(call: Call) -> Any:
+    """Hold the maxima, and the exponentials of the differences to them (logsumexp_out_impl in ReduceOps.cpp)."""
+    out = call.results()
+    call.hold(nbytes(out), nbytes(call.args[0]))
+    return out
+
+
+_MAX = 2  # a mode of bags
+_BAG_ARGUMENTS = (
+    "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset",
+)  # fmt: skip
+
+
+def embedding_bag(call: Call) -> Any:
+    """Return the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
+    given = {**dict(zip(_BAG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+    weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given.get("mode", 0)
+    n_bags, width = offsets.numel() - bool(given.get("include_last_offset")), weight.shape[1]
+    sizes, bags = call.empty([n_bags], indices.dtype), call.empty([indices.numel()], indices.dtype)
+    out = call.empty([n_bags, width], weight.dtype)
+    return out, bags, sizes, call.empty([n_bags, width] if mode == _MAX else [0], indices.dtype)
+
+
+def gradient_sum(call: Call) -> Any:
+    """Add a gradient to an earlier one of the same tensor in place, as autograd does.
+
+    For fake tensors and under modes autograd makes a new tensor, because it cannot tell that only it holds the earlier
+    one. In a network with residual connections that is one more activation, while both others exist. A sum within a
+    formula of backward looks the same, and so does one whose first gradient another branch still needs. A view holds
+    its base too (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
+    """
+    total, gradient = call.args[:2]
+    is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()
+    if is_sum and isinstance(gradient, torch.Tensor) and total is not gradient and _are_alike(total, gradient):
+        return call.run(aten.add_.Tensor, total, gradient)
+    return call.results()
+
+
+def _are_alike(total: torch.Tensor, gradient: torch.Tensor) -> bool:
+    is_strided = total.layout is gradient.layout is torch.strided
+    is_owned = is_strided and not is_view(total) and _is_dense(total)
+    return is_owned and total.shape == gradient.shape and total.dtype is gradient.dtype
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie side by side, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_layer_norm.default: layer_norm,
+    aten.native_batch_norm.default: batch_norm,
+    aten.native_dropout.default: dropout,
+    aten._softmax.default: softmax,
+    aten._log_softmax.default: softmax,
+    aten._softmax_backward_data.default: softmax_backward,
+    aten._log_softmax_backward_data.default: log_softmax_backward,
+    aten._safe_softmax.default: safe_softmax,
+    aten.logsumexp.default: logsumexp,
+    aten._embedding_bag.default: embedding_bag,
+    aten._embedding_bag_forward_only.default: embedding_bag,
+    aten.add.Tensor: gradient_sum,
+}
+
+
+# --- for fake tensors of any device
+
+
+def bincount(call: Call) -> Any:
+    """Return ``minlength`` counts, as for torchmetrics, which passes the number of classes."""
+    minlength = call.argument(2, "minlength", 0)
+    return call.empty([minlength], torch.int64) if minlength else call.results()
+
+
+def clone(call: Call) -> Any:
+    """Return a sparse tensor with as many values; FakeTensorMode's clone has none.
+
+    Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
+    clones it.
+    """
+    source = call.args[0]
+    if source.layout is not torch.sparse_coo:
+        return call.results()
+    parts = [call.run(each, source) for each in (aten._indices.default, aten._values.default)]
+    if not stores_gradient():
+        parts = [call.run(call.func, part) for part in parts]
+    dimensions = source.sparse_dim(), source.dense_dim(), source.shape
+    options = {"dtype": source.dtype, "layout": source.layout, "device": source.device}
+    return call.run(aten._sparse_coo_tensor_with_dims_and_tensors.default, *dimensions, *parts, **options)
+
+
+def skip(call: Call) -> Any:
+    """Skip an in-place operator on lists, which makes no tensor: this halves the time of a fake optimizer's step.
+
+    Counts of steps are fake tensors that have values, by which optimizers divide.
+    """
+    tensors = call.args[0]
+    is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
+    return None if is_skipped else call.results()
+
+
+_IN_PLACE = (
+    aten._foreach_add_, aten._foreach_sub_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_lerp_,
+    aten._foreach_addcmul_, aten._foreach_addcdiv_, aten._foreach_sqrt_, aten._foreach_neg_, aten._foreach_zero_,
+    aten._foreach_maximum_, aten._foreach_minimum_, aten._foreach_clamp_max_, aten._foreach_clamp_min_,
+    aten._foreach_copy_, aten._foreach_pow_, aten._foreach_reciprocal_, aten._foreach_sign_,
+)  # fmt: skip
+FAKE_RULES: dict[Any, Rule] = {
+    aten.bincount.default: bincount,
+    aten.clone.default: clone,
+    **{getattr(one, name): skip for one in _IN_PLACE for name in one.overloads()},  # type: ignore[no-untyped-call]
+}
+"""For fake tensors on the CPU too: the values of `bincount` decide its size, if no argument gives it."""

@@ -1,0 +1,93 @@
+"""Rules that stand in for operators: their results, and what they hold meanwhile, are on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS, workspaces
+from lightning_memtools.memory.cuda_ops.rules import RULES, gradient_sum
+from lightning_memtools.memory.sizes import GpuShape
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
+
+MIB = 2**20
+aten = torch.ops.aten
+
+
+def holding_more(call):
+    call.hold(8 * MIB)
+    out = call.results()
+    call.release(8 * MIB)
+    call.hold(2 * MIB)
+    return out
+
+
+def test_what_a_rule_holds_is_free_when_it_has_returned():
+    device = VirtualDevice()
+    device.apply_rules({aten.relu.default: holding_more})
+    with device:
+        x = torch.zeros(MIB // 4)
+        out = x.relu()
+        assert allocated(device) == 2 * MIB
+        assert peak(device) == (2 + 8) * MIB
+        with device.host():
+            torch.zeros(MIB).relu()
+        assert peak(device) == (2 + 8) * MIB
+        del out
+
+
+def test_what_a_rule_holds_can_be_what_does_not_fit():
+    device = VirtualDevice("8MiB")
+    device.apply_rules({aten.relu.default: holding_more})
+    with device:
+        x = torch.zeros(MIB // 4)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20\.00 MiB"):
+            x.relu()
+        assert allocated(device) == MIB
+
+
+def test_a_device_of_real_tensors_applies_no_rules_of_cuda():
+    x = torch.zeros(8192, 1024)
+    assert workspaces(x, [0], GpuShape(), part_bytes=4)
+    with VirtualDevice(cuda_like=True) as device:
+        x.sum(0)
+        assert peak(device) == 4 * 1024
+
+
+def test_a_reduction_takes_the_buffers_of_its_blocks_for_a_moment():
+    device = VirtualDevice()
+    device.gpu = GpuShape(28, 1536, (8, 6))
+    device.apply_rules(REDUCTIONS)
+    with FakeTensorMode(), device:
+        x = torch.zeros(8192, 1024)
+        before = allocated(device)
+        total = x.sum(0)
+        buffers = workspaces(x, [0], device.gpu, part_bytes=4)
+        assert 20 * MIB < buffers[0] < 22 * MIB
+        assert allocated(device) - before == 4 * 1024
+        # The allocator asks for whole 2 MiB, and what is left of them is too small to split.
+        assert peak(device) - before == 4 * 1024 + 22 * MIB + 512
+        del total
+
+
+def peak_of_backward(rules):
+    """The peak of a backward pass through a residual connection, over what was allocated before it."""
+    device = VirtualDevice()
+    device.apply_rules(rules)
+    with FakeTensorMode(), device:
+        leaf, gradient = torch.zeros(MIB // 4, requires_grad=True), torch.zeros(MIB // 4)
+        hidden = leaf * 2.0
+        out = (hidden + hidden * 3.0) * 5.0
+        before = allocated(device)
+        device.reset_peaks()
+        out.backward(gradient)
+        return peak(device) - before
+
+
+def test_a_sum_of_gradients_takes_no_new_tensor():
+    others = {operator: rule for operator, rule in RULES.items() if rule is not gradient_sum}
+    # The skipped and the branch's gradient, of which one becomes the sum.
+    assert peak_of_backward(RULES) == 2 * MIB
+    assert peak_of_backward(others) == 3 * MIB
