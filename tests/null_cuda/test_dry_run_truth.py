@@ -65,6 +65,13 @@ def test_a_run_without_an_optimizer_step_does_not_fit_and_says_so_first(script, 
     assert done.returncode == 1
 
 
+def test_weights_that_are_drawn_on_the_device_until_all_are_in_range_are_drawn_once(script):
+    result = dry_run(script("import torch\ntorch.nn.init.trunc_normal_(torch.empty(4 * 2**20, device='cuda'))\n"))
+    # The weights, what replaces those out of range, and the choice of both; a mask of a byte each.
+    assert (result.status, result.assumed) == (0, [])
+    assert result.stages[0].peak_allocated_bytes == (3 * 4 + 1) * 4 * MIB
+
+
 def test_peaks_that_the_script_resets_still_count(script, plain):
     for name in ("torch.cuda.reset_peak_memory_stats()", "torch.cuda.reset_max_memory_allocated()"):
         reset = LOOP.format(condition="pass") + f"    optimizer.zero_grad(); del loss; {name}\n"

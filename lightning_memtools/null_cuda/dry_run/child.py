@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import cuda_memory_snapshot, pretended_ranks, record_cuda_history
@@ -111,10 +112,25 @@ def _values_followed() -> Iterator[KnownValues]:
             return compile_
 
         patches.replace(torch, "compile", make)
+        patches.replace(nn.init, "trunc_normal_", _sampled_once)
         try:
             yield known
         finally:
             patches.undo()
+
+
+def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `trunc_normal_` with one round of its sampling, which would wait for values that nobody computes."""
+
+    def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
+        if not tensor.is_cuda:
+            drawn: Tensor = original(tensor, mean, std, *args, **kwargs)
+            return drawn
+        with torch.no_grad():
+            outside = (tensor.normal_(mean, std) < mean) | (tensor > mean)
+            return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
+
+    return trunc_normal_
 
 
 # --- the run
