@@ -69,8 +69,7 @@ def test_timm(name):
 
 
 def tokens() -> list[dict[str, Tensor]]:
-    torch.manual_seed(1)
-    ids = torch.randint(0, 60, (4, 12))
+    ids = torch.randint(0, 60, (4, 12), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": ids, "labels": ids}, {"input_ids": ids.flip(0), "labels": ids.flip(0)}]
 
 
