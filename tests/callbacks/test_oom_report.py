@@ -280,14 +280,6 @@ def run_out(root, error=torch.OutOfMemoryError, match="Tried to allocate", *, mo
     return caught.value, place_of(caught.value)
 
 
-def test_a_logger_that_takes_no_text_is_left_as_it_is_and_its_folder_has_the_report(tmp_path):
-    logger = CSVLogger(tmp_path)
-    _, path = run_out(tmp_path, logger=logger, snapshot=False)
-    assert path == Path(logger.log_dir) / "memtools" / "oom-train-step0.md"
-    assert path.is_file()
-    assert logger.experiment.metrics == []
-
-
 @pytest.mark.parametrize("logger", [False, True])
 def test_without_a_directory_it_goes_below_the_log_directory_or_with_no_logger_into_a_temporary_one(logger, tmp_path):
     directory = run_out(tmp_path, logger=logger)[1].parent

@@ -121,8 +121,8 @@ class Streamed(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         info: Any = get_worker_info()
-        data: Any = rows(16).dataset
-        yield from islice(data, info.id if self.shared else 0, None, info.num_workers if self.shared else 1)
+        samples: Any = rows(16).dataset
+        yield from islice(samples, info.id if self.shared else 0, None, info.num_workers if self.shared else 1)
 
 
 def streaming(*, shared: bool) -> Examine:

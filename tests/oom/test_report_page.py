@@ -74,13 +74,3 @@ def test_the_cause_comes_first_then_what_is_enough_and_what_was_not_checked_has_
     text = ReportPage(facts=FACTS, actions=order).markdown()
     assert "4. least intrusive. detail of least intrusive.\n5. enough (`n=1`). detail of enough.\n6. may" in text
     assert "do not help:\n\n- useless. " in text
-
-
-def test_the_sizes_of_a_batch_take_no_memory_and_keep_its_nesting():
-    batch = {"x": torch.ones(2, 3).t(), "rest": [torch.ones(2), "label"]}
-    sizes = sizes_only(batch)
-    assert sizes["x"].is_meta
-    assert (sizes["x"].shape, sizes["x"].stride()) == ((3, 2), (1, 3))
-    assert sizes["rest"][0].is_meta
-    assert sizes["rest"][1] == "label"
-    assert batch["x"].sum() == 6  # the batch itself is as it was
