@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite import step_guard
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from tests.lightning_models import trainer
 
@@ -65,6 +66,8 @@ class Net(L.LightningModule):
         if self.fails == "backward":
             out = BadBackward.apply(out, is_bad)
         loss: Tensor = (out - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+        if self.fails == "ours" and is_bad:
+            step_guard.measure = [].pop  # type: ignore[assignment]  # it fails from now on, on this rank alone
         if self.fails == "talks":
             distributed.all_reduce(loss.detach().clone())
         if self.fails == "loss" and is_bad:
@@ -118,6 +121,7 @@ SCENARIOS: dict[str, Scenario] = {
     "sharded": ("sample", {"shard": True}, {}, lambda: {"strategy": sharded()}),
     "sharded_fused": ("sample", {"shard": True, "fused": True}, {}, lambda: {"strategy": sharded()}),
     "sharded_loss": ("loss", {"shard": True}, {}, lambda: {"strategy": sharded()}),
+    "fails_sharded": ("ours", {"shard": True}, {}, lambda: {"strategy": sharded()}),  # the last: it breaks the guard
 }  # fmt: skip
 
 
@@ -148,6 +152,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     return seen | {
         "seconds": time.monotonic() - begin,
         "global_step": run.global_step,
+        "is_off": halt.is_off,
         "digest": digest(model),
         "finite": all(bool(torch.isfinite(b).all()) for b in model.buffers()),
     }

@@ -29,7 +29,7 @@ def seen(folder) -> Seen:
     return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
 
 
-HALTING = [name for name in SCENARIOS if not name.startswith("skipped")]
+HALTING = [name for name in SCENARIOS if not name.startswith(("skipped", "fails"))]
 
 
 @pytest.mark.parametrize("name", HALTING)
@@ -100,6 +100,13 @@ def test_both_ranks_leave_the_same_step_out(name, seen):
     assert "step" not in one
     assert zero["global_step"] == one["global_step"] == 8
     assert zero["digest"] == one["digest"]
+
+
+def test_a_guard_that_fails_on_one_rank_is_off_on_both_and_nobody_waits(seen):
+    for rank in seen["fails_sharded"]:
+        assert "step" not in rank
+        assert (rank["global_step"], rank["is_off"]) == (8, True)
+        assert rank["seconds"] < 60
 
 
 def test_every_checkpoint_is_finite(seen, folder):
