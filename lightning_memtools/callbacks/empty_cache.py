@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_memtools._lightning import EitherCallback, callbacks_of, running_stage, training_step
+from lightning_memtools._lightning import callbacks_of, running_stage, training_step
+from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.leaks.growth_watch import room_of
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
@@ -40,7 +42,7 @@ class _ReleasingRun:
     epoch_has_evaluation: bool = False
 
 
-class EmptyCache(EitherCallback):
+class EmptyCache(WatchingCallback):
     """Releases cached memory at the start and end of evaluation and at the end of fit, and names what piles up.
 
     PyTorch keeps the memory that it has once requested, cut for the shapes of training. Evaluation at other shapes may
@@ -74,6 +76,8 @@ class EmptyCache(EitherCallback):
         ValueError: An argument is not among those accepted.
     """
 
+    page = "empty-cache"
+    documented = (torch.OutOfMemoryError,)  # a model may not fit on the VirtualDevice that it is put on
     parts_of_a_run = ("_run",)
 
     def __init__(

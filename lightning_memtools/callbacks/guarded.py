@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_memtools._lightning import EitherCallback, refuse_other_package
+from lightning_memtools._lightning import EitherCallback, refuse_other_package, training_step
 from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import RankPosts
 
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+_ENDED: weakref.WeakKeyDictionary[Trainer, BaseException] = weakref.WeakKeyDictionary()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
@@ -30,6 +33,8 @@ def watched(hook: Hook, name: str = "") -> Hook:
         if name == "setup":
             refuse_other_package(trainer)
             self.switch_on(trainer)
+        if name == "on_exception":
+            _log_ending(trainer, args[-1])
         if self.is_off or (is_rare and self.is_off_elsewhere()):
             return None
         try:
@@ -107,6 +112,14 @@ class WatchingCallback(EitherCallback, Neighbour):
         if others:
             self.switch_off(f"on another rank, {others[0]}")
         return bool(others)
+
+
+def _log_ending(trainer: Trainer, error: BaseException) -> None:
+    """Log once how a call ended, for the Memory tab. An interruption by the user is no error."""
+    if isinstance(error, Exception) and _ENDED.get(trainer) is not error:
+        _ENDED[trainer] = error
+        with suppress(Exception):
+            log_text(trainer, "memtools/ended", in_one_line(error), training_step(trainer))
 
 
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:

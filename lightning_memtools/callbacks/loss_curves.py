@@ -13,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, training_step, values_logged_in_evaluation
+from lightning_memtools._lightning import training_step, values_logged_in_evaluation
+from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
 from lightning_memtools.reporting.loss_names import (
     checked_names,
@@ -23,11 +24,10 @@ from lightning_memtools.reporting.loss_names import (
     training_losses,
 )
 from lightning_memtools.reporting.mean_curves import MeanCurves
-from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import PATIENCE_S
 
 
-class LossCurves(EitherCallback, Neighbour):
+class LossCurves(WatchingCallback):
     """Logs `loss/train` and `loss/val` on the same axis and in one chart.
 
     docs/loss-curves.md has the tags.
@@ -51,6 +51,7 @@ class LossCurves(EitherCallback, Neighbour):
         ValueError: `every_n_steps` is below 1, or a list of names is empty.
     """
 
+    page = "loss-curves"
     takes_part_in_trials = False
 
     def __init__(

@@ -14,13 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
-    EitherCallback,
     callbacks_of,
     is_accumulating,
     prepared_loaders,
     running_stage,
     training_step,
 )
+from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.peaks import Phase, Stage
@@ -35,7 +35,7 @@ from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class MemoryMonitor(EitherCallback, Neighbour):
+class MemoryMonitor(WatchingCallback):
     """Logs allocated and reserved memory, their peaks and their composition, for every stage, to every logger.
 
     With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
@@ -64,6 +64,8 @@ class MemoryMonitor(EitherCallback, Neighbour):
         ValueError: `every_n_steps` is below 1, or `snapshot_at_step` below 0.
     """
 
+    page = "memory-monitor"
+    documented = (torch.OutOfMemoryError,)  # a model may not fit on the VirtualDevice that it is put on
     takes_part_in_trials = False
     parts_of_a_run = ("_run", "_step_snapshot")
 

@@ -8,13 +8,25 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_memtools import HaltOnNaN, LossSpikes, OOMReport, TrainingDoctor, VirtualDevice
+from lightning_memtools import (
+    EmptyCache,
+    HaltOnNaN,
+    LossCurves,
+    LossSpikes,
+    MemoryMonitor,
+    OOMReport,
+    TrainingDoctor,
+    VirtualDevice,
+)
 from lightning_memtools.callbacks import guarded
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.reporting.ranks import PostedByRank
+from tests.event_files import texts_of
 from tests.lightning_models import Regression, assert_same_bits, loader, trainer
 
-WATCHING: list[type[WatchingCallback]] = [HaltOnNaN, LossSpikes, OOMReport, TrainingDoctor]
+WATCHING: list[type[WatchingCallback]] = [
+    *(HaltOnNaN, LossSpikes, OOMReport, TrainingDoctor, MemoryMonitor, LossCurves, EmptyCache)
+]
 # Functions that the hooks of a healthy run reach.
 PLACES = {
     HaltOnNaN: [
@@ -40,6 +52,14 @@ PLACES = {
     TrainingDoctor: [
         f"callbacks.doctor_run.DoctorRun.{name}" for name in ("__init__", "begin", "tell", "publish", "_write")
     ],
+    MemoryMonitor: [
+        f"reporting.memory_run.MemoryRun.{name}" for name in (
+            "__init__", "begin_training", "enter", "leave", "switch_phase", "leave_backward", "owned_by",
+            "step_scalars", "add_point", "write_arrived", "summary",
+        )
+    ],
+    LossCurves: [f"reporting.mean_curves.MeanCurves.{name}" for name in ("begin", "add", "log", "finish")],
+    EmptyCache: [f"callbacks.empty_cache.EmptyCache.{name}" for name in ("_release", "_collect", "_end_evaluation")],
 }  # fmt: skip
 
 
@@ -131,3 +151,16 @@ def test_what_is_off_on_a_rank_is_off_on_the_others(monkeypatch, tmp_path):
     with pytest.warns(UserWarning, match="on another rank, ValueError: broken"):
         callback.on_train_epoch_end(run, Regression())
     assert callback.is_off
+
+
+class Broken(Regression):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("no such file\nmore")
+
+
+@pytest.mark.parametrize("names", [WATCHING, [HaltOnNaN], [MemoryMonitor]])
+def test_how_a_run_ended_is_logged_once_whatever_ended_it(names, tmp_path):
+    run = trainer(tmp_path, *(name() for name in names))
+    with pytest.raises(ValueError, match="no such file"):
+        run.fit(Broken(), loader())
+    assert texts_of(run.log_dir)["memtools/ended"] == ["ValueError: no such file"]
