@@ -69,7 +69,8 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
     @functools.wraps(create)
     def init(self: Any, *args: Any, **options: Any) -> None:
-        create(self, *args, **_limited(observer, options, lightning))
+        is_of_report = type(self).__module__.startswith("lightning_memtools.")
+        create(self, *args, **(options if is_of_report else _limited(observer, options, lightning)))
 
     @functools.wraps(save)
     def save_checkpoint(self: Any, filepath: Any, *args: Any, **options: Any) -> None:
