@@ -214,7 +214,8 @@ class CheckpointingRun:
 
     def _show(self, plan: CheckpointPlan) -> None:
         self._write(plan.page())
-        print_on_console("GradientCheckpointing: " + "; ".join((plan.sentence().rstrip("."), *plan.figures())))
+        figures = () if plan.refused is not None else plan.figures()
+        print_on_console("GradientCheckpointing: " + "; ".join((plan.sentence().rstrip("."), *figures)))
 
     def _write(self, text: str) -> None:
         write_report_or_warn(self._directory, _REPORT, text)
