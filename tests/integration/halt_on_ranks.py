@@ -67,7 +67,7 @@ class Net(L.LightningModule):
             out = BadBackward.apply(out, is_bad)
         loss: Tensor = (out - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
         if self.fails == "ours" and is_bad:
-            step_guard.measure = [].pop  # type: ignore[assignment]  # it fails from now on, on this rank alone
+            vars(step_guard)["measure"] = [].pop  # it fails from now on, on this rank alone
         if self.fails == "talks":
             distributed.all_reduce(loss.detach().clone())
         if self.fails == "loss" and is_bad:
