@@ -224,7 +224,7 @@ def test_a_report_of_running_out_of_memory_advises_it():
     assert found is not None
     advice = advice_on(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
     (action,) = [one for one in advice.actions if one.kind == ActionKind.LOSS]
-    assert action.fits
+    assert action.outcome is Outcome.ENOUGH
     assert action.detail.startswith("The logits (512 x 16,384) take 32.0 MiB for each copy. ")
     assert action.code.startswith('GradientCheckpointing(memory_budget="')
     assert not [
