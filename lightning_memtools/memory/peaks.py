@@ -85,8 +85,12 @@ class PeakCounter:
         """Return a paused window; `resume()` starts it."""
         return PeakWindow(self)
 
-    def fold(self) -> MemoryStats:
-        """Read the device, add its peaks to all running windows, reset them, and return the statistics."""
+    def fold(self, *, reset: bool = True) -> MemoryStats:
+        """Read the device, add its peaks to all running windows, and return the statistics.
+
+        Args:
+            reset: Reset the device's peaks; False where the caller does so.
+        """
         reader = self.reader
         stats = reader.stats()
         composition: Mapping[str, int] | None = None
@@ -100,7 +104,8 @@ class PeakCounter:
                 window.composition = composition
             if stats.peak_reserved is not None:
                 window.reserved = max(window.reserved or 0, stats.peak_reserved)
-        reader.reset_peaks()
+        if reset:
+            reader.reset_peaks()
         return stats
 
     def forget(self) -> None:

@@ -222,3 +222,16 @@ def test_the_example_answers_for_one_card_and_for_8_of_them():
     assert alone, done.stdout
     assert shard, done.stdout
     assert float(shard[1]) < float(alone[1])
+
+
+def test_the_script_of_the_page_on_estimates_shows_one_rank_of_fsdp_2(tmp_path):
+    page = (ROOT / "docs" / "estimate-memory.md").read_text("utf-8")
+    path = tmp_path / "rank.py"
+    path.write_text(re.search(r"```python\n(# rank\.py.*?)```", page, re.DOTALL)[1])
+    result = dry_run(path, devices=8, gpu="RTX 4090")
+    assert result.fits
+    (stage,) = result.stages
+    # Eight layers of 1024 x 1024 float32: this rank keeps an eighth of the weights, and of Adam's two moments.
+    eighth = 8 * 1024 * 1025 * 4 // 8
+    assert stage.bytes_by_category["parameters"] == pytest.approx(eighth, rel=0.01)
+    assert stage.bytes_by_category["optimizer"] == pytest.approx(2 * eighth, rel=0.01)

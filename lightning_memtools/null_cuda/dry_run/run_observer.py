@@ -64,7 +64,7 @@ class RunObserver:
 
         def make(reset: Callable[..., None]) -> Callable[..., None]:
             def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
-                self._counter.fold()
+                self._counter.fold(reset=False)
                 reset(*args, **kwargs)
 
             return reset_peak_memory_stats
