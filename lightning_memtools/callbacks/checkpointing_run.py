@@ -17,9 +17,10 @@ from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.user_code import CodeLine, user_line_of
+from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
@@ -53,7 +54,6 @@ class CheckpointingRun:
         self._without_loss = 0
         self._is_planned = False
         self._was_measured = False
-        self._failed_at: CodeLine | None = None
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
         self.plan: CheckpointPlan | None = None
@@ -132,7 +132,7 @@ class CheckpointingRun:
         applied.remove()
         self._applied = None
         made = self._planned_here(module, batch, batch_idx)
-        if isinstance(made, Exception):
+        if not isinstance(made, CheckpointPlan):
             warnings.warn(
                 f"GradientCheckpointing recomputes nothing any more: without {', '.join(sorted(known))}, which did not "
                 f"do the same when run again, there is no plan ({made}).",
@@ -165,17 +165,13 @@ class CheckpointingRun:
             raise made
         if isinstance(made, NoLossError):
             return NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
-        if isinstance(made, Exception):
-            where = "" if self._failed_at is None else f", at {self._failed_at}"
-            return (
-                f"a step could not be traced on fake tensors ({type(made).__name__}: "
-                f"{str(made).partition(chr(10))[0]}{where}). Change that line, or plan the part of the model that does "
-                "not run it: plan_checkpoints(module, sample)"
-            )
         return made
 
-    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception:
-        """Return this rank's plan, or the error that planning raised."""
+    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception | str:
+        """Return this rank's plan, the error of ours that planning raised, or what is to be said of another error.
+
+        An error of the user's own class is not sent to other ranks: it may not survive pickling.
+        """
         optimizers, history_bytes = without_lbfgs(self._trainer.optimizers)
         step = TracedStep(
             module,
@@ -195,9 +191,15 @@ class CheckpointingRun:
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
-        except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
-            self._failed_at = user_line_of(error)
+        except (CheckpointOptionsError, NoLossError, torch.OutOfMemoryError) as error:
             return error.with_traceback(None)
+        except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
+            line = user_line_of(error)
+            where = "" if line is None else f", at {line}"
+            return (
+                f"a step could not be traced on fake tensors ({in_one_line(error)}{where}). Change that line, or plan "
+                "the part of the model that does not run it: plan_checkpoints(module, sample)"
+            )
 
     def _held_by_callbacks(self, model: LightningModule) -> int:
         """Return the bytes of modules that callbacks hold on the device, such as Lightning's WeightAveraging."""

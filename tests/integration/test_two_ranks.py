@@ -184,6 +184,13 @@ def plans(folder, case):
     }
 
 
+def test_an_error_of_the_users_own_class_in_planning_leaves_both_ranks_without_a_plan(folder):
+    found = plans(folder, "untraceable")
+    assert [found["planned", rank]["plan"] for rank in (0, 1)] == [None, None]
+    for rank in (0, 1):
+        assert_same_bits(found["plain", rank]["weights"], found["planned", rank]["weights"])
+
+
 @pytest.mark.parametrize("case", ["ddp", "fsdp2", "offloaded"])
 def test_both_ranks_recompute_the_same_and_end_in_the_same_bits(case, folder):
     """Under FSDP 2, nothing is gathered more often than without a plan."""

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -43,7 +44,7 @@ from tests.lightning_models import Regression, loader, trainer
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 SIZES = ("plain", "effective", "sync_dist", "validate", "own collective")
-PLANS = ("ddp", "fsdp2", "offloaded")
+PLANS = ("ddp", "fsdp2", "offloaded", "untraceable")
 
 
 def sharded() -> ModelParallelStrategy:
@@ -217,6 +218,22 @@ class Encoder(Regression):
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
+class TwoFactsError(Exception):
+    """An error that pickle cannot make again: it is given two facts and keeps one text."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first}; {second}")
+
+
+class Untraceable(Encoder):
+    """Its step raises where it is traced, and only there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if is_fake(batch[0]):
+            raise TwoFactsError("no values", "no plan")
+        return super().training_step(batch, batch_idx)
+
+
 class Gathers(DispatchMode):
     """Counts the collectives that gather parameters."""
 
@@ -231,7 +248,8 @@ def planned(root: Path, case: str) -> None:
     for name in ("plain", "planned"):
         L.seed_everything(0, verbose=False)
         offloads = case == "offloaded"
-        model = Encoder(128 if offloads else 2)  # what layers keep has to be large enough to be worth a copy
+        kind = Untraceable if case == "untraceable" else Encoder
+        model = kind(128 if offloads else 2)  # what layers keep has to be large enough to be worth a copy
         budget = 0.5 if offloads else None
         callback = GradientCheckpointing(bn_dropout="recompute", memory_budget=budget, offload=offloads)
         strategy = sharded() if case == "fsdp2" else "ddp"
