@@ -201,7 +201,7 @@ class _WithoutCaches:
 def _checkpointed(
     run: Any,
     names: Sequence[str],
-    norms: list[nn.Module],
+    norms: Sequence[nn.Module],
     streams: DrawnStreams,
     given: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Any:
