@@ -3,10 +3,7 @@
 For each model in its usual size: the peak, FLOPs and operations of the plain step; of the plan by default, with the
 processor time of planning; of the lowest plan with at most a third more FLOPs; of each switch; and of the lowest plan
 with no more operations than that switch. Everything is traced on fake tensors in the simulated allocator, with CUDA's
-operators and AdamW. On a device of the dry run, the peak of the second step by PyTorch's own CUDA allocator stands
-beside it:
-    .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing_switches.py
-Names on the command line measure these models only.
+operators and AdamW. Names on the command line measure these models only.
 """
 
 from __future__ import annotations
@@ -33,14 +30,11 @@ from torch.utils.checkpoint import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_memtools import estimate_memory
-from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.checkpointing.planned_traces import predict
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
-from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep
 from tests.checkpointing.foreign_models import LossOf
 from tests.zoo import timm, torchvision_models
@@ -75,13 +69,6 @@ class Case:
     def step(self) -> TracedStep:
         optimizer = self.optimizer(self.model.parameters())
         return TracedStep(self.model, self.batch, loss_of, (optimizer,), device="cuda")
-
-    def allocator_peak(self) -> int | None:
-        """The peak of the second step by PyTorch's own CUDA allocator, where there is a device of the dry run."""
-        if not is_on_null_device():
-            return None
-        settings: dict[str, Any] = {"step": loss_of, "optimizer": self.optimizer, "engine": "cuda"}
-        return estimate_memory(self.model, self.batch, **settings).step_peaks[-1]
 
 
 def loss_of(model: Any, batch: Any) -> Any:
@@ -149,7 +136,7 @@ def switched(turn_on: Switch, turn_off: Switch) -> Iterator[None]:
 
 
 def switches(case: Case) -> Iterator[tuple[str, Any]]:
-    """What each switch or policy costs, or why it does not run, with the peak by PyTorch's allocator.
+    """What each switch or policy costs, or why it does not run.
 
     Caches of keys and values are off, as transformers' own switch turns them off: blocks that run twice add to them.
     """
@@ -166,7 +153,7 @@ def switches(case: Case) -> Iterator[tuple[str, Any]]:
         with caches_off(case.model), way as applies:
             if applies is False:
                 continue
-            found = _or_why(lambda: predict(case.step(), ())), _or_why(case.allocator_peak)
+            found = _or_why(lambda: predict(case.step(), ()))
         yield name, found  # outside of it, so that plans beside it are made of the plain model
 
 
@@ -189,24 +176,25 @@ def figures(cost: StepCost) -> dict[str, int]:
 def measured(name: str) -> dict[str, Any]:
     case, planner, default, seconds = planned(name)
     assert default.plain is not None
+    assert default.planned is not None
     plain = default.plain
     found: dict[str, Any] = {
-        "plain": {**figures(plain), "allocator_peak_bytes": case.allocator_peak()},
-        "default": {**with_plan(case, default), "processor_seconds": seconds},
+        "plain": figures(plain),
+        "default": {**figures(default.planned), "processor_seconds": seconds},
         "switches": {},
         "failed": {},
     }
     lowest = lowest_within(planner, plain.peak_bytes, lambda cost: cost.flops <= MOST_OPERATIONS * plain.flops, default)
     assert lowest is not None
-    found["a third more flops"] = with_plan(case, lowest)
-    for other, (cost, allocated) in switches(case):
-        print(" ", other, cost, allocated, flush=True)
+    found["a third more flops"] = None if lowest.planned is None else figures(lowest.planned)
+    for other, cost in switches(case):
+        print(" ", other, cost, flush=True)
         if isinstance(cost, StepCost):
             best = lowest_within(planner, cost.peak_bytes, partial(_needs_no_more, cost), default)
-            ours = None if best is None else with_plan(case, best)
-            found["switches"][other] = {**figures(cost), "allocator_peak_bytes": allocated, "ours": ours}
+            ours = None if best is None or best.planned is None else figures(best.planned)
+            found["switches"][other] = {**figures(cost), "ours": ours}
         else:
-            found["failed"][other] = {"why": cost, "allocator_peak_bytes": allocated}
+            found["failed"][other] = cost
     return found
 
 
@@ -218,12 +206,6 @@ def planned(name: str) -> tuple[Case, StepPlanner, CheckpointPlan, float]:
     planner = StepPlanner(case.step())
     default = planner.plan(_options())
     return case, planner, default, round(time.process_time() - begin, 2)
-
-
-def with_plan(case: Case, plan: CheckpointPlan) -> dict[str, Any]:
-    assert plan.planned is not None
-    with AppliedPlan(case.model, plan.chains):
-        return {**figures(plan.planned), "allocator_peak_bytes": case.allocator_peak()}
 
 
 def _options(budget: str | None = None, loss_head: LossHead = "keep") -> CheckpointOptions:
@@ -433,10 +415,6 @@ def in_mib(model: dict[str, Any]) -> dict[str, Any]:
     def cost(one: dict[str, Any]) -> dict[str, float]:
         return {"mib": mib(one), "operations": round(one["operations"] / plain["operations"], 3)}
 
-    steps = [plain, model["default"], third]
-    for one in model["switches"].values():
-        steps += [one, one["ours"]] if one["ours"] else [one]
-    off = [one["peak_bytes"] / one["allocator_peak_bytes"] - 1 for one in steps if one["allocator_peak_bytes"]]
     return {
         "plain": mib(plain),
         "default": cost(model["default"]) | {"planning_seconds": model["default"]["processor_seconds"]},
@@ -446,19 +424,12 @@ def in_mib(model: dict[str, Any]) -> dict[str, Any]:
             for name, one in model["switches"].items()
         },
         "failed": list(model["failed"]),
-        "prediction": {
-            "steps": len(off),
-            "equal": off.count(0),
-            "off_pct": [round(100 * f(off), 2) for f in (min, max)],
-        }
-        if off
-        else None,
     }
 
 
 def mib(one: dict[str, Any]) -> float:
-    """Return a step's peak, by PyTorch's own allocator where that was there."""
-    return round(float(one["allocator_peak_bytes"] or one["peak_bytes"]) / 2**20, 1)
+    """Return a step's peak."""
+    return round(float(one["peak_bytes"]) / 2**20, 1)
 
 
 def divided(plain: dict[str, Any], planned: dict[str, Any]) -> float:
