@@ -157,7 +157,7 @@ class CheckpointingRun:
         """
         mine = self._planned_here(module, batch, batch_idx) if self._trainer.is_global_zero else None
         # Failures are broadcast too, so that no rank is left waiting.
-        made = self._trainer.strategy.broadcast(mine)
+        made: Any = self._trainer.strategy.broadcast(mine)
         if made is None:
             # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
             made = self._planned_here(module, batch, batch_idx)
