@@ -35,6 +35,9 @@ _REPORT = "checkpoint_plan.md"
 _MOST_WITHOUT_LOSS = 10
 
 
+_Made = CheckpointPlan | CheckpointOptionsError | torch.OutOfMemoryError | NoLossError | str
+
+
 class CheckpointingRun:
     """GradientCheckpointing in one fit.
 
@@ -157,7 +160,7 @@ class CheckpointingRun:
         """
         mine = self._planned_here(module, batch, batch_idx) if self._trainer.is_global_zero else None
         # Failures are broadcast too, so that no rank is left waiting.
-        made: Any = self._trainer.strategy.broadcast(mine)
+        made: _Made | None = self._trainer.strategy.broadcast(mine)
         if made is None:
             # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
             made = self._planned_here(module, batch, batch_idx)
@@ -167,7 +170,7 @@ class CheckpointingRun:
             return NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
         return made
 
-    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception | str:
+    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
         """Return this rank's plan, the error of ours that planning raised, or what is to be said of another error.
 
         An error of the user's own class is not sent to other ranks: it may not survive pickling.
