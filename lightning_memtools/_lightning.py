@@ -611,12 +611,6 @@ def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
     return loop._data_fetcher
 
 
-def step_arguments(trainer: Trainer, batch: Any, index: int) -> list[Any]:
-    """Return the arguments with which the loop calls a training step."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return list(loop._build_kwargs({}, batch, index).values())
-
-
 def count_as(trainer: Trainer, original: Trainer) -> None:
     """Set a Trainer's counters of epochs and updates to those of another."""
     for counts, others in zip(_counters_of(trainer)[2:], _counters_of(original)[2:], strict=True):

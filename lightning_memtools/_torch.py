@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, _ops, nn
 from torch._subclasses import fake_tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing import reductions
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -266,15 +265,6 @@ def autograd_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def without_saved_tensors_hooks() -> AbstractContextManager[None]:
-    """Return a context in which autograd saves tensors as they are, whatever hooks the program has set."""
-    return saved_tensors_hooks(_unchanged, _unchanged)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def is_jit_tracing() -> bool:
     """Return whether torch.jit.trace runs; `torch.jit.is_tracing` is public, but not exported for type checkers."""
     tracing: bool = torch._C._is_tracing()
@@ -293,11 +283,6 @@ def loader_with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any, size:
     new = copy.copy(loader)
     vars(new).update(batch_sampler=batch_sampler, batch_size=size, _iterator=None)
     return new
-
-
-def inner_schedulers(scheduler: Any) -> list[Any]:
-    """Return the schedulers that a SequentialLR or ChainedScheduler is made of; nothing public lists them."""
-    return list(getattr(scheduler, "_schedulers", []))
 
 
 # --- torch.distributed
@@ -668,24 +653,6 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
             distributed.destroy_process_group()
         for holder, name, function in before:
             setattr(holder, name, function)
-
-
-@contextmanager
-def sharding_undone(model: nn.Module) -> Iterator[None]:
-    """Give modules back their classes afterwards, and forget what torch knows of their sharding.
-
-    `fully_shard` changes the class of a module, and notes the module where only torch can reach; it has no undo.
-    """
-    from torch.distributed import _composable_state  # noqa: PLC0415, may not be built in
-
-    classes = [(module, type(module)) for module in model.modules()]
-    known = _composable_state._module_state_mapping
-    try:
-        yield
-    finally:
-        for module, kind in classes:
-            module.__class__ = kind
-            known.pop(module, None)
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

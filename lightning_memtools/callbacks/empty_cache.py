@@ -16,13 +16,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memtools._lightning import callbacks_of, running_stage, training_step
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.leaks.growth_watch import room_of
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.memory.stats import MemoryReader, room_of
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout

@@ -70,3 +70,11 @@ class MemoryReader(Protocol):
 
         The categories are parameters, gradients, optimizer, activations, inputs and other, and add up to the peak.
         """
+
+
+def room_of(stats: MemoryStats) -> int | None:
+    """Return the bytes of a device that no step has needed so far; None where its capacity is not known."""
+    if stats.capacity is None:
+        return None
+    others = max(0, (stats.device_used or 0) - (stats.reserved or 0))
+    return stats.capacity - others - max(stats.peak_allocated or 0, stats.allocated or 0)

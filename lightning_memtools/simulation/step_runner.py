@@ -42,7 +42,6 @@ from lightning_memtools.simulation.step_trainer import (
 
 Stage = Literal["train", "val", "test", "predict"]
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
-AUTOCAST_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
