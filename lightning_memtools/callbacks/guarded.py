@@ -33,8 +33,6 @@ def watched(hook: Hook, name: str = "") -> Hook:
         if name == "setup":
             refuse_other_package(trainer)
             self.switch_on(trainer)
-        if name == "on_exception":
-            _log_ending(trainer, args[-1])
         if self.is_off or (is_rare and self.is_off_elsewhere()):
             return None
         try:
@@ -43,6 +41,9 @@ def watched(hook: Hook, name: str = "") -> Hook:
             if isinstance(error, self.documented) and name != "on_exception":  # there, another error is on its way
                 raise
             self.switch_off(error, notes_on=args[-1] if name == "on_exception" else None)
+        finally:
+            if name == "on_exception":
+                _log_ending(trainer, args[-1])
 
     return guarded  # type: ignore[return-value]
 

@@ -22,7 +22,7 @@ from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.notice_board import NoticeBoard
-from lightning_memtools.oom.oom_reporter import CHECKS_S, OOMReporter
+from lightning_memtools.oom.oom_reporter import OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 
@@ -75,7 +75,7 @@ class OOMReport(WatchingCallback):
         self.snapshot = snapshot
         self.top = top
         # A dry run sets the one and reads the other.
-        self.checks_seconds: float = CHECKS_S
+        self.checks_seconds: float | None = None
         self.advice: tuple[Action, ...] = ()
         self._capture: FailureCapture | None = None
         self._reporter: OOMReporter | None = None

@@ -38,7 +38,7 @@ def load_and_compare(model: nn.Module, path: str) -> list[Finding]:
         # torch adds missing counters of old checkpoints itself, so that they are not among these.
         missing, unexpected = nn.Module.load_state_dict(model, state, strict=False)
     except RuntimeError as error:  # of other sizes
-        return [finding("checkpoint_keys/others", path, in_one_line(error))]
+        return [finding("checkpoint_keys/others", path, " ".join(str(error).split())[:300])]
     keys = [*missing, *unexpected]
     if not keys:
         return []

@@ -41,13 +41,13 @@ class OOMReporter:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules that are listed.
         board: The notices between ranks; None with one rank.
-        checks_s: The processor's seconds for all checks.
+        checks_s: The processor's seconds for all checks; None for the usual ones.
     """
 
     directory: Path | NotWritten
     top: int
     board: NoticeBoard | None
-    checks_s: float = CHECKS_S
+    checks_s: float | None = None
 
     def report(
         self,
@@ -67,7 +67,7 @@ class OOMReporter:
             error: The error that ends the run; it gets the first line of the report as a note.
             done: What was done about it, where the run goes on: other ranks then get no notice.
         """
-        begin, end = time.monotonic(), time.thread_time() + self.checks_s
+        begin, end = time.monotonic(), time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
         page = ReportPage(
             facts=facts,

@@ -22,7 +22,7 @@ from lightning_memtools.null_cuda.launch import computes_nothing
 from lightning_memtools.simulation.known_values import (
     FACTORIES,
     RULES,
-    Call,
+    FollowedCall,
     KnownValues,
     is_too_large,
     name_of,
@@ -82,7 +82,7 @@ class FollowedValues(TorchFunctionMode):
         on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
         rule = RULES.get(name) if on_device else None
         if rule is not None and rule.answer is not None:
-            result = rule.answer(self._values, Call(name, func, args, kwargs, _holds_nothing))
+            result = rule.answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))
             if result is not NotImplemented:
                 return result
         out = func(*args, **kwargs)

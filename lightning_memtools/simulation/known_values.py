@@ -55,7 +55,7 @@ class _Twin(NamedTuple):
     is_assumed: bool
 
 
-class Call(NamedTuple):
+class FollowedCall(NamedTuple):
     """An operator, or a function of torch, and what it was given.
 
     Attributes:
@@ -130,7 +130,7 @@ class KnownValues:
         if rule is None or rule.answer is None:
             return NotImplemented
         # Under a FakeTensorMode a real mask selects fakes too.
-        return rule.answer(self, Call(name_of(func), func, args, kwargs, lambda _: True))
+        return rule.answer(self, FollowedCall(name_of(func), func, args, kwargs, lambda _: True))
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Apply an operator to the known values, after it ran on the tensors."""
@@ -261,19 +261,19 @@ class KnownValues:
 # What calls need values for.
 
 
-def _number(values: KnownValues, call: Call) -> Any:
+def _number(values: KnownValues, call: FollowedCall) -> Any:
     number = values.read(call.args[0])
     with without_dispatch_modes():
         return number.item()
 
 
-def _list(values: KnownValues, call: Call) -> Any:
+def _list(values: KnownValues, call: FollowedCall) -> Any:
     known = values.read(call.args[0])
     with without_dispatch_modes():
         return call.func(known, *call.args[1:], **call.kwargs)
 
 
-def _indexed(values: KnownValues, call: Call) -> Any:
+def _indexed(values: KnownValues, call: FollowedCall) -> Any:
     source, given, *others = call.args
     indices = given if isinstance(given, (list, tuple)) else (given,)
     is_mask = [isinstance(one, Tensor) and one.dtype in _FLAGS and call.holds_nothing(one) for one in indices]
@@ -293,7 +293,7 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu and not isinstance(value, FakeTensor))
 
 
-def _nonzero(values: KnownValues, call: Call) -> Any:
+def _nonzero(values: KnownValues, call: FollowedCall) -> Any:
     if len(given_tensors(call.args, call.kwargs)) > 1:  # `where` that chooses between two tensors
         return NotImplemented
     places = values.places(call.args[0])
@@ -301,13 +301,13 @@ def _nonzero(values: KnownValues, call: Call) -> Any:
     return tuple(places.unbind(1)) if as_tuple else places
 
 
-def _masked_select(values: KnownValues, call: Call) -> Any:
+def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
     source, mask = torch.broadcast_tensors(*call.args[:2])  # type: ignore[no-untyped-call]
     selected = values.without_masks([mask], call.holds_nothing)
     return aten.index.Tensor(source, list(selected)) if isinstance(call.func, OpOverload) else source[tuple(selected)]
 
 
-def _equal(values: KnownValues, call: Call) -> Any:
+def _equal(values: KnownValues, call: FollowedCall) -> Any:
     known = values.of_all(call.args)
     if known is None:
         values.assume("two tensors are equal")
@@ -316,7 +316,7 @@ def _equal(values: KnownValues, call: Call) -> Any:
         return torch.equal(*known)
 
 
-def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: Call) -> Any:
+def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
     """Return the result of a call whose shape depends on values; `stand_in` makes those that are not known."""
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
@@ -331,7 +331,7 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
     return tree_map_only(Tensor, lambda one: values.new(one, tensors[0], is_assumed=is_assumed), result)
 
 
-def _repeated(values: KnownValues, call: Call) -> Any:
+def _repeated(values: KnownValues, call: FollowedCall) -> Any:
     """Repeat by known numbers: torch is told how many rows there will be, which it would have to read."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
@@ -343,7 +343,7 @@ def _repeated(values: KnownValues, call: Call) -> Any:
     return n_rows if n_rows is NotImplemented else call.func(*args, **call.kwargs, output_size=n_rows)
 
 
-def _ctc_loss(values: KnownValues, call: Call) -> Any:
+def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
     """Return the loss of each sequence, and the table that grows with the longest target (cuda/LossCTC.cu)."""
     log_probs, lengths = call.args[0], call.args[3]
     known = values.read(lengths) if isinstance(lengths, Tensor) else lengths
@@ -353,12 +353,12 @@ def _ctc_loss(values: KnownValues, call: Call) -> Any:
     return log_probs.new_empty([n_sequences]), log_probs.new_empty([n_sequences, n_steps, 2 * longest + 1])
 
 
-def _ctc_loss_backward(_values: KnownValues, call: Call) -> Any:
+def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
     torch.empty_like(call.args[6])  # the table of the way back, for a moment
     return torch.empty_like(call.args[1])
 
 
-def _least_squares(_values: KnownValues, call: Call) -> Any:
+def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
     """Return what CUDA's only driver for least squares returns: no rank and no singular values."""
     left, right = call.args[:2]
     *batch, m, n = left.shape
@@ -427,7 +427,7 @@ class Rule(NamedTuple):
         of_second: `result` is of the second result.
     """
 
-    answer: Callable[[KnownValues, Call], Any] | None = None
+    answer: Callable[[KnownValues, FollowedCall], Any] | None = None
     result: Callable[[KnownValues, Any, Tensor], Any] | None = None
     is_guess: bool = False
     of_second: bool = False
@@ -443,18 +443,19 @@ def _guessed(result: Callable[[KnownValues, Any, Tensor], Any], *, of_second: bo
 
 _DIFFER = Rule(partial(_shaped, _all_differ, "values that are not known all differ"))
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("_local_scalar_dense", "item"), Rule(_number)),
+    **dict.fromkeys(("internal local_scalar_dense", "item"), Rule(_number)),
     **dict.fromkeys(("tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"), Rule(_list)),
-    **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"), Rule(_indexed)),
-    **dict.fromkeys(("_unsafe_index_put", "__getitem__", "__setitem__"), Rule(_indexed)),
+    **dict.fromkeys(("index", "internal unsafe_index", "index_put", "index_put_", "__getitem__"), Rule(_indexed)),
+    **dict.fromkeys(("internal index_put_impl_", "internal unsafe_index_put", "__setitem__"), Rule(_indexed)),
     **dict.fromkeys(("nonzero", "argwhere", "where"), Rule(_nonzero)),
     "masked_select": Rule(_masked_select),
     "equal": Rule(_equal),
-    **dict.fromkeys(("unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
+    **dict.fromkeys(("unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
+    "internal unique2": _DIFFER,
     "bincount": Rule(partial(_shaped, torch.zeros_like, "numbers that are counted are 0")),
     "repeat_interleave": Rule(_repeated),
-    "_ctc_loss": Rule(_ctc_loss),
-    "_ctc_loss_backward": Rule(_ctc_loss_backward),
+    "internal ctc_loss": Rule(_ctc_loss),
+    "internal ctc_loss_backward": Rule(_ctc_loss_backward),
     "linalg_lstsq": Rule(_least_squares),
     # Of boxes that overlap, the best ones: all are apart.
     "nms": Rule(partial(_shaped, _apart, "no boxes overlap")),
@@ -485,9 +486,11 @@ FACTORIES = {
 
 @cache
 def name_of(func: Any) -> str:
-    """Return the name of an operator or a function without its namespace."""
-    name: str = operator_schema(func).name.rpartition("::")[2] if isinstance(func, OpOverload) else func.__name__
-    return name
+    """Return the name of an operator or a function without its namespace; "internal" marks those of torch's own."""
+    if not isinstance(func, OpOverload):
+        return str(func.__name__)
+    name: str = operator_schema(func).name.rpartition("::")[2]
+    return f"internal {name.lstrip('_')}" if name.startswith("_") else name
 
 
 class _Kind(NamedTuple):

@@ -87,4 +87,4 @@ PACKING: dict[Any, Callable[..., Any]] = {
     PACK_PADDED: _pack,
     PAD_PACKED: _pad,
 }
-"""What stands for each function that packs, pads or runs packed sequences; it is given the known values first."""
+"""The stand-in of each function that packs, pads or runs packed sequences; it is given the known values first."""

@@ -59,7 +59,7 @@ COVERED = {
     "LBFGS": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "LBFGS"),
     "NAdam": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "NAdam"),
     "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
-    "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.LSTM(32, 32) for _ in range(3))),
+    "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),
     "an encoder and a decoder": lambda: Translating(nn.Transformer(32, 4, 2, 2, 64, 0.1, batch_first=True)),
 }
 

@@ -69,7 +69,7 @@ def ran():
 def test_an_error_of_the_users_code_is_shown_without_our_internals(module, function, last, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(module)
-    done = memtools("estimate", f"broken:{function}", "--engine", "simulation")
+    done = memtools("estimate", f"broken:{function}")
     assert done.returncode == 1
     places = re.findall(r'^  File "(.*?)"', done.stderr, flags=re.MULTILINE)
     assert places

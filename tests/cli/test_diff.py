@@ -62,7 +62,7 @@ def test_two_estimates(tmp_path, monkeypatch, capsys):
     (tmp_path / "diff_targets.py").write_text(TARGETS)
     monkeypatch.chdir(tmp_path)
     for name in ("small", "large"):
-        assert main(["estimate", f"diff_targets:{name}", "--engine", "simulation", "--json"]) == 0
+        assert main(["estimate", f"diff_targets:{name}", "--json"]) == 0
         Path(f"{name}.json").write_text(capsys.readouterr().out)
     found = diff(capsys, "small.json", "large.json")
     parameters = next(one for one in found["categories"] if one["name"] == "parameters")

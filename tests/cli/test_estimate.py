@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_memtools.cli.main import main
 from tests.prepared.starting import prepared_python
@@ -101,24 +100,8 @@ def test_as_a_command_of_its_own(tmp_path):
         (["my_target:nothing"], "returned a value of type int. Return (model, batch)"),
         (["my_target:model_and_batch", "--optimizer", "Eve"], "no optimizer 'Eve'"),
         (["my_target:model_and_batch", "--snapshot", "nowhere/s.pickle"], "the folder nowhere does not exist"),
-        (
-            ["my_target:model_and_batch", "--strategy", "fsdp", "--devices", "8", "--engine", "simulation"],
-            "--strategy fsdp runs on PyTorch's own CUDA code: leave --engine out.",
-        ),
     ],
 )
 def test_a_wrong_line_says_what_is_wrong(arguments, message, capfd):
     assert main(["estimate", *arguments]) == 1
     assert message in capfd.readouterr().err
-
-
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
-def test_the_engine_of_a_cuda_build_is_refused_on_a_build_for_the_cpu(capfd):
-    assert main(["estimate", "my_target:model_and_batch", "--engine", "cuda"]) == 1
-    assert "is a build for the CPU" in capfd.readouterr().err
-    assert main(["estimate", "my_target:model_and_batch", "--strategy", "fsdp2", "--devices", "8"]) == 1
-    said = capfd.readouterr().err
-    assert "--strategy fsdp2 " in said
-    assert "is a build for the CPU" in said
-    assert main(["estimate", "my_target:model_and_batch", "--stage", "val"]) == 0
-    assert "estimate (simulated)" in capfd.readouterr().out

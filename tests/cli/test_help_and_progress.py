@@ -151,7 +151,7 @@ def reach(process: subprocess.Popen[str], pipe: Path, mode: int) -> int:
 
 
 AT_WORK = {
-    "estimate": ("The step is traced", "ready", "slow:with_batch", "--engine", "simulation"),
+    "estimate": ("The step is traced", "ready", "slow:with_batch"),
     "report": ("The page is written", "page.html", "logs", "--output", "page.html"),
 }
 """The others end in the same function; tests/null_cuda/test_dry_run.py does the same with a dry run."""
