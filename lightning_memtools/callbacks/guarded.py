@@ -19,7 +19,8 @@ from lightning_memtools.reporting.ranks import RankPosts
 
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-_ENDED: weakref.WeakKeyDictionary[Trainer, BaseException] = weakref.WeakKeyDictionary()
+# The id of the error that ended a Trainer's call: the error itself would keep the Trainer, and the step's tensors.
+_ENDED: weakref.WeakKeyDictionary[Trainer, int] = weakref.WeakKeyDictionary()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
@@ -117,8 +118,8 @@ class WatchingCallback(EitherCallback, Neighbour):
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
     """Log once how a call ended, for the Memory tab. An interruption by the user is no error."""
-    if isinstance(error, Exception) and _ENDED.get(trainer) is not error:
-        _ENDED[trainer] = error
+    if isinstance(error, Exception) and _ENDED.get(trainer) != id(error):
+        _ENDED[trainer] = id(error)
         with suppress(Exception):
             log_text(trainer, "memtools/ended", in_one_line(error), training_step(trainer))
 
