@@ -53,6 +53,7 @@ class Action:
         saved: The bytes that it frees.
         cause: The cause of the failure, in a sentence without the period, if the change takes that away; else "".
         peak: The step's peak with the change in bytes; None where no step was traced.
+        price: The computation that it costs, in words; "" for none.
     """
 
     kind: ActionKind
@@ -63,6 +64,7 @@ class Action:
     saved: int = 0
     cause: str = ""
     peak: int | None = None
+    price: str = ""
 
     @property
     def helps(self) -> bool:

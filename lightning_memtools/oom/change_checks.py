@@ -165,7 +165,7 @@ def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
         detail += f" and fits within the available {format_size(trials.limit)}"
     else:
         detail += f". That is not enough by itself: {format_size(trials.limit)} are available"
-    return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak)
+    return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak, price=price)
 
 
 def _within(trials: StepTrials, peak: int) -> str:

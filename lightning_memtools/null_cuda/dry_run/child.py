@@ -42,6 +42,7 @@ from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, Loop
 from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
 from lightning_memtools.null_cuda.launch import USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
+from lightning_memtools.oom.actions import Outcome
 from lightning_memtools.simulation.followed_functions import FollowedValues
 from lightning_memtools.simulation.known_values import KnownValues, values_known
 
@@ -274,9 +275,15 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
 def _advice(observer: RunObserver) -> list[DryRunAdvice]:
     """Return the changes that the last out-of-memory report of a Trainer has tried; none where there is no report."""
     tried = next((one.advice for one in reversed(observer.reporting) if one.advice), ())
+    fits = {Outcome.ENOUGH: True, Outcome.NOT_ENOUGH: False, Outcome.USELESS: False}
     return [
         DryRunAdvice(
-            title=one.title, code=one.code, fits=one.fits, peak_bytes=one.peak, price=one.price, detail=one.detail
+            title=one.title,
+            code=one.code,
+            fits=fits.get(one.outcome),
+            peak_bytes=one.peak,
+            price=one.price,
+            detail=one.detail,
         )
         for one in tried
     ]
