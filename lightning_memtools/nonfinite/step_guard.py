@@ -262,21 +262,27 @@ class StepGuard:
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
     ) -> HeldBackStep | None:
-        losses = step.losses()
+        losses, scale = step.losses(), 1.0
+        is_scaled = scaler is not None and bool(gradients) and takes_scaled_gradients(optimizer)
         if self.exchanges:
             reading = self._reading(step, self._exchanged(losses, gradients, exact=False).tolist())
+            scale = scaler.get_scale() if is_scaled else 1.0
         else:
-            numbers = measure_and_read(gradients, losses)
+            # get_scale() would wait for the device once more.
+            scales = [scaler.scale(torch.ones((), device=gradients[0].device))] if is_scaled else []
+            numbers = measure_and_read(gradients, [*losses, *scales])
             if numbers is None:
                 return None
+            if scales:
+                scale = numbers.pop(1 + len(losses))
             reading = self._reading(step, numbers)
         if self.is_sharded:
             is_suspect = reading.is_bad_anywhere
         else:
             # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
             is_suspect = not all(map(math.isfinite, (reading.norm, *(() if self.carries_losses else reading.losses))))
-        if scaler is not None and gradients and takes_scaled_gradients(optimizer):
-            reading = replace(reading, norm=reading.norm / (scaler.get_scale() or math.nan))
+        if is_scaled:
+            reading = replace(reading, norm=reading.norm / (scale or math.nan))
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
             if self._note_good(step, reading, is_late=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Self
 
@@ -80,6 +81,8 @@ class FollowedValues(TorchFunctionMode):
         if name == "__get__" or func in _NOT_FOLLOWED:
             return func(*args, **kwargs)
         on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
+        if name == "item" and on_device and args[0].is_floating_point() and self._values.of(args[0]) is None:
+            return AssumedFloat(1.0, lambda: self._values.assume("a number that is not known is 1.0"))
         rule = RULES.get(name) if on_device else None
         if rule is not None and rule.answer is not None:
             result = rule.answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))
@@ -122,6 +125,48 @@ class FollowedValues(TorchFunctionMode):
         made = next((value for value in tree_leaves(out) if isinstance(value, Tensor)), None)
         if made is not None and _holds_nothing(made):
             self._values.guess(name if name in RULES else name.strip("_"), args, out)
+
+
+class AssumedFloat(float):
+    """A number that nobody computed. Printing and summing it is harmless, as most scripts do with their loss.
+
+    A comparison is listed: which way a script goes then depends on the number.
+    """
+
+    __hash__ = float.__hash__
+
+    def __new__(cls, value: float, note: Callable[[], None]) -> Self:
+        """Make a number that calls `note` when it is compared."""
+        made = super().__new__(cls, value)
+        made.note = note
+        return made
+
+    note: Callable[[], None]
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (super().__float__(),)  # a copy or a pickle is a plain number
+
+
+def _listed(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(number: AssumedFloat, *others: Any) -> Any:
+        number.note()
+        return operation(number, *others)
+
+    return run
+
+
+def _carried(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(number: AssumedFloat, *others: Any) -> Any:
+        result = operation(number, *others)
+        return AssumedFloat(result, number.note) if isinstance(result, float) else result
+
+    return run
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
+    setattr(AssumedFloat, f"__{_name}__", _listed(getattr(float, f"__{_name}__")))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+    setattr(AssumedFloat, f"__{_name}__", _carried(getattr(float, f"__{_name}__")))
 
 
 def _holds_nothing(value: Any) -> bool:
