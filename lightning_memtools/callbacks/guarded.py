@@ -19,7 +19,8 @@ from lightning_memtools.reporting.ranks import RankPosts
 
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-_ENDED: weakref.WeakKeyDictionary[Trainer, BaseException] = weakref.WeakKeyDictionary()
+# Those whose present call has failed. The error is not kept: its traceback holds the Trainer, model and data.
+_ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
@@ -31,6 +32,7 @@ def watched(hook: Hook, name: str = "") -> Hook:
     @functools.wraps(hook)
     def guarded(self: WatchingCallback, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         if name == "setup":
+            _ENDED.discard(trainer)
             refuse_other_package(trainer)
             self.switch_on(trainer)
         if self.is_off or (is_rare and self.is_off_elsewhere()):
@@ -117,8 +119,8 @@ class WatchingCallback(EitherCallback, Neighbour):
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
     """Log once how a call ended, for the Memory tab. An interruption by the user is no error."""
-    if isinstance(error, Exception) and _ENDED.get(trainer) is not error:
-        _ENDED[trainer] = error
+    if isinstance(error, Exception) and trainer not in _ENDED:
+        _ENDED.add(trainer)
         with suppress(Exception):
             log_text(trainer, "memtools/ended", in_one_line(error), training_step(trainer))
 
