@@ -68,7 +68,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*(many workers|LeafSpec|no `val_dataloader`).*")
     L.seed_everything(0, verbose=False)
     train, val, _ = loaders(256)
-
     print("\n1. Train with batches of 256 on a simulated GPU of 40 MiB. TensorBoard: Memory, Run; Scalars, loss.")
     fit(f"{logs}/1-train", DigitClassifier(), memtools.default_callbacks(), train, val, epochs=4)
 
@@ -87,6 +86,7 @@ def main() -> None:
     try:
         fit(f"{logs}/4-nan", Standardized(), [memtools.HaltOnNaN()], train)
     except memtools.NonFiniteError as error:
+        print(*str(error).splitlines()[:3], sep="\n")  # what, why and where
         print("\n5. The bad step again from its file, with the class as it was and with a mended one.")
         print(f"the same in every bit: {memtools.replay(str(error.step_path), model=Standardized()).exact}")
         print(f"finite with the mended class: {memtools.replay(str(error.step_path), model=Mended()).is_finite}")

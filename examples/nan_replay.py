@@ -60,6 +60,7 @@ def main() -> None:
     try:
         trainer.fit(LogLikelihood(), DataLoader(TensorDataset(rows), batch_size=8))
     except NonFiniteError as error:
+        print(error)
         path = str(error.step_path)
         again = replay(path, model=LogLikelihood())
         print(f"\nRun again from the file: the same in every bit: {again.exact}; finite: {again.is_finite}")

@@ -70,14 +70,17 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
     case.updates.append(UpdateNorms(optimizer, held, _norms_of(gradients), _norms_of(weights)))
 
 
-def _norms_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(zip(tensors, l2_norm_of_each(list(tensors.values()), None), strict=True)) if tensors else {}
+def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
+    """Return norms with their names, those of a device and type as one tensor: each tensor takes at least 512 bytes."""
+    alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
+    for name, norm in zip(tensors, l2_norm_of_each(list(tensors.values()), None) if tensors else (), strict=True):
+        alike[norm.device, norm.dtype][name] = norm.detach()
+    return [(list(norms), torch.stack(list(norms.values()))) for norms in alike.values()]
 
 
-def _values_of(norms: dict[str, Tensor]) -> Iterable[tuple[str, float]]:
-    """Return norms as numbers, for which the host waits once."""
-    values = [norm.detach().float() for norm in norms.values()]
-    return zip(norms, torch.stack([one.to(values[0].device) for one in values]).tolist() if values else (), strict=True)
+def _values_of(norms: list[tuple[list[str], Tensor]]) -> Iterable[tuple[str, float]]:
+    """Return norms as numbers, for which the host waits once a device and type."""
+    return (one for names, values in norms for one in zip(names, values.tolist(), strict=True))
 
 
 def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:

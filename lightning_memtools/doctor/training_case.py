@@ -28,12 +28,12 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Norms of an optimizer's parameters just before it updates them, by name and on the device."""
+    """Norms of an optimizer's parameters just before it updates them, with their names, on the devices."""
 
     optimizer: Optimizer
     held: list[str]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    gradients: list[tuple[list[str], Tensor]]
+    weights: list[tuple[list[str], Tensor]]
     """Of the parameters with weight decay; none at most updates."""
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import lightning as L
@@ -164,3 +167,16 @@ def test_how_a_run_ended_is_logged_once_whatever_ended_it(names, tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         run.fit(Broken(), loader())
     assert texts_of(run.log_dir)["memtools/ended"] == ["ValueError: no such file"]
+    with pytest.raises(ValueError, match="no such file"):
+        run.fit(Broken(), loader())
+    assert texts_of(run.log_dir)["memtools/ended"] == ["ValueError: no such file"] * 2  # once a call
+
+
+def test_nothing_of_a_run_is_held_after_its_error(tmp_path):
+    run, model = trainer(tmp_path, HaltOnNaN()), Broken()
+    with contextlib.suppress(ValueError):
+        run.fit(model, loader())
+    held = weakref.ref(run), weakref.ref(model)
+    del run, model
+    gc.collect()
+    assert [each() for each in held] == [None, None]
