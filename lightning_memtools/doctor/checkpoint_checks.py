@@ -39,8 +39,7 @@ def load_and_compare(model: nn.Module, path: str) -> list[Finding]:
         missing, unexpected = nn.Module.load_state_dict(model, state, strict=False)
     except RuntimeError as error:  # of other sizes
         return [finding("checkpoint_keys/others", path, " ".join(str(error).split())[:300])]
-    keys = [*missing, *unexpected]
-    if not keys:
+    if not (keys := [*missing, *unexpected]):
         return []
     evidence = f"Missing: {first_of(missing) or 'none'}. Unexpected: {first_of(unexpected) or 'none'}."
     if all(key.endswith(_STATISTICS) for key in keys):
