@@ -93,7 +93,8 @@ def switches() -> str:
         if name not in model["switches"]:
             return "fails" if name in model["failed"] else ""
         one = model["switches"][name]
-        return f"{one['mib']:,.0f} ({one['operations']:.2f}x) / {one['plan_mib']:,.0f}"
+        plan = "none" if one["plan_mib"] is None else f"{one['plan_mib']:,.0f}"
+        return f"{one['mib']:,.0f} ({one['operations']:.2f}x) / {plan}"
 
     rows = []
     for name, model in results("checkpointing_switches")["switches"]["models"].items():
