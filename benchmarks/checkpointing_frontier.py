@@ -272,7 +272,7 @@ def in_short(plain: dict[str, int], planned: dict[str, int]) -> dict[str, float]
 
 SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "frontier": lambda: {name: frontier(*model) for name, model in frontier_models().items()},
-    "headline": lambda: {"rows": [headline(dropout, budget) for dropout in (0.1, 0.0) for budget in (None, 0.05)]},
+    "headline": lambda: {"rows": [headline(dropout, budget) for dropout in (0.1, 0.0) for budget in (None, 0.07)]},
     "language models": lambda: {
         **{name: language_model(MODELS[name]) for name in ("GPT-2 small", "BERT base")},
         **{f"Llama 1B, batch of {batch}": language_model(partial(llama_1b, batch)) for batch in (4, 8)},
