@@ -125,7 +125,7 @@ class TunerSettings:
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     def limit(self, reader: MemoryReader | None) -> int | None:
-        """Return the most bytes of the device that all processes may use; None where its capacity is not known."""
+        """Return how many bytes of the device all processes together may use; None if its capacity is not known."""
         capacity = None if reader is None else reader.stats().capacity
         return None if capacity is None else self._most_of(capacity)
 

@@ -19,8 +19,8 @@ from lightning_memtools.reporting.ranks import RankPosts
 
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-# The id of the error that ended a Trainer's call: the error itself would keep the Trainer, and the step's tensors.
-_ENDED: weakref.WeakKeyDictionary[Trainer, int] = weakref.WeakKeyDictionary()
+# The Trainers whose present call has failed, and no errors: these would keep the Trainer, and the step's tensors.
+_ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
@@ -83,6 +83,7 @@ class WatchingCallback(EitherCallback, Neighbour):
     def switch_on(self, trainer: Trainer) -> None:
         """Begin a run."""
         vars(self).pop("is_off", None)
+        _ENDED.discard(trainer)
         self._posts = RankPosts(type(self).__name__) if trainer.world_size > 1 else None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
@@ -109,17 +110,16 @@ class WatchingCallback(EitherCallback, Neighbour):
 
     def is_off_elsewhere(self) -> bool:
         """Switch off if another rank has switched off, and return whether that is so."""
-        posts = self._posts
-        others = [] if posts is None else [rank.values["off"] for rank in posts.read() if "off" in rank.values]
-        if others:
-            self.switch_off(f"on another rank, {others[0]}")
-        return bool(others)
+        read = [] if self._posts is None else self._posts.read()
+        if reasons := [rank.values["off"] for rank in read if "off" in rank.values]:
+            self.switch_off(f"on another rank, {reasons[0]}")
+        return bool(reasons)
 
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
     """Log once how a call ended, for the Memory tab. An interruption by the user is no error."""
-    if isinstance(error, Exception) and _ENDED.get(trainer) != id(error):
-        _ENDED[trainer] = id(error)
+    if isinstance(error, Exception) and trainer not in _ENDED:
+        _ENDED.add(trainer)
         with suppress(Exception):
             log_text(trainer, "memtools/ended", in_one_line(error), training_step(trainer))
 

@@ -101,7 +101,7 @@ class _Proofs:
 
 
 class _PlannedParts:
-    """A Sequential or module under a plan: recomputes what the plan says, if it was proved to repeat itself.
+    """Runs a Sequential or module under a plan. A range is recomputed only if it was proved to repeat itself.
 
     Args:
         module: The Sequential or module.

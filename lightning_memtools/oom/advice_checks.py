@@ -82,7 +82,7 @@ class Advice:
 
 
 def advice_for(failed: FailedStep, seconds: float) -> Advice:
-    """Try the changes that make sense for a failed step; after so many seconds of processor time no further one."""
+    """Try the changes that make sense for a failed step, and begin none after so many seconds of processor time."""
     actions: list[Action] = []
     reasons: dict[str, list[str]] = {}
     # Warnings that the step gives while it is traced were given while it ran.

@@ -86,7 +86,7 @@ def growth(trials: StepTrials) -> list[Action]:
 
 
 def odd_batch(trials: StepTrials) -> list[Action]:
-    """Run a batch in parts that is larger in a dimension than all before it, and does not fit, as these do."""
+    """Run the batch in parts, if it is larger in one dimension than all before it, and these fit."""
     facts, recovery = trials.failed.facts, trials.failed.run.recovery
     before, fits, detail = facts.before, None, ""
     if not trials.why_not:
@@ -111,7 +111,7 @@ def odd_batch(trials: StepTrials) -> list[Action]:
 
 
 def expandable_segments(trials: StepTrials) -> list[Action]:
-    """Use expandable segments: would the request, and the whole step, have found memory?"""
+    """Use expandable segments, if the request and the whole step would then have found memory."""
     failed = trials.failed
     if failed.history is None:
         raise NotCheckedError("no history of allocations was recorded")
@@ -139,7 +139,7 @@ def expandable_segments(trials: StepTrials) -> list[Action]:
 
 
 def processes(trials: StepTrials) -> list[Action]:
-    """Stop one of the other processes: is the memory that it holds enough?"""
+    """Stop another process, if the memory that it holds is enough for the step to fit."""
     others, capacity = trials.failed.processes, trials.failed.facts.stats.capacity or 0
     if isinstance(others, str):
         raise NotCheckedError(f"the other processes are {others}")

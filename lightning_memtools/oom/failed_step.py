@@ -32,7 +32,7 @@ from lightning_memtools.simulation.tracer import SimulationSettings, Subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """The facts of a run that the checks need, read from its Trainer.
+    """The facts about a failed run that the checks need, read from its Trainer.
 
     Attributes:
         model: The model.

@@ -159,5 +159,5 @@ class StepTrials:
 
 
 def why_not_checked(error: Exception) -> str:
-    """Return an error in one line without a period."""
+    """Return an error as one line of text, without its last period."""
     return (str(error) if isinstance(error, NotCheckedError) else in_one_line(error)).rstrip(".")

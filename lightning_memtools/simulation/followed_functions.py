@@ -26,7 +26,6 @@ from lightning_memtools.simulation.known_values import (
     FollowedCall,
     KnownValues,
     is_too_large,
-    name_of,
     on_host,
 )
 from lightning_memtools.simulation.packed_sequences import PACKING
@@ -90,12 +89,12 @@ class FollowedValues(TorchFunctionMode):
                 return result
         out = func(*args, **kwargs)
         if on_device or any(map(_holds_nothing, tree_leaves(out))):
-            self._follow(func, args, kwargs, out)
+            self._follow(name, func, args, kwargs, out)
         return out
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note what is known of a function's result, and forget what it has written."""
-        name, values = name_of(func), self._values
+        values = self._values
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         known = None if _RANDOM.search(name) or any(map(is_too_large, made)) else values.of_all(tensors)

@@ -126,26 +126,27 @@ class KnownValues:
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator whose result depends on values; NotImplemented for any other."""
-        rule = RULES.get(name_of(func))
+        name = name_of(func)
+        rule = RULES.get(name)
         if rule is None or rule.answer is None:
             return NotImplemented
         # Under a FakeTensorMode a real mask selects fakes too.
-        return rule.answer(self, FollowedCall(name_of(func), func, args, kwargs, lambda _: True))
+        return rule.answer(self, FollowedCall(name, func, args, kwargs, lambda _: True))
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Apply an operator to the known values, after it ran on the tensors."""
-        kind = _kind_of(func)
+        kind, name = _kind_of(func), name_of(func)
         if kind.is_view:
             return
         tensors = given_tensors(args, kwargs)
         written = list(_written(kind, args, kwargs))
-        values = None if kind.is_random or not (tensors or name_of(func) in FACTORIES) else self.of_all(tensors)
+        values = None if kind.is_random or not (tensors or name in FACTORIES) else self.of_all(tensors)
         if values is None:
             if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
                 return  # gradients are finite
             for tensor in written:
                 self.forget(tensor)
-            self.guess(name_of(func), args, out)
+            self.guess(name, args, out)
             return
         made = list(flat(out))
         given = {storage_id(tensor.untyped_storage()) for tensor in tensors}

@@ -73,7 +73,7 @@ class SimulationSettings:
 
 @dataclass(slots=True)
 class Traced:
-    """The result of a trace.
+    """The result of `trace`: what the steps allocated, and the sizes of the model.
 
     Attributes:
         device: The device, whose accounting has ended.

@@ -266,7 +266,7 @@ def _joined(holdings: Sequence[Holding]) -> Holding:
 
 
 def _names_of_variables() -> dict[int, str]:
-    """Return names for what the local variables of the user's running functions refer to, by identity."""
+    """Return the names of local variables of the user's running functions, by the id of the object in each."""
     names: dict[int, str] = {}
     frame = inspect.currentframe()
     while frame is not None:

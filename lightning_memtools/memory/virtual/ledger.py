@@ -50,7 +50,7 @@ class DeviceListener:
         """Called when operators belong to another module from now on."""
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        """Called after a block was allocated; the category of a library's workspace is None."""
+        """Called after a block was allocated. A library's workspace has no category (None)."""
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         """Called after a block was freed, with the last category and module that were known."""

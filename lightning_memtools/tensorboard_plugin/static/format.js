@@ -9,6 +9,9 @@ const UNITS = [
   ["TiB", 2 ** 40],
 ];
 
+// The parts of memory whose name on the page is not that in the logs.
+export const PART_NAMES = { optimizer: "optimizer state" };
+
 export const bytesOf = (gib) => (gib === null || gib === undefined ? null : gib * GIB);
 
 export function unitFor(bytes) {

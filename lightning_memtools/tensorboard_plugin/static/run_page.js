@@ -2,7 +2,7 @@
 
 import { LinkedCharts, StepChart, column } from "./charts.js";
 import { clear, h } from "./dom.js";
-import { bytesOf, milliseconds, number, percent, size, threeDigits, whole } from "./format.js";
+import { PART_NAMES, bytesOf, milliseconds, number, percent, size, threeDigits, whole } from "./format.js";
 import { stepChart } from "./step_chart.js";
 import { colours } from "./theme.js";
 import { verdict } from "./verdict.js";
@@ -16,7 +16,6 @@ const STAGE_NAMES = {
 };
 const EVALUATION = ["val", "test", "predict"];
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
-const PART_NAMES = { optimizer: "optimizer state" };
 // Below this share of the device the line of the capacity would press the curves to the floor, and the parts of the
 // composition would be too narrow to see.
 const SHOW_CAPACITY_FROM = 0.2;

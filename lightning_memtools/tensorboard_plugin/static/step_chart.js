@@ -2,10 +2,9 @@
 
 import { LinkedCharts, StepChart } from "./charts.js";
 import { h } from "./dom.js";
-import { percent, size, whole } from "./format.js";
+import { PART_NAMES, percent, size, whole } from "./format.js";
 import { colours } from "./theme.js";
 
-const PART_NAMES = { optimizer: "optimizer state" };
 const MADE_BY_MODULES = ["", "activations", "temporaries"];
 const SHOWN_NAMES = 3;
 

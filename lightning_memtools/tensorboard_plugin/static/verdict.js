@@ -1,9 +1,8 @@
 // A run in words: how it ended, whether it fits, what fills the device, and whether training is healthy.
 
 import { h } from "./dom.js";
-import { bytesOf, percent, size, whole } from "./format.js";
+import { PART_NAMES, bytesOf, percent, size, whole } from "./format.js";
 
-const PART_NAMES = { optimizer: "optimizer state" };
 const BARELY = 0.05;
 const FINDINGS = {
   "memtools/nonfinite_report": ["NaN or Inf", "no"],
