@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_memtools.null_cuda.dry_run.api import dry_run
     from lightning_memtools.null_cuda.dry_run.result import DryRunResult
     from lightning_memtools.null_cuda.stubs import DryRunError
+    from lightning_memtools.warning_categories import DegradedWarning, FindingWarning, MemtoolsWarning
 
 __version__ = "0.1.0"
 
@@ -45,12 +46,14 @@ _HOME_OF_NAME = {
     "BatchSizeResult": "batch_size.batch_size_result",
     "BatchSizeTuner": "callbacks.batch_size_tuner",
     "CheckpointPlan": "checkpointing.checkpoint_plan",
+    "DegradedWarning": "warning_categories",
     "DoctorReport": "doctor.findings",
     "DryRunError": "null_cuda.stubs",
     "DryRunResult": "null_cuda.dry_run.result",
     "EmptyCache": "callbacks.empty_cache",
     "FailedStepRelease": "memory.release_failed_step",
     "Finding": "doctor.findings",
+    "FindingWarning": "warning_categories",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
     "LossCurves": "callbacks.loss_curves",
@@ -60,6 +63,7 @@ _HOME_OF_NAME = {
     "MemoryEstimate": "estimate.memory_estimate",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
+    "MemtoolsWarning": "warning_categories",
     "NonFiniteError": "nonfinite.bad_step",
     "OOMRecovery": "callbacks.oom_recovery",
     "OOMReport": "callbacks.oom_report",
@@ -84,12 +88,14 @@ __all__ = [
     "BatchSizeResult",
     "BatchSizeTuner",
     "CheckpointPlan",
+    "DegradedWarning",
     "DoctorReport",
     "DryRunError",
     "DryRunResult",
     "EmptyCache",
     "FailedStepRelease",
     "Finding",
+    "FindingWarning",
     "GradientCheckpointing",
     "HaltOnNaN",
     "LossCurves",
@@ -99,6 +105,7 @@ __all__ = [
     "MemoryEstimate",
     "MemoryMonitor",
     "MemoryStats",
+    "MemtoolsWarning",
     "NonFiniteError",
     "OOMRecovery",
     "OOMReport",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from collections import defaultdict
@@ -280,6 +281,21 @@ def questioning_docstrings() -> Found:
     return {name: texts for name, texts in found.items() if texts}
 
 
+def uncategorized_warnings() -> Found:
+    """Return the calls of `warnings.warn` that name no category of ours, or a category that is Python's."""
+    found = {
+        name_of(path): [
+            f"line {node.lineno}"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func).rpartition(".")[2] in {"warn", "rank_zero_warn"}
+            and not (len(node.args) > 1 and (name := ast.unparse(node.args[1])) and not hasattr(builtins, name))
+        ]
+        for path in sources()
+    }
+    return {name: lines for name, lines in found.items() if lines}
+
+
 def sizes() -> dict[str, int]:
     """Return the size of each part that has a budget: lines, or words for the manual."""
     found = dict.fromkeys(BUDGETS, 0)
@@ -329,6 +345,7 @@ RULES = {
     "DUPLICATE_CLASSES": duplicate_classes,
     "DUPLICATE_FILES": duplicate_files,
     "QUESTIONING_DOCSTRINGS": questioning_docstrings,
+    "UNCATEGORIZED_WARNINGS": uncategorized_warnings,
     "OVER_BUDGET": over_budget,
 }
 

@@ -107,6 +107,13 @@ def test_the_checker_sees_every_use_of_a_private_name(code, names, tmp_path):
     assert sorted(name for _, name in private_names_of(file)) == names
 
 
+def test_every_category_of_warnings_is_ours_and_a_user_warning():
+    names = [name for name in lightning_memtools.__all__ if name.endswith("Warning")]
+    assert names == ["DegradedWarning", "FindingWarning", "MemtoolsWarning"]
+    assert all(issubclass(getattr(lightning_memtools, name), lightning_memtools.MemtoolsWarning) for name in names)
+    assert issubclass(lightning_memtools.MemtoolsWarning, UserWarning)
+
+
 def test_the_suite_is_run_where_files_left_behind_are_seen():
     script = (Path(__file__).parents[1] / ".ci" / "run").read_text()
     assert "git status --porcelain" in script.partition("make test")[2]

@@ -19,6 +19,7 @@ from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.state_snapshot import StateSnapshot
+from lightning_memtools.warning_categories import DegradedWarning
 
 
 class BatchSizeTuner(EitherCallback, Neighbour):
@@ -144,7 +145,9 @@ class BatchSizeTuner(EitherCallback, Neighbour):
                 raise
             self._tuning.give_up(trainer)
             warnings.warn(
-                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}", stacklevel=2
+                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
+                DegradedWarning,
+                stacklevel=2,
             )
 
 

@@ -27,6 +27,7 @@ from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.simulation.step_runner import without_lbfgs
 from lightning_memtools.simulation.step_trace import NoLossError, TracedStep, device_of
+from lightning_memtools.warning_categories import DegradedWarning
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _FIRST_MEASURED = 3
@@ -123,7 +124,7 @@ class CheckpointingRun:
             self._without_loss += 1
             self._is_planned = False
         elif self._trainer.is_global_zero:
-            warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
+            warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", DegradedWarning, stacklevel=2)
 
     def _plan_again(self, applied: AppliedPlan, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan without the layers that did not repeat themselves in the first step.
@@ -139,6 +140,7 @@ class CheckpointingRun:
             warnings.warn(
                 f"GradientCheckpointing recomputes nothing any more: without {', '.join(sorted(known))}, which did not "
                 f"do the same when run again, there is no plan ({made}).",
+                DegradedWarning,
                 stacklevel=2,
             )
             return

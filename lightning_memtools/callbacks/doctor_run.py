@@ -19,6 +19,7 @@ from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
+from lightning_memtools.warning_categories import DegradedWarning, FindingWarning
 
 
 class DoctorRun:
@@ -122,7 +123,9 @@ class DoctorRun:
         self._told.update(new)
         failures, self._examination.failures = self._examination.failures, []
         if failures:
-            warnings.warn(f"TrainingDoctor leaves out checks that failed: {'; '.join(failures)}.", stacklevel=2)
+            warnings.warn(
+                f"TrainingDoctor leaves out checks that failed: {'; '.join(failures)}.", DegradedWarning, stacklevel=2
+            )
         if not trainer.is_global_zero or not (new or self._examination.is_concluded):
             return new
         text = self.report.markdown()
@@ -136,5 +139,5 @@ class DoctorRun:
             names = ", ".join(dict.fromkeys(finding.check for finding in new))
             print_on_console(console_table(self.report.table(new)))
             number = counted(len(new), "serious mistake", "serious mistakes")
-            warnings.warn(f"TrainingDoctor found {number}: {names}. See the table.", stacklevel=2)
+            warnings.warn(f"TrainingDoctor found {number}: {names}. See the table.", FindingWarning, stacklevel=2)
         return new

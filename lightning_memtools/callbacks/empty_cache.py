@@ -25,6 +25,7 @@ from lightning_memtools.memory.stats import MemoryReader, room_of
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
+from lightning_memtools.warning_categories import FindingWarning
 
 Evaluation = Literal["val", "test", "predict"]
 EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
@@ -246,7 +247,7 @@ class EmptyCache(WatchingCallback):
             device=f"{name} of rank {trainer.global_rank}" if trainer.world_size > 1 else name,
             readings="evaluations" if self._counts_evaluations(trainer) else "epochs",
         )
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, FindingWarning, stacklevel=2)
         self._log(trainer, {"memory/leaks": float(len(report.findings))})
         log_text(trainer, "memtools/leak", text, training_step(trainer))
         if trainer.is_global_zero:

@@ -16,6 +16,7 @@ from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import RankPosts
+from lightning_memtools.warning_categories import DegradedWarning
 
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -104,7 +105,7 @@ class WatchingCallback(EitherCallback, Neighbour):
             f"(read more in docs/{self.page}.md and docs/guide.md)"
         )
         if notes_on is None:
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, DegradedWarning, stacklevel=3)
         else:
             notes_on.add_note(text)
 

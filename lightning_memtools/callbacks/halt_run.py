@@ -54,6 +54,7 @@ from lightning_memtools.reporting.files import NotWritten, report_directory, wri
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.warning_categories import DegradedWarning, FindingWarning
 
 if TYPE_CHECKING:
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
@@ -187,11 +188,13 @@ class HaltRun:
             held_back = self.guard.drain()
             if held_back is not None:
                 self.guard.undo(held_back)
-                warnings.warn(f"Step {held_back.step.number} was NaN or Inf too; it was undone.", stacklevel=2)
+                warnings.warn(
+                    f"Step {held_back.step.number} was NaN or Inf too; it was undone.", FindingWarning, stacklevel=2
+                )
             if saves_on_exception(self._trainer) and self._bad_now():
                 forbid_saving_on_exception(self._trainer)
         except RuntimeError as error:  # the device itself may be what failed
-            warnings.warn(f"The last steps could not be checked any more: {error}", stacklevel=2)
+            warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
     def warn_if_blind(self) -> None:
         """Warn, once, if no gradient was seen although there were losses, or steps that the user takes by hand."""
@@ -205,6 +208,7 @@ class HaltRun:
                 "HaltOnNaN saw no gradient in this epoch, so it checks none. In manual optimization, use "
                 "self.optimizers() and self.manual_backward(loss); else see whether the strategy or an optimizer keeps "
                 "gradients elsewhere than in p.grad.",
+                DegradedWarning,
                 stacklevel=2,
             )
 

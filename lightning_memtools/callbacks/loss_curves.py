@@ -25,6 +25,7 @@ from lightning_memtools.reporting.loss_names import (
 )
 from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import PATIENCE_S
+from lightning_memtools.warning_categories import DegradedWarning
 
 
 class LossCurves(WatchingCallback):
@@ -133,6 +134,7 @@ class LossCurves(WatchingCallback):
                 warnings.warn(
                     "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad, so grad/norm has no "
                     "curve. DeepSpeed keeps gradients elsewhere.",
+                    DegradedWarning,
                     stacklevel=2,
                 )
 

@@ -33,6 +33,7 @@ from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_direct
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.warning_categories import DegradedWarning, FindingWarning, MemtoolsWarning
 
 
 class MemoryMonitor(WatchingCallback):
@@ -260,11 +261,11 @@ class MemoryMonitor(WatchingCallback):
         datasets = (getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop))
         scalars, texts = run.look_at_host(epoch=trainer.current_epoch if in_training else None, datasets=datasets)
         scalars |= run.step_scalars(step) if in_training else {}
-        self._warn(trainer, *texts, *run.add_point(stage, step, scalars, owned))
+        self._warn(trainer, *texts, *run.add_point(stage, step, scalars, owned), category=FindingWarning)
 
-    def _warn(self, trainer: Trainer, *texts: str) -> None:
+    def _warn(self, trainer: Trainer, *texts: str, category: type[MemtoolsWarning] = DegradedWarning) -> None:
         for text in texts if trainer.is_global_zero else ():
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, category, stacklevel=4)
 
     @property
     def _running(self) -> MemoryRun:

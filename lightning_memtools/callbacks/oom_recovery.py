@@ -18,6 +18,7 @@ from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import RankPosts
 from lightning_memtools.reporting.strategies import why_unsupported
+from lightning_memtools.warning_categories import FindingWarning
 
 
 class OOMRecovery(EitherCallback, Neighbour):
@@ -174,7 +175,7 @@ class OOMRecovery(EitherCallback, Neighbour):
             return
         self._posts.post({"told": [str(mine), mine.n_recovered]})
         if any(now and not then for now, then in zip(self._told[:2], before[:2], strict=True)):
-            warnings.warn(f"OOMRecovery: {mine.latest}", stacklevel=2)
+            warnings.warn(f"OOMRecovery: {mine.latest}", FindingWarning, stacklevel=2)
             for callback in () if any(before) else callbacks_of(trainer):
                 if isinstance(callback, OOMReport):
                     callback.report_recovered(trainer, mine.latest)

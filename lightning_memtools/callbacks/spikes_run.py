@@ -18,6 +18,7 @@ from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, S
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.state.state_snapshot import StateSnapshot
+from lightning_memtools.warning_categories import FindingWarning
 
 if TYPE_CHECKING:
     from lightning_memtools.callbacks.loss_spikes import LossSpikes
@@ -149,7 +150,7 @@ class SpikesRun:
             written = write_report(self._directory, name, spike.markdown())
             log_text(self._trainer, "memtools/loss_spike", spike.markdown(), spike.step)
             if spike.done != "halt":  # the error says it
-                warnings.warn(f"{spike.headline()} {spike.action()} {spike.lines()[-1]}", stacklevel=2)
+                warnings.warn(f"{spike.headline()} {spike.action()} {spike.lines()[-1]}", FindingWarning, stacklevel=2)
         elif isinstance(written, Path):
             written /= name
         return replace(spike, report=written if isinstance(written, Path) else None)

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_memtools._torch import compiled_call, has_hooks, is_fsdp_module, is_jit_tracing, registered_children
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.exact_recomputation import why_outside
+from lightning_memtools.warning_categories import DegradedWarning
 
 _SHARDED = "sharded by FSDP 2: it may only be recomputed by itself"
 
@@ -58,7 +59,7 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
     )
 
 
-class NothingToApplyTo(UserWarning):
+class NothingToApplyTo(DegradedWarning):
     """There is no chain in the model that recomputation could be applied to."""
 
 

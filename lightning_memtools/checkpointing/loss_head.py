@@ -20,6 +20,7 @@ from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossE
 from lightning_memtools.checkpointing.deferred_logits import deferred_linear
 from lightning_memtools.checkpointing.repetition_proof import holds_fake_tensors
 from lightning_memtools.memory.user_code import line_on_stack
+from lightning_memtools.warning_categories import DegradedWarning
 
 # Fewer classes make small logits.
 _LEAST_CLASSES = 1024
@@ -28,7 +29,7 @@ _ROUNDINGS = 4
 _LEAST_TOLERANCE = 1e-5
 
 
-class LossHeadWarning(UserWarning):
+class LossHeadWarning(DegradedWarning):
     """A loss is not computed in chunks any more."""
 
 

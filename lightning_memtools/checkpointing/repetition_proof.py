@@ -15,12 +15,13 @@ from lightning_memtools.checkpointing.exact_recomputation import statistics_unto
 from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.state.random_state import random_streams_restored
+from lightning_memtools.warning_categories import DegradedWarning
 
 Run = Callable[[Callable[[Any], None]], Any]
 """Runs layers one after the other, and calls its argument with the output of each."""
 
 
-class RecomputationDiffersWarning(UserWarning):
+class RecomputationDiffersWarning(DegradedWarning):
     """A range is not recomputed, because a layer in it gave other values when it ran again."""
 
 

@@ -30,6 +30,7 @@ from lightning_memtools.simulation.step_runner import (
     is_lightning_module,
 )
 from lightning_memtools.state.state_snapshot import StateSnapshot
+from lightning_memtools.warning_categories import DegradedWarning
 
 
 def diagnose(
@@ -108,7 +109,9 @@ def diagnose(
     finally:
         snapshot.restore()
     if examination.failures:
-        warnings.warn(f"diagnose leaves out checks that failed: {'; '.join(examination.failures)}.", stacklevel=2)
+        warnings.warn(
+            f"diagnose leaves out checks that failed: {'; '.join(examination.failures)}.", DegradedWarning, stacklevel=2
+        )
     return examination.report()
 
 

@@ -25,6 +25,7 @@ from lightning_memtools.recovery.batch_parts import (
 )
 from lightning_memtools.recovery.gradient_exchange import GradientExchange, no_collectives
 from lightning_memtools.recovery.step_start import StepStart, TrainedState
+from lightning_memtools.warning_categories import DegradedWarning
 
 if TYPE_CHECKING:
     from lightning_memtools._lightning import StepClosure
@@ -304,6 +305,6 @@ def _add_reason(error: Exception, why_not: str) -> None:
 def _warn_of(fault: Exception) -> str:
     """Warn of an error in OOMRecovery's own code, which must not take the place of another; return it in words."""
     text = f"OOMRecovery itself failed: {in_one_line(fault)}"
-    with suppress(UserWarning):  # where warnings are errors
-        warnings.warn(text, stacklevel=2)
+    with suppress(DegradedWarning):  # where warnings are errors
+        warnings.warn(text, DegradedWarning, stacklevel=2)
     return text

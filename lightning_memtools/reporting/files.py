@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.warning_categories import DegradedWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> 
     if isinstance(written, Path):
         return written
     if written.is_failure:
-        warnings.warn(f"The report {name} {written.reason}. Training goes on.", stacklevel=2)
+        warnings.warn(f"The report {name} {written.reason}. Training goes on.", DegradedWarning, stacklevel=2)
     return None
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_memtools._lightning import is_accumulating, training_step
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.warning_categories import DegradedWarning
 
 Charts = Mapping[str, Mapping[str, Sequence[str]]]
 """Category to chart title to the tags drawn in it, as regular expressions without anchors."""
@@ -78,6 +79,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
             warnings.warn(
                 f"{type(logger).__name__} failed while writing ({_in_words(error)}). Training goes on; "
                 "what lightning_memtools logs may be missing there. This warning is given once.",
+                DegradedWarning,
                 stacklevel=2,
             )
 

@@ -16,6 +16,7 @@ from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
+from lightning_memtools.warning_categories import DegradedWarning
 
 
 class MeanCurves:
@@ -119,6 +120,7 @@ class MeanCurves:
             warnings.warn(
                 f"LossCurves({argument}={missing[0]!r}): no such loss was returned or logged, so it has no curve. "
                 f"There is: {listed}.",
+                DegradedWarning,
                 stacklevel=2,
             )
 

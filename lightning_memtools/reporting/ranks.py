@@ -22,6 +22,7 @@ from torch import distributed
 
 from lightning_memtools._torch import default_process_group_store, replaced_collectives
 from lightning_memtools.memory.first_time import FirstTime
+from lightning_memtools.warning_categories import DegradedWarning
 
 T = TypeVar("T")
 
@@ -210,6 +211,7 @@ class RankPosts:
             f"{self._name}: the values of {ranks} for {label} have not arrived, so what is logged there is that of the "
             "other ranks alone. Such a rank has fewer batches, has ended, or is slow; training does not wait for it. "
             "This warning is given once.",
+            DegradedWarning,
             stacklevel=2,
         )
 

@@ -17,6 +17,7 @@ from lightning_memtools._torch import (
     FakeTensor,
     is_compiler_loaded,
 )
+from lightning_memtools.warning_categories import DegradedWarning
 
 _ABSENT = object()
 
@@ -115,7 +116,7 @@ class EagerCompilation:
         warnings.warn(
             "torch.compile has no effect inside a VirtualDevice: compiled code runs eagerly there, and its memory is "
             "that of the eager run.",
-            UserWarning,
+            DegradedWarning,
             stacklevel=3,
         )
 

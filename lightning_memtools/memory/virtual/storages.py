@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import FakeTensor, is_wrapper_subclass, storage_id, uncoalesced_parts
+from lightning_memtools.warning_categories import DegradedWarning
 
 _COMPRESSED_ROWS = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED_COLUMNS = {torch.sparse_csc, torch.sparse_bsc}
@@ -87,6 +88,6 @@ def _say_not_counted(kind: str) -> None:
     _not_counted.add(kind)
     warnings.warn(
         f"The virtual device cannot see the memory of a {kind}: such tensors are not counted.",
-        UserWarning,
+        DegradedWarning,
         stacklevel=2,
     )
