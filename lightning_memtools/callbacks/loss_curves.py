@@ -34,10 +34,10 @@ class LossCurves(WatchingCallback):
     docs/loss-curves.md has the tags.
 
     The division of the loss by gradient accumulation is undone. With several ranks, all values are means over the
-    ranks. Every epoch ends with a point. Values stay on the device until a point is due, and are then copied without
-    waiting. The end of an epoch and of a validation run waits for copies that have not arrived yet. No rank waits for
-    another one: rank 0 writes a point once the values of all ranks have arrived, and leaves out ranks that have fewer
-    batches or have ended.
+    ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
+    point is due, and are then copied without waiting. The end of an epoch and of a validation run waits for copies that
+    have not arrived yet. No rank waits for another one: rank 0 writes a point once the values of all ranks have
+    arrived, and leaves out ranks that have fewer batches or have ended.
 
     Args:
         train: The name of the training loss, or several names, as training_step returns or logs them. None takes the
@@ -110,15 +110,14 @@ class LossCurves(WatchingCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch's loss to the next point, and log the point if it is due."""
-        losses, names = training_losses(
-            trainer, pl_module, outputs, self._train.names, was_asked=self.train is not None
-        )
+        losses, names = training_losses(trainer, pl_module, outputs, self._train.names)
         self._other_names |= names
         for name, loss in losses.items():
             self._train.add(name, loss)
         for curves in self._curves:
             curves.write_arrived()
-        if is_due(trainer, self.every_n_steps):
+        # A step that was undone and is done again has its point already.
+        if is_due(trainer, self.every_n_steps) and training_step(trainer) > self._last_step:
             self._log_training(trainer, training_step(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

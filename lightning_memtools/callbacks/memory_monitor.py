@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.allocator import write_snapshot
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
@@ -33,7 +34,11 @@ from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_direct
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.warning_categories import DegradedWarning, FindingWarning, MemtoolsWarning
+
+# A script may make many Trainers: what a run without a GPU is told need not be said again.
+_IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
@@ -51,7 +56,7 @@ class MemoryMonitor(WatchingCallback):
 
     Args:
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
-            ends with a point.
+            ends with a point, and steps 0, 1, 2, 4, 8, 16 and 32 have one.
         phases: Also log the peaks of forward, backward and optimizer step, and the host's time in each and between two
             batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and
             backward is the time to queue kernels, and what waits for the device counts where it waits.
@@ -115,19 +120,17 @@ class MemoryMonitor(WatchingCallback):
         elif self.load:
             self._warn(trainer, f"load=True: NVML tells nothing of {device}, so no device/* is logged.")
         self._run = MemoryRun(
+            device,
             reader,
             partial(log_scalars, trainer),
             call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
-            device=reader.name if reader else str(device),
             phases=self.phases and stage == "fit",
             has_trained=training_step(trainer) > 0,
             load=load,
         )
         self._directory = report_directory(trainer)
-        if self._run.shortcoming:
+        if self._run.shortcoming not in {"", NO_GPU}:
             self._warn(trainer, self._run.shortcoming)
-        if trainer.is_global_zero and reader is None and device.type == "cpu":
-            _say_that_there_is_no_gpu()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout of TensorBoard's custom scalars."""
@@ -180,8 +183,10 @@ class MemoryMonitor(WatchingCallback):
         self._running.switch_phase(None)
         self._running.write_arrived()
         # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
-        if is_due(trainer, self.every_n_steps) or trainer.is_last_batch:
-            self._log(trainer, "train", training_step(trainer), batch)
+        is_regular = is_due(trainer, self.every_n_steps, first_steps=False) or trainer.is_last_batch
+        # A step that was undone and is done again has its point already.
+        if (is_regular or is_due(trainer, self.every_n_steps)) and training_step(trainer) > self._running.last_step:
+            self._log(trainer, "train", training_step(trainer), batch, warms_up=not is_regular)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one."""
@@ -232,14 +237,16 @@ class MemoryMonitor(WatchingCallback):
             # Where the call has failed, memory may have run out since the last point.
             log_scalars(trainer, run.last_scalars() if has_failed else {}, training_step(trainer))
             remarks = [each.memory_remark for each in callbacks_of(trainer) if isinstance(each, Neighbour)]
-            summary = run.summary(waits_for_ranks=not has_failed, events=tuple(filter(None, remarks)))
+            summary = run.summary(waits_for_ranks=not has_failed, events=remarks)
             if trainer.is_global_zero:
                 text, name = summary.markdown(), f"memory_summary_{run.call}.md"
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
                 log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
                 end_progress_bar(trainer.progress_bar_callback)
-                summary.print()
+                if summary.peaks or _IS_FIRST_WITHOUT_PEAKS():
+                    print_on_console(summary.title, style="bold")
+                    print_on_console(*map(console_table, summary.tables()), *summary.remarks)
         self.stop_watching()
 
     def _begin_phase(self, phase: Phase) -> None:
@@ -255,13 +262,18 @@ class MemoryMonitor(WatchingCallback):
         if isinstance(written, NotWritten):
             self._warn(trainer, f"The memory snapshot of step {step} {written.reason}.")
 
-    def _log(self, trainer: Trainer, stage: Stage, step: int, batch: Any = None) -> None:
-        run, in_training = self._running, stage == "train"
-        owned = run.owned_by(trainer.lightning_module, trainer.optimizers, self._device, batch)
-        datasets = (getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop))
-        scalars, texts = run.look_at_host(epoch=trainer.current_epoch if in_training else None, datasets=datasets)
-        scalars |= run.step_scalars(step) if in_training else {}
-        self._warn(trainer, *texts, *run.add_point(stage, step, scalars, owned), category=FindingWarning)
+    def _log(self, trainer: Trainer, stage: Stage, step: int, batch: Any = None, *, warms_up: bool = False) -> None:
+        texts = self._running.add_point(
+            stage,
+            step,
+            trainer.lightning_module,
+            trainer.optimizers,
+            batch=batch,
+            epoch=trainer.current_epoch if stage == "train" else None,
+            datasets=(getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop)),
+            warms_up=warms_up,
+        )
+        self._warn(trainer, *texts, category=FindingWarning)
 
     def _warn(self, trainer: Trainer, *texts: str, category: type[MemtoolsWarning] = DegradedWarning) -> None:
         for text in texts if trainer.is_global_zero else ():
@@ -269,12 +281,5 @@ class MemoryMonitor(WatchingCallback):
 
     @property
     def _running(self) -> MemoryRun:
-        if self._run is None:
-            raise RuntimeError("MemoryMonitor's hooks were called without its setup hook.")
+        assert self._run is not None, "setup comes before every other hook"
         return self._run
-
-
-@cache
-def _say_that_there_is_no_gpu() -> None:
-    """Print once how to see more: a script may make many Trainers."""
-    print_on_console(NO_GPU)

@@ -34,15 +34,15 @@ class EarlyWarnings:
         self._pieces: list[int] = []
         self._is_new = FirstTime()
 
-    def look(self, point: MemoryPoint) -> list[str]:
-        """Return the new warnings at a point."""
-        return [text for name, text in self._findings(point) if self._is_new(name)]
+    def look(self, point: MemoryPoint, *, warms_up: bool = False) -> list[str]:
+        """Return the new warnings at a point; in the first steps of a run, which warm it up, growth is expected."""
+        return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
     def leave_out(self, retries: int) -> None:
         """Do not count retries that happened outside of the run."""
         self._retries += retries
 
-    def _findings(self, point: MemoryPoint) -> Iterator[tuple[str, str]]:
+    def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:
         stats = point.stats
         n_retries = (stats.alloc_retries or 0) - self._retries
         if n_retries > 0 and "retries" not in self._is_new.said:
@@ -58,6 +58,8 @@ class EarlyWarnings:
                 f"{format_size(stats.capacity)}: a longer sequence or a larger batch may fail. {_SMALLER}"
             )
             yield "full", text
+        if warms_up:
+            return
         pieces = stats.inactive_split or 0
         self._pieces = [*self._pieces, pieces] if self._pieces and pieces > self._pieces[-1] else [pieces]
         least = _FRAGMENTED * (stats.capacity or sys.maxsize)

@@ -157,23 +157,28 @@ class HostWatch:
         self._highest: dict[int, int] = {}  # epoch to the highest total
         self._is_new = FirstTime()
 
-    def look(self, *, epoch: int | None = None, datasets: Iterable[Any] = ()) -> tuple[HostMemory | None, list[str]]:
+    def look(
+        self, *, epoch: int | None = None, datasets: Iterable[Any] = (), warms_up: bool = False
+    ) -> tuple[HostMemory | None, list[str]]:
         """Return the figures, unless it is too early to look again, and new warnings.
 
         Args:
             epoch: The epoch of training; None outside of training.
             datasets: The data sets of the loaders, in which a cause of growth is searched for.
+            warms_up: Whether the run is in its first steps, in which memory grows to its usual size: the figures are
+                returned, and growth is not judged.
         """
         began = time.perf_counter()
         if began < self._next_s:
             return None, []
         now = self._read()
-        warnings = [text for name, text in self._findings(now, epoch, datasets) if self._is_new(name)]
+        findings = [*self._nearly_full(now), *(() if warms_up else self._growth(now, epoch, datasets))]
+        warnings = [text for name, text in findings if self._is_new(name)]
         ended = time.perf_counter()
         self._next_s = ended + (ended - began) / self._share
         return now, warnings
 
-    def _findings(self, now: HostMemory, epoch: int | None, datasets: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    def _growth(self, now: HostMemory, epoch: int | None, datasets: Iterable[Any]) -> Iterator[tuple[str, str]]:
         least = max(_LEAST_GROWTH, _LEAST_SHARE * now.total)
         n_workers = len(now.workers)
         begun = sum(self._first.setdefault(worker.pid, worker.unique) for worker in now.workers)
@@ -198,6 +203,8 @@ class HostWatch:
                     "such as outputs in a list, a cache, or losses with their graphs."
                 )
                 yield "epochs", text
+
+    def _nearly_full(self, now: HostMemory) -> Iterator[tuple[str, str]]:
         if now.used > _NEARLY_FULL * now.limit:
             text = (
                 f"Host memory is nearly full: {now.describe()}. When it is full the kernel kills a process, often a "

@@ -173,8 +173,20 @@ def checked_interval(every_n_steps: int | None) -> int | None:
     return every_n_steps
 
 
-def is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
-    """Return True if the training step that is ending is one to log, as `self.log` does with the same interval."""
+FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
+"""The training steps that are logged whatever the interval, so that a short run has curves and its peaks are seen."""
+
+
+def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
+    """Return True if the training step that is ending is one to log, as `self.log` does with the same interval.
+
+    Args:
+        trainer: The Trainer.
+        every_n_steps: The interval; None is the Trainer's own.
+        first_steps: Whether the `FIRST_STEPS` are due too.
+    """
     interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
-    # log_every_n_steps=0 means never.
-    return interval > 0 and (training_step(trainer) + 1) % interval == 0 and not is_accumulating(trainer)
+    if interval == 0 or is_accumulating(trainer):  # log_every_n_steps=0 means never
+        return False
+    step = training_step(trainer)
+    return (step + 1) % interval == 0 or (first_steps and step in FIRST_STEPS)

@@ -70,7 +70,7 @@ def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str]
 
 
 def training_losses(
-    trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None, *, was_asked: bool
+    trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Return the losses of a training step, before the division of gradient accumulation, and the names of all scalars.
 
@@ -78,21 +78,17 @@ def training_losses(
         trainer: The Trainer, after the step.
         module: The module that trains.
         outputs: The step's output, as Lightning passes it to `on_train_batch_end`.
-        names: The losses to take; None takes everything that has "loss" in its name.
-        was_asked: False takes the returned loss alone where Lightning optimizes.
+        names: The losses to take. None takes the loss that is returned where Lightning optimizes, else everything that
+            has "loss" in its name.
     """
-    candidates = scalars_of(outputs)
-    accumulated = trainer.accumulate_grad_batches
-    if module.automatic_optimization:
-        if accumulated > 1 and "loss" in candidates:
-            candidates["loss"] = candidates["loss"] * accumulated  # Lightning divided it
-        if not was_asked:
-            return ({"loss": candidates["loss"]} if "loss" in candidates else {}), set()
-    if names is None or any(name not in candidates for name in names):
-        candidates = values_logged_in_step(trainer) | candidates
-    if names is None:
-        return {name: candidates[name] for name in likely_losses(candidates)}, set()
-    return {name: candidates[name] for name in names if name in candidates}, set(candidates)
+    returned = scalars_of(outputs)
+    if module.automatic_optimization and "loss" in returned and trainer.accumulate_grad_batches > 1:
+        returned["loss"] = returned["loss"] * trainer.accumulate_grad_batches  # Lightning divided it
+    if module.automatic_optimization and names is None:
+        return {name: loss for name, loss in returned.items() if name == "loss"}, set()
+    scalars = values_logged_in_step(trainer) | returned
+    wanted = likely_losses(scalars) if names is None else names
+    return {name: scalars[name] for name in wanted if name in scalars}, set(scalars)
 
 
 def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -30,9 +29,11 @@ class MeanCurves:
     def __init__(self, tag: str, names: Sequence[str] | None) -> None:
         self.tag = tag
         self.names = names
-        self._means = RunningMeans()
-        # Each point with its Trainer, the names of its values, and its step.
-        self._arriving: ArrivingValues[tuple[Trainer, Sequence[str], int]] = ArrivingValues()
+        # Of the values since the last point, by name.
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, float] = {}
+        # The sums of each point, with its Trainer, its weights and its step.
+        self._arriving: ArrivingValues[tuple[Trainer, Mapping[str, float], int]] = ArrivingValues()
         self._posts: RankPosts | None = None
         self._tag_of: dict[str, str] = {}
         self._ever_seen: set[str] = set()
@@ -47,10 +48,8 @@ class MeanCurves:
         """Begin a run, without any value of an earlier one. Call it on every rank."""
         self.clear()
         self._posts = RankPosts(f"LossCurves ({self.tag})")
-        self._tag_of = {}
         self._ever_seen = set()
-        if self.names is not None:
-            self.expect(self.names)
+        self._tag_of = tags_of(self.tag, self.names or ())
 
     def expect(self, names: Sequence[str]) -> None:
         """Set the names of the curves."""
@@ -60,56 +59,55 @@ class MeanCurves:
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add one value to the next point, without waiting for the device."""
         self._ever_seen.add(name)
-        self._means.add(name, value, weight)
+        # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
+        weighted = value.detach().reshape(()).float() * weight
+        self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+        self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def replace(self, name: str, value: Tensor) -> None:
         """Put one value in the place of those of a name since the last point."""
-        self._means.drop(name)
+        self._sums.pop(name, None)
+        self._weights.pop(name, None)
         self.add(name, value)
 
     def clear(self) -> None:
         """Drop all values that are not logged yet."""
-        self._means.clear()
+        self._sums, self._weights = {}, {}
         self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
         """End a point; it is written once the values of all ranks have arrived. No rank waits."""
-        names = list(dict.fromkeys([*self._tag_of, *self._means.names]))
-        if names:
-            means_and_weights = self._means.take(names, trainer.strategy.root_device)
-            self._arriving.send(means_and_weights, (trainer, names, step))
+        device = trainer.strategy.root_device
+        sums = torch.stack([value.to(device) for value in self._sums.values()]) if self._sums else []
+        self._arriving.send(sums, (trainer, self._weights, step))
+        self._sums, self._weights = {}, {}
         self.write_arrived()
 
     def write_arrived(self, *, wait: bool = False) -> None:
         """Write the points whose values have reached the host; with `wait`, wait for all values of this rank."""
         if self._posts is None:
             return
-        for (means, weights), (trainer, names, step) in self._arriving.receive(wait=wait):
-            mine = {name: [mean, weight] for name, mean, weight in zip(names, means, weights, strict=True)}
+        for sums, (trainer, weights, step) in self._arriving.receive(wait=wait):
+            mine = {name: [total, weight] for total, (name, weight) in zip(sums, weights.items(), strict=True)}
             self._posts.add(f"step {step}", mine, partial(self._write, trainer, step))
         self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """Write the points whose values are on the host, and end the run; rank 0 waits this long for other ranks."""
+        """Drop the values that are still on the device, and end the run; rank 0 waits this long for other ranks."""
         self.clear()
         posts, self._posts = self._posts, None
         if posts is not None:
             posts.finish(patience_s=patience_s)
 
-    def _write(self, trainer: Trainer, step: int, parts: Sequence[Any]) -> None:
+    def _write(self, trainer: Trainer, step: int, parts: Sequence[Mapping[str, Sequence[float]] | None]) -> None:
         """Write the weighted means over the parts of all ranks."""
         known = [part for part in parts if part is not None]
-        names = dict.fromkeys(name for part in known for name in part)
-        if not self._tag_of:
-            self._tag_of = tags_of(self.tag, names)
-        elif self.names is None:
-            self._tag_of |= {name: f"{self.tag}/{name}" for name in names if name not in self._tag_of}
+        names = list(dict.fromkeys(name for part in known for name in part))
+        self._tag_of = self._tag_of or tags_of(self.tag, names)
         scalars: dict[str, float] = {}
-        for name, tag in self._tag_of.items():
-            weighted = [part[name] for part in known if name in part and part[name][1] > 0]
-            if weighted:
-                total = sum(weight for _, weight in weighted)
-                scalars[tag] = sum(mean * (weight / total) for mean, weight in weighted)
+        for name in names:
+            total, weight = map(sum, zip(*(part[name] for part in known if name in part), strict=True))
+            scalars[self._tag_of.setdefault(name, f"{self.tag}/{name}")] = total / weight
         log_scalars(trainer, scalars, step)
 
     def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
@@ -123,50 +121,3 @@ class MeanCurves:
                 DegradedWarning,
                 stacklevel=2,
             )
-
-
-class RunningMeans:
-    """The weighted mean of each named scalar since it was last taken. Nothing here waits for the device."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, float] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """The names that have values, in the order in which they were first added."""
-        return list(self._sums)
-
-    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add one scalar."""
-        # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
-        weighted = value.detach().reshape(()).float() * weight
-        self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
-        self._weights[name] = self._weights.get(name, 0.0) + weight
-
-    def drop(self, name: str) -> None:
-        """Drop the values of one name."""
-        self._sums.pop(name, None)
-        self._weights.pop(name, None)
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self._sums.clear()
-        self._weights.clear()
-
-    def take(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Return this rank's means since the last call and their weights, and drop the values.
-
-        Args:
-            names: The names of the means, at least one. Where there is no value, the mean is NaN and the weight 0.
-            device: The device of this rank's values.
-
-        Returns:
-            float32 of shape (2, number of names) on the device: means, then weights.
-        """
-        nothing = torch.zeros((), device=device)
-        sums = torch.stack([self._sums.get(name, nothing).to(device) for name in names])
-        # `full` for each and not one `tensor`: a list has to be copied to the device, and that waits for it.
-        weights = torch.stack([torch.full((), self._weights.get(name, 0.0), device=device) for name in names])
-        self.clear()
-        return torch.stack([sums / weights, weights])

@@ -26,7 +26,7 @@ from lightning_memtools.memory.peaks import (
     StageWatch,
     peak_counter,
 )
-from lightning_memtools.memory.processes import other_gpu_processes
+from lightning_memtools.memory.processes import in_words, other_gpu_processes
 from lightning_memtools.memory.readers import CudaReader, host_rss_bytes
 from lightning_memtools.memory.scalars import (
     composition_scalars,
@@ -35,7 +35,7 @@ from lightning_memtools.memory.scalars import (
     over_ranks,
     phase_scalars,
 )
-from lightning_memtools.memory.sizes import to_gib
+from lightning_memtools.memory.sizes import format_size, to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.loggers import Charts
 from lightning_memtools.reporting.memory_summary import MemorySummary
@@ -48,10 +48,10 @@ class MemoryRun:
     """Measures one fit, validate, test or predict call on one rank.
 
     Args:
+        device: The device.
         reader: Reads the device's statistics; None where it keeps none, and only host memory is known.
         write: Writes scalars, by tag, at a step.
         call: The name of the call, such as "fit".
-        device: The device's name, for the summary.
         phases: Whether to measure the phases of a training step.
         has_trained: Whether the Trainer has trained before this call. Training and evaluation share the tags of the
             composition, which then belong to training alone.
@@ -63,17 +63,18 @@ class MemoryRun:
 
     def __init__(
         self,
+        device: torch.device,
         reader: MemoryReader | None,
         write: Callable[[Mapping[str, float], int], None],
         *,
         call: str,
-        device: str,
         phases: bool = False,
         has_trained: bool = False,
         load: GpuLoad | None = None,
     ) -> None:
-        self.call, self.device = call, device
+        self.call = call
         self.last_step = -1
+        self._device, self._name = device, str(device) if reader is None else reader.name
         self._reader, self._write, self._load = reader, write, load
         self._has_trained = has_trained or call == "fit"
         self._posts = RankPosts("MemoryMonitor")
@@ -94,10 +95,10 @@ class MemoryRun:
     def shortcoming(self) -> str:
         """A sentence about the statistics that the device lacks; empty if it lacks none."""
         if self._reader is None:
-            plain_cpu = self.device.startswith("cpu")  # NO_GPU is said once per process, not in each summary
-            return "" if plain_cpu else f"{self.device} keeps no memory statistics: host memory is logged."
+            is_cpu = self._device.type == "cpu"
+            return NO_GPU if is_cpu else f"{self._name} keeps no memory statistics: host memory is logged."
         if self._since.peak_allocated is None:
-            return f"{self.device} keeps no peaks: memory/<stage>/peak_* are not logged."
+            return f"{self._name} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
 
     def charts(self, *, validates: bool) -> Charts:
@@ -162,28 +163,63 @@ class MemoryRun:
         if self._phases is not None:
             self._phases.switch(self._phases.between)
 
-    def owned_by(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, batch: Any = None
-    ) -> Owned | None:
-        """Return the memory that has an owner now; None if the device itself knows the composition of its peaks.
+    def add_point(
+        self,
+        stage: Stage,
+        step: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        batch: Any = None,
+        epoch: int | None = None,
+        datasets: Iterable[Any] = (),
+        warms_up: bool = False,
+    ) -> list[str]:
+        """Add a point, and return new warnings of what comes before running out of memory.
 
-        Nothing waits for the device: sizes and identities of storages are known to the host.
+        On rank 0, the scalars over all ranks are written once those of every rank have arrived. Nothing waits for the
+        device: sizes and identities of storages are known to the host.
+
+        Args:
+            stage: The stage that the point belongs to.
+            step: The training step.
+            model: The model, whose memory has an owner in the composition of the peak.
+            optimizers: The optimizers, likewise.
+            batch: The batch, likewise, where there is one.
+            epoch: The epoch of training; None outside of training.
+            datasets: The data sets of the loaders, in which a cause of growing host memory is searched for.
+            warms_up: Whether memory still grows to its usual size, which is then no reason for a warning.
         """
+        host, warnings = self._host.look(epoch=epoch, datasets=datasets, warms_up=warms_up)
+        scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
+        if stage == "train":
+            scalars |= self._step_scalars(step)
+        if self._load is not None:
+            scalars |= self._load.scalars()
+        if self._stages is not None:
+            point = self._stages.point(stage, self._owned_by(model, optimizers, batch))
+            scalars |= device_scalars(stage, point, since=self._since)
+            warnings += self._early.look(point, warms_up=warms_up)
+            if stage == "train" or not self._has_trained:
+                scalars |= composition_scalars(point)
+
+        def write(parts: Sequence[dict[str, float] | None]) -> None:
+            self._write(scalars if len(parts) == 1 else over_ranks([part or {} for part in parts], stage), step)
+
+        self._posts.add(f"{stage} at step {step}", scalars, write, latest=self._peak_sizes())
+        return warnings
+
+    def _owned_by(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> Owned | None:
+        """Return the memory that has an owner now; None if the device itself knows the composition of its peaks."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
-        owned = owned_by(model, optimizers, on_device_of(self._reader, device), inputs=batch)
+        owned = owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
         if batch is not None:
             self._input_bytes = owned.by_category["inputs"]
         # At an epoch's end the last batch is gone; when memory was highest there was one.
         return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
 
-    def look_at_host(self, *, epoch: int | None, datasets: Iterable[Any]) -> tuple[dict[str, float], list[str]]:
-        """Return the scalars of host memory and new warnings; `HostWatch.look` describes the arguments."""
-        host, warnings = self._host.look(epoch=epoch, datasets=datasets)
-        scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())}
-        return scalars | (host.scalars() if host is not None else {}), warnings
-
-    def step_scalars(self, step: int) -> dict[str, float]:
+    def _step_scalars(self, step: int) -> dict[str, float]:
         """Return the times and peaks of training steps since the last point, which ends at this step."""
         n_steps, self.last_step = step - self.last_step, step
         elapsed = self._step_clock.lap_ms()
@@ -200,41 +236,11 @@ class MemoryRun:
         point = self._stages.point(stage)
         return device_scalars(stage, point, since=self._since) | composition_scalars(point)
 
-    def add_point(self, stage: Stage, step: int, scalars: dict[str, float], owned: Owned | None = None) -> list[str]:
-        """Add a point, and return new warnings of what comes before running out of memory.
-
-        On rank 0, the scalars over all ranks are written once those of every rank have arrived.
-
-        Args:
-            stage: The stage that the point belongs to.
-            step: The training step.
-            scalars: Other scalars of this rank.
-            owned: The memory that has an owner now (`owned_by`), for the composition of the peak.
-        """
-        warnings: list[str] = []
-        if self._load is not None:
-            scalars |= self._load.scalars()
-            if self._load.problem:
-                warnings.append(f"load=True: no device/* is logged. {self._load.problem}.")
-                self._load = None
-        if self._stages is not None:
-            point = self._stages.point(stage, owned)
-            scalars |= device_scalars(stage, point, since=self._since)
-            warnings += self._early.look(point)
-            if stage == "train" or not self._has_trained:
-                scalars |= composition_scalars(point)
-
-        def write(parts: Sequence[dict[str, float] | None]) -> None:
-            self._write(scalars if len(parts) == 1 else over_ranks([part or {} for part in parts], stage), step)
-
-        self._posts.add(f"{stage} at step {step}", scalars, write, latest=self._peak_sizes())
-        return warnings
-
     def write_arrived(self) -> None:
         """Write the points for which all ranks' scalars have arrived since."""
         self._posts.write_arrived()
 
-    def summary(self, *, waits_for_ranks: bool, events: Sequence[str] = ()) -> MemorySummary:
+    def summary(self, *, waits_for_ranks: bool, events: Iterable[str] = ()) -> MemorySummary:
         """Stop measuring, write the points that are left, and return the summary of the call.
 
         With several ranks, rank 0's has the highest peaks of all of them. A rank whose last figures have not arrived
@@ -242,23 +248,23 @@ class MemoryRun:
         """
         self.close()
         by_rank = self._posts.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, latest=self._peak_sizes())
-        peaks = {} if self._stages is None else self._stages.peaks
         n_ranks = sum(theirs is not None for theirs in by_rank)
-        now = MemoryStats() if self._reader is None else self._reader.stats()
-        return MemorySummary(
-            device=self.device,
-            call=self.call,
-            simulated=self._reader is not None and self._reader.simulated,
-            peaks=_highest_peaks(by_rank) if n_ranks > 1 else peaks,
-            capacity=now.capacity,
-            alloc_retries=count_since(now.alloc_retries, self._since.alloc_retries),
-            ooms=count_since(now.ooms, self._since.ooms),
-            host_rss=host_rss_bytes(),
-            processes=other_gpu_processes(self._reader.index) if isinstance(self._reader, CudaReader) else None,
-            ranks=n_ranks,
-            events=events,
-            note=self.shortcoming,
-        )
+        peaks: Mapping[Stage, StagePeak] = {} if self._stages is None else self._stages.peaks
+        peaks = _highest_peaks(by_rank) if n_ranks > 1 else peaks
+        reader, now = self._reader, MemoryStats() if self._reader is None else self._reader.stats()
+        # A simulated device's name contains the capacity.
+        capacity = "" if now.capacity is None or (reader and reader.simulated) else f", {format_size(now.capacity)}"
+        ranks = f", highest of {n_ranks} ranks" if n_ranks > 1 else ""
+        remarks = [f"Host memory of this process: {format_size(host_rss_bytes())}."]
+        retries, ooms = count_since(now.alloc_retries, self._since.alloc_retries), now.ooms or 0
+        if retries is not None:
+            remarks.append(f"Allocation retries: {retries}; out-of-memory errors: {ooms - (self._since.ooms or 0)}.")
+        if isinstance(reader, CudaReader):
+            remarks.append(f"Other processes on the device: {in_words(other_gpu_processes(reader.index))}.")
+        if self._load is not None and self._load.problem:
+            remarks.append(f"load=True: no device/* was logged. {self._load.problem}.")
+        title = f"{'Memory peaks' if peaks else 'Memory'} on {self._name}{capacity}{ranks}, during {self.call}"
+        return MemorySummary(title, peaks, now.capacity, [*filter(None, (*remarks, *events, self.shortcoming))])
 
     def close(self) -> None:
         """Stop measuring. Idempotent."""

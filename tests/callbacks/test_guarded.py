@@ -57,8 +57,8 @@ PLACES = {
     ],
     MemoryMonitor: [
         f"reporting.memory_run.MemoryRun.{name}" for name in (
-            "__init__", "begin_training", "enter", "leave", "switch_phase", "leave_backward", "owned_by",
-            "step_scalars", "add_point", "write_arrived", "summary",
+            "__init__", "begin_training", "enter", "leave", "switch_phase", "leave_backward", "add_point",
+            "write_arrived", "summary",
         )
     ],
     LossCurves: [f"reporting.mean_curves.MeanCurves.{name}" for name in ("begin", "add", "log", "finish")],

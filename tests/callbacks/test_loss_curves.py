@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import csv
+from itertools import pairwise
+
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_memtools import LossCurves
+from lightning_memtools import HaltOnNaN, LossCurves, MemoryMonitor
 from tests.event_files import scalars
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
@@ -16,17 +20,60 @@ def mean(values):
     return sum(values) / len(values)
 
 
+def means(losses, steps, first=0):
+    """The mean of the losses since the last point, at each step that has one."""
+    return approx([(step, mean(losses[last + 1 : step + 1])) for last, step in pairwise([first - 1, *steps])])
+
+
 def test_each_point_is_the_mean_of_the_losses_since_the_last_point(tmp_path):
     model = Regression()
-    fit = trainer(tmp_path, LossCurves(every_n_steps=3), max_epochs=2)
-    fit.fit(model, loader(32, 8), loader(24, 8))
-    losses = model.train_losses
+    fit = trainer(tmp_path, LossCurves(every_n_steps=15), max_epochs=2)
+    fit.fit(model, loader(160, 8), loader(24, 8))
     curves = scalars(fit.log_dir)
-    # Four steps an epoch: points at steps 2 and 5 by interval, 3 and 7 because an epoch ends there.
-    assert curves["loss/train"] == approx(
-        [(2, mean(losses[0:3])), (3, losses[3]), (5, mean(losses[4:6])), (7, mean(losses[6:8]))]
-    )
-    assert curves["loss/val"] == approx([(3, mean(model.val_losses[0:3])), (7, mean(model.val_losses[3:6]))])
+    # Twenty steps an epoch: the first steps, each fifteenth, and the end of each epoch.
+    assert curves["loss/train"] == means(model.train_losses, [0, 1, 2, 4, 8, 14, 16, 19, 29, 32, 39])
+    assert curves["loss/val"] == approx([(19, mean(model.val_losses[0:3])), (39, mean(model.val_losses[3:6]))])
+
+
+class UndoesAStep(Regression):
+    """Its loss is NaN in its third batch, whose step is undone, so that two batches are step 2."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 2 else 1)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_the_first_steps_are_logged_once_by_every_logger_also_in_a_run_that_goes_on(tmp_path):
+    def logged(folder):
+        curves = scalars(tmp_path / folder)
+        table = csv.DictReader((tmp_path / f"{folder}-table" / "metrics.csv").read_text().splitlines())
+        rows = [int(row["step"]) for row in table if row["memory/host_rss_gib"]]
+        assert [step for step, _ in curves["memory/host_rss_gib"]] == rows
+        assert [step for step, _ in curves["loss/train"]] == rows
+        return rows
+
+    def made(folder, *others, **options):
+        loggers = [TensorBoardLogger(tmp_path, "", folder), CSVLogger(tmp_path, "", f"{folder}-table")]
+        return trainer(
+            tmp_path, MemoryMonitor(), LossCurves(), *others, logger=loggers, log_every_n_steps=10, **options
+        )
+
+    begun = made("begun")
+    begun.fit(Regression(), loader(40, 8))
+    begun.save_checkpoint(tmp_path / "at.ckpt")
+    begun.fit_loop.max_epochs = 2
+    begun.fit(Regression(), loader(40, 8))
+    assert logged("begun") == [0, 1, 2, 4, 8, 9]
+    resumed = made("resumed", max_epochs=2, max_steps=35)
+    resumed.fit(Regression(), loader(400, 8), ckpt_path=tmp_path / "at.ckpt", weights_only=False)
+    assert logged("resumed") == [8, 9, 16, 19, 29, 32, 34]
+    undone = made("undone", HaltOnNaN(max_skips=1), max_steps=4)
+    undone.fit(UndoesAStep(), loader(400, 8))
+    assert logged("undone") == [0, 1, 2, 3]
+    never = made("never", max_steps=1, max_epochs=-1)
+    never.log_every_n_steps = 0
+    never.fit(Regression(), loader(400, 8))
+    assert [step for step, _ in scalars(tmp_path / "never")["loss/train"]] == [0]  # the end of the epoch alone
 
 
 def test_the_division_of_gradient_accumulation_is_undone(tmp_path):
@@ -90,7 +137,7 @@ def test_manual_optimization_with_two_losses(tmp_path, train):
     fit.fit(model, loader())
     curves = scalars(fit.log_dir)
     for name, losses in model.losses.items():
-        assert curves[f"loss/train/{name}"] == approx([(1, mean(losses[:2])), (3, mean(losses[2:]))])
+        assert curves[f"loss/train/{name}"] == means(losses, [0, 1, 2, 3])
     assert {"grad/norm/optimizer_0", "grad/norm/optimizer_1"} <= set(curves)
 
 
@@ -105,9 +152,8 @@ def test_every_validation_loader_has_a_curve(tmp_path, val):
     fit = trainer(tmp_path, LossCurves(val=val))
     fit.fit(model, loader(), [loader(8), loader(8, seed=1)])
     curves = scalars(fit.log_dir)
-    own = scalars(fit.log_dir)
     for i in (0, 1):
-        assert curves[f"loss/val/dataloader_idx_{i}"] == own[f"val_loss/dataloader_idx_{i}"]
+        assert curves[f"loss/val/dataloader_idx_{i}"] == curves[f"val_loss/dataloader_idx_{i}"]
 
 
 def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
@@ -117,9 +163,9 @@ def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
         def on_before_optimizer_step(self, optimizer):
             norms.append(float(torch.cat([p.grad.flatten() for p in self.parameters()]).norm()))
 
-    fit = trainer(tmp_path, LossCurves(every_n_steps=2, grad_norm=True), gradient_clip_val=1e-3)
-    fit.fit(Norms(), loader())
-    assert scalars(fit.log_dir)["grad/norm"] == approx([(1, mean(norms[:2])), (3, mean(norms[2:]))])
+    fit = trainer(tmp_path, LossCurves(every_n_steps=7, grad_norm=True), gradient_clip_val=1e-3)
+    fit.fit(Norms(), loader(56, 8))
+    assert scalars(fit.log_dir)["grad/norm"] == means(norms, [0, 1, 2, 4, 6])
 
 
 @pytest.mark.parametrize("argument", ["train", "val"])
