@@ -116,8 +116,7 @@ class LossCurves(WatchingCallback):
             self._train.add(name, loss)
         for curves in self._curves:
             curves.write_arrived()
-        # A step that was undone and is done again has its point already.
-        if is_due(trainer, self.every_n_steps) and training_step(trainer) > self._last_step:
+        if is_due(trainer, self.every_n_steps):
             self._log_training(trainer, training_step(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -184,8 +184,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.write_arrived()
         # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
         is_regular = is_due(trainer, self.every_n_steps, first_steps=False) or trainer.is_last_batch
-        # A step that was undone and is done again has its point already.
-        if (is_regular or is_due(trainer, self.every_n_steps)) and training_step(trainer) > self._running.last_step:
+        if is_regular or is_due(trainer, self.every_n_steps):
             self._log(trainer, "train", training_step(trainer), batch, warms_up=not is_regular)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

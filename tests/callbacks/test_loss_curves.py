@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_memtools import HaltOnNaN, LossCurves, MemoryMonitor
+from lightning_memtools import LossCurves, MemoryMonitor
 from tests.event_files import scalars
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
@@ -35,13 +35,6 @@ def test_each_point_is_the_mean_of_the_losses_since_the_last_point(tmp_path):
     assert curves["loss/val"] == approx([(19, mean(model.val_losses[0:3])), (39, mean(model.val_losses[3:6]))])
 
 
-class UndoesAStep(Regression):
-    """Its loss is NaN in its third batch, whose step is undone, so that two batches are step 2."""
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 2 else 1)
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_the_first_steps_are_logged_once_by_every_logger_also_in_a_run_that_goes_on(tmp_path):
     def logged(folder):
@@ -52,11 +45,9 @@ def test_the_first_steps_are_logged_once_by_every_logger_also_in_a_run_that_goes
         assert [step for step, _ in curves["loss/train"]] == rows
         return rows
 
-    def made(folder, *others, **options):
+    def made(folder, **options):
         loggers = [TensorBoardLogger(tmp_path, "", folder), CSVLogger(tmp_path, "", f"{folder}-table")]
-        return trainer(
-            tmp_path, MemoryMonitor(), LossCurves(), *others, logger=loggers, log_every_n_steps=10, **options
-        )
+        return trainer(tmp_path, MemoryMonitor(), LossCurves(), logger=loggers, log_every_n_steps=10, **options)
 
     begun = made("begun")
     begun.fit(Regression(), loader(40, 8))
@@ -67,13 +58,10 @@ def test_the_first_steps_are_logged_once_by_every_logger_also_in_a_run_that_goes
     resumed = made("resumed", max_epochs=2, max_steps=35)
     resumed.fit(Regression(), loader(400, 8), ckpt_path=tmp_path / "at.ckpt", weights_only=False)
     assert logged("resumed") == [8, 9, 16, 19, 29, 32, 34]
-    undone = made("undone", HaltOnNaN(max_skips=1), max_steps=4)
-    undone.fit(UndoesAStep(), loader(400, 8))
-    assert logged("undone") == [0, 1, 2, 3]
-    never = made("never", max_steps=1, max_epochs=-1)
+    never = made("never", max_steps=3, max_epochs=-1)
     never.log_every_n_steps = 0
     never.fit(Regression(), loader(400, 8))
-    assert [step for step, _ in scalars(tmp_path / "never")["loss/train"]] == [0]  # the end of the epoch alone
+    assert [step for step, _ in scalars(tmp_path / "never")["loss/train"]] == [2]  # the end of the epoch alone
 
 
 def test_the_division_of_gradient_accumulation_is_undone(tmp_path):
