@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,7 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memtools._lightning import callbacks_of, running_stage, training_step
 from lightning_memtools.callbacks.guarded import WatchingCallback
@@ -62,12 +62,8 @@ class EmptyCache(WatchingCallback):
 
     Args:
         stages: The stages that count: "val" (with the sanity check), "test", "predict". The end of fit always does.
-        collect_garbage: Whether unreachable objects are collected first. Without it, tensors in reference cycles stay
-            until Python collects them, and the ledger may count them.
         min_reclaimable: The least memory that is worth releasing: a share of the device (of the reserved memory, where
             the capacity is not known), or a size such as "512MiB". With 0, all that can be released is.
-        always: Whether garbage is collected and the cache emptied at every boundary, however long it takes and however
-            little it brings, as with a call of `torch.cuda.empty_cache()` there. `min_reclaimable` then has no effect.
         ledger: Whether to log the retained memory of fit and to warn of growth.
         warn_after: The number of epochs of growth in a row before the warning. Where the run has fewer epochs,
             evaluations are counted instead.
@@ -84,9 +80,7 @@ class EmptyCache(WatchingCallback):
         self,
         *,
         stages: Sequence[Evaluation] = EVALUATIONS,
-        collect_garbage: bool = True,
         min_reclaimable: float | str = 0.05,
-        always: bool = False,
         ledger: bool = True,
         warn_after: int = 3,
     ) -> None:
@@ -94,9 +88,7 @@ class EmptyCache(WatchingCallback):
             raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
         ReleaseThreshold(min_reclaimable)  # raises for what is none
         self.stages = _checked_stages(stages)
-        self.collect_garbage = collect_garbage
         self.min_reclaimable = min_reclaimable
-        self.always = always
         self.ledger = ledger
         self.warn_after = warn_after
         self._is_new = FirstTime()
@@ -115,7 +107,7 @@ class EmptyCache(WatchingCallback):
         self.stop_watching()
         reader = reader_for(device := trainer.strategy.root_device)
         if reader is None:
-            self._say(f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
+            self._say(trainer, f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
             return
         on_device, detector = on_device_of(reader, device), None
         if self.ledger and stage == TrainerFn.FITTING:
@@ -127,14 +119,8 @@ class EmptyCache(WatchingCallback):
                 find_scope=lambda: SearchScope.around(pl_module, others, stop_at=trainer),
                 may_wait=lambda per_epoch: self._may_wait(trainer, reader, per_epoch),
             )
-        releaser = MemoryReleaser(
-            reader,
-            on_device,
-            threshold=ReleaseThreshold(self.min_reclaimable),
-            collect_garbage=self.collect_garbage,
-            always=self.always,
-            leak_detector=detector,
-        )
+        threshold = ReleaseThreshold(self.min_reclaimable)
+        releaser = MemoryReleaser(reader, on_device, threshold=threshold, leak_detector=detector)
         self._run = _ReleasingRun(releaser, detector is not None, report_directory(trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -221,8 +207,9 @@ class EmptyCache(WatchingCallback):
         # After the warning, garbage that is not worth releasing is not worth a collection either.
         exact = detector is not None and not detector.has_reported
         released, retained = releaser.release(trainer.lightning_module, trainer.optimizers, inputs=inputs, exact=exact)
-        self._log(trainer, released.scalars() | (retained.scalars() if self._run.keeps_ledger else {}))
-        self._say(releaser.cannot_empty)
+        scalars = released.scalars() | (retained.scalars() if self._run.keeps_ledger else {})
+        log_scalars(trainer, scalars, training_step(trainer))
+        self._say(trainer, releaser.cannot_empty)
         return retained
 
     def _collect(self, trainer: Trainer) -> RetainedMemory | None:
@@ -230,11 +217,8 @@ class EmptyCache(WatchingCallback):
         if self._run is None or not self._run.keeps_ledger:
             return None
         retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers)
-        self._log(trainer, retained.scalars())
+        log_scalars(trainer, retained.scalars(), training_step(trainer))
         return retained
-
-    def _log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        log_scalars(trainer, scalars, training_step(trainer))
 
     def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
         """Give a reading to the detector, and pass on its report."""
@@ -248,7 +232,7 @@ class EmptyCache(WatchingCallback):
             readings="evaluations" if self._counts_evaluations(trainer) else "epochs",
         )
         warnings.warn(text, FindingWarning, stacklevel=2)
-        self._log(trainer, {"memory/leaks": float(len(report.findings))})
+        log_scalars(trainer, {"memory/leaks": float(len(report.findings))}, training_step(trainer))
         log_text(trainer, "memtools/leak", text, training_step(trainer))
         if trainer.is_global_zero:
             write_report_or_warn(run.directory, "leak.md", text)
@@ -268,24 +252,21 @@ class EmptyCache(WatchingCallback):
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         return batches >= 0 and batches < self.warn_after * trainer.num_training_batches
 
-    def _say(self, message: str) -> None:
-        if message and self._is_new(message):
-            rank_zero_info(message)
+    def _say(self, trainer: Trainer, message: str) -> None:
+        if message and trainer.is_global_zero and self._is_new(message):
+            logging.getLogger("lightning_memtools").info(message)
 
 
 def _checked_stages(stages: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     """Return the stages; they may be given in any order, and by a generator.
 
     Raises:
-        ValueError: They are no list, or one is no evaluation.
+        ValueError: They are no list of evaluations.
     """
-    is_list = hasattr(stages, "__iter__") and not isinstance(stages, str)
-    given = tuple(stages) if is_list else ()
-    unknown = [stage for stage in given if stage not in EVALUATIONS]
-    if unknown or not is_list:
-        what = f"holds {unknown[0]!r}, which is not a stage" if unknown else "is not a list of stages"
+    given = tuple(stages) if hasattr(stages, "__iter__") and not isinstance(stages, str) else None
+    if given is None or not set(given) <= set(EVALUATIONS):
         raise ValueError(
-            f"stages={list(given) if is_list else stages!r} {what}. Accepted are {', '.join(map(repr, EVALUATIONS))}, "
-            'in a list: stages=["val", "test"]. The end of fit always counts.'
+            f"stages={stages if given is None else list(given)!r} is not a list of stages. Accepted are "
+            f'{", ".join(map(repr, EVALUATIONS))}, such as stages=["val", "test"]. The end of fit always counts.'
         )
     return given

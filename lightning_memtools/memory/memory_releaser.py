@@ -125,8 +125,6 @@ class MemoryReleaser:
         reader: The device.
         on_device: Tells which tensors are on the device.
         threshold: Decides when the cache is emptied.
-        collect_garbage: Whether to collect garbage at all.
-        always: Whether to collect and to empty the cache at every boundary, however little it brings.
         leak_detector: Gets the readings of `find_leak`.
 
     Attributes:
@@ -139,8 +137,6 @@ class MemoryReleaser:
         on_device: OnDevice,
         *,
         threshold: ReleaseThreshold,
-        collect_garbage: bool = True,
-        always: bool = False,
         leak_detector: LeakDetector | None = None,
     ) -> None:
         self.reader = reader
@@ -148,8 +144,6 @@ class MemoryReleaser:
         self.cannot_empty: str = ""
         self.on_device = on_device
         self._threshold = threshold
-        self._collect_garbage = collect_garbage
-        self._always = always
         self._unaccounted_after_collection = 0
         # The time of the last collection; before the first an estimate.
         self._collection_s = SECONDS_PER_BLOCK * blocks_to_walk()
@@ -167,8 +161,6 @@ class MemoryReleaser:
             exact: Whether the figure must leave out garbage that is too small to be worth releasing.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
-        if self._always:
-            return self.collect_now(owned)
         stats = self.reader.stats()
         retained = _retained(stats, owned)
         growth = retained.unaccounted - self._unaccounted_after_collection
@@ -180,12 +172,11 @@ class MemoryReleaser:
         return retained
 
     def collect_now(self, owned: Owned) -> RetainedMemory:
-        """Collect garbage however long it takes, unless `collect_garbage` is off, and return what stays allocated."""
-        if self._collect_garbage:
-            begin = time.thread_time()  # of this thread alone: other work on the machine must not count
-            gc.collect()
-            self._collection_s = time.thread_time() - begin
-            self._last_collection = time.perf_counter()
+        """Collect garbage however long it takes, and return what stays allocated."""
+        begin = time.thread_time()  # of this thread alone: other work on the machine must not count
+        gc.collect()
+        self._collection_s = time.thread_time() - begin
+        self._last_collection = time.perf_counter()
         retained = _retained(self.reader.stats(), owned)
         self._unaccounted_after_collection = retained.unaccounted
         return retained
@@ -197,7 +188,7 @@ class MemoryReleaser:
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0
-        if not self.cannot_empty and (self._always or self._threshold.is_reached(self.reader.stats())):
+        if not self.cannot_empty and self._threshold.is_reached(self.reader.stats()):
             freed_bytes = self._empty_cache()
         return ReleasedMemory(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
