@@ -122,7 +122,7 @@ def _log_ending(trainer: Trainer, error: BaseException) -> None:
     if isinstance(error, Exception) and trainer not in _ENDED:
         _ENDED.add(trainer)
         with suppress(Exception):
-            log_text(trainer, "memtools/ended", in_one_line(error), training_step(trainer))
+            log_text(trainer, "memtools/ended", in_one_line(error, most=1000), training_step(trainer))
 
 
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:

