@@ -27,6 +27,8 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 HaltStage = Literal["train", "val", "test"]
 MOST_NAMES = 5  # in a message; the report lists all
 
+_MOST_ROWS = 8
+
 
 @dataclass(slots=True, kw_only=True)
 class BadStep:
@@ -163,13 +165,14 @@ class BadStep:
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
     def markdown(self) -> str:
-        """Return the report: the message as a table, then every bad gradient and the last steps."""
+        """Return the report: the message as a table, then the first bad gradients and the last steps."""
         rows = [("Next", self.next), *self.facts()]
         parts = [f"# Not finite: {self.headline}", markdown_table(Table(("", ""), rows, "ll"))]
         for title, bad in (("Bad gradients", self.gradients), ("Bad weights", self.before)):
             if bad:
-                amounts = [(each.name, each.amount) for each in bad]
+                amounts = [(each.name, each.amount) for each in bad[:_MOST_ROWS]]
                 parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
+                parts += [f"and {len(bad) - _MOST_ROWS} more"] if len(bad) > _MOST_ROWS else []
         past = [(str(each.step), f"{each.loss:.6g}", f"{each.norm:.6g}") for each in self.history]
         parts += ["## Last steps", markdown_table(Table(("step", "loss", "gradient norm"), past, "lll"))]
         return "\n\n".join(parts) + "\n"

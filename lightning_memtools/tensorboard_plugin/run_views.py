@@ -137,6 +137,9 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
     for step, count in zip(leaks.steps, leaks.values, strict=True):  # of one warning, not since the beginning
         words = "leak was found" if count == 1 else "leaks were found"
         marks.append({"step": step, "kind": "leak", "count": int(count), "words": words})
+    if "nonfinite/skipped" not in run.curves:  # the step that ended a run has no point
+        bad = [text.step for text in run.texts if text.tag == "memtools/nonfinite_report"]
+        marks += [{"step": step, "kind": "nonfinite", "count": 1, "words": "step was NaN or Inf"} for step in bad]
     for tag, (kind, one, several) in _COUNTS.items():
         before = 0.0
         curve = run.curves.get(tag, Curve())
@@ -291,6 +294,8 @@ def _said(text: LoggedText) -> dict[str, Any]:
     """Return a report in a line: its title where that says what happened, such as "Out of memory on ...: ..."."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
+    if text.tag == "memtools/ended":  # torch's message on memory is a paragraph
+        words = re.split(r"(?<=\.)\s", words)[0]
     return {"tag": text.tag, "step": text.step, "words": words, "found_nothing": _FOUND_NOTHING in text.text}
 
 

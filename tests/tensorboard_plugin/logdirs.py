@@ -43,7 +43,7 @@ def write_failed_run(directory: Path) -> None:
         sizes = "Batch size: train 96, val 128 (in 9 trials, 2.0 s). On VirtualDevice."
         writer.add_text("memtools/batch_size", f"# Batch size\n\n{sizes}", 0)
         plan = "| module |\n|---|\n| net |"
-        writer.add_text("memtools/ended", "OutOfMemoryError: CUDA out of memory.", 0)
+        writer.add_text("memtools/ended", "OutOfMemoryError: CUDA out of memory. Tried to allocate.", 0)
         writer.add_text("memtools/checkpoint_plan", f"### Plan\n\n{plan}\n\n- activations: 5.20 MiB", 0)
 
 

@@ -116,3 +116,9 @@ def test_every_module_of_the_tab_is_asked_for_at_once():
     index = (STATIC / "index.js").read_text()
     begun = set(re.findall(r'"([\w.]+)"', re.search(r"const MODULES = \[(.*?)\];", index, re.DOTALL)[1]))
     assert begun == {path.stem for path in STATIC.glob("*.js")} - {"index", "snapshot_page"}
+
+
+def test_no_line_of_our_scripts_is_longer_than_120():
+    long = {(path.name, line) for path in STATIC.glob("*.js") for line in path.read_text().splitlines()
+            if len(line) > 120 and path.name != "uPlot.esm.js"}  # fmt: skip
+    assert not long

@@ -174,7 +174,7 @@ def test_a_run_is_summed_up_in_words_before_its_charts(window, board):
     open_memory_tab(window, board, "cpu")
     (_, fits), (_, fills), (kind, _) = answers(window)
     assert fits.startswith("No GPU was used. This process took at most 1.90 GiB")
-    assert fills.startswith("Not known")
+    assert fills.startswith("Not known without a GPU")
     assert kind == "yes"
     open_memory_tab(window, board, "run <script>window.attacked=1<")
     assert [kind for kind, _ in answers(window)] == ["yes", "", "yes"]
@@ -188,7 +188,7 @@ def test_a_run_that_ended_with_an_error_says_so_on_top_and_leads_to_the_report(w
     try:
         open_memory_tab(window, board, "failed")
         banner = window.find_element("css selector", ".ended")
-        assert "CUDA out of memory" in banner.text
+        assert banner.text == "This run ended with an error. OutOfMemoryError: CUDA out of memory. Read why"
         assert banner.location["y"] < 250
         assert answers(window)[0][0] == "no"
         banner.find_element("css selector", "button").click()

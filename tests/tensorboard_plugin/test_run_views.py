@@ -156,6 +156,17 @@ def test_what_ended_a_run_comes_first_then_findings_then_the_rest_and_what_found
     ]
 
 
+def test_a_run_that_ended_says_why_in_a_sentence_and_marks_the_step_that_was_nan():
+    said = {
+        "ended": "NonFiniteError: loss is nan at step 7. And more.",
+        "nonfinite_report": "# Not finite: loss is nan",
+    }
+    run = LoggedRun("run", texts=[LoggedText(f"memtools/{kind}", 7, 1.0, text) for kind, text in said.items()])
+    view = run_view(run)
+    assert view["reports"][0]["words"] == "NonFiniteError: loss is nan at step 7."
+    assert [(mark["step"], mark["kind"]) for mark in view["marks"]] == [(7, "nonfinite")]
+
+
 def test_a_report_whose_title_says_what_happened_is_named_by_it():
     text = "# Out of memory on a device: tried 20 MiB.\n\n## What to do\n\n1. Less."
     run = LoggedRun("run", texts=[LoggedText("memtools/oom_report", 0, 1.0, text)])

@@ -23,12 +23,14 @@ function emptyState() {
     h(
       "pre",
       {},
-      "import lightning as L\nfrom lightning_memtools import default_callbacks\n\ntrainer = L.Trainer(callbacks=default_callbacks())\ntrainer.fit(model)",
+      "import lightning as L\nfrom lightning_memtools import default_callbacks\n\n" +
+        "trainer = L.Trainer(callbacks=default_callbacks())\ntrainer.fit(model)",
     ),
     h(
       "p",
       {},
-      'MemoryMonitor logs memory/*, LossCurves logs loss/*. Without a GPU, put the run inside VirtualDevice("RTX 4090") to see a GPU\'s memory.',
+      "MemoryMonitor logs memory/*, LossCurves logs loss/*. " +
+        'Without a GPU, put the run inside VirtualDevice("RTX 4090") to see a GPU\'s memory.',
     ),
   );
 }

@@ -105,7 +105,8 @@ function marksNote(marks) {
 }
 
 export class StepChart {
-  // `series`: {label, colour, data: [steps, values], style: "line" | "faint" | "peak" | "points" | "limit" | "area", fill, hidden}.
+  // `series`: {label, colour, data: [steps, values], style, fill, hidden}.
+  // A style is "line", "faint", "peak", "points", "limit" or "area".
   // `marks`: {step, kind, words}, said when the cursor is near. `fits`: the axis begins at the lowest value, not at 0.
   constructor(
     linked,
@@ -385,7 +386,8 @@ export class StepChart {
       let at = (plot.cursor.left >= 0 ? plot.cursor.idx : by > 0 ? -1 : steps.length) + by;
       while (at >= 0 && at < steps.length && !inside(at)) at += by;
       if (at < 0 || at >= steps.length) return;
-      plot.setCursor({ left: plot.valToPos(steps[at], "x"), top: plot.over.clientHeight / 2 }, true, true); // the other charts too
+      // The other charts' cursors move too.
+      plot.setCursor({ left: plot.valToPos(steps[at], "x"), top: plot.over.clientHeight / 2 }, true, true);
       this.speak();
     };
     const actions = {

@@ -1,5 +1,5 @@
-// The figures of several runs side by side, with the difference to the first; their curves in one chart; and the modules
-// and lines whose memory differs most, where each run has a snapshot of a step.
+// The figures of several runs side by side, with the difference to the first; their curves in one chart; and the
+// modules and lines whose memory differs most, where each run has a snapshot of a step.
 
 import { LinkedCharts, StepChart, column } from "./charts.js";
 import { breakable, clear, h } from "./dom.js";
@@ -259,7 +259,8 @@ export class ComparePage {
           : h(
               "p",
               { class: "remark" },
-              "Memory by module is compared where two runs have a snapshot of a step: MemoryMonitor(snapshot_at_step=...) takes one.",
+              "Memory by module is compared where two runs have a snapshot of a step: " +
+                "MemoryMonitor(snapshot_at_step=...) takes one.",
             ),
       );
       return;

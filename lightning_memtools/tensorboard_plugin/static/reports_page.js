@@ -41,6 +41,7 @@ export function reports(container, entries) {
     );
   });
   const words =
-    "This run has no reports yet. Callbacks write them when fit, validate, test or predict ends, and when something goes wrong.";
+    "This run has no reports yet. " +
+    "Callbacks write them when fit, validate, test or predict ends, and when something goes wrong.";
   container.replaceChildren(...(cards.length ? cards : [h("p", { class: "card empty" }, words)]));
 }

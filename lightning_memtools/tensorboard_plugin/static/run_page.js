@@ -103,14 +103,11 @@ function compositionBar(summary) {
   ]);
   if (all > total) parts.push(["free", all - total, "transparent"]);
   const open = () => document.getElementById("tab-composition")?.click();
+  const share = all < capacity ? `, ${percent(total / capacity)} of the device` : "";
   return h(
     "button",
     { type: "button", class: "card composition", onclick: open, title: "Show the composition over training" },
-    h(
-      "span",
-      { class: "label" },
-      `Composition at the peak of ${size(total)}${all < capacity ? `, ${percent(total / capacity)} of the device` : ""}`,
-    ),
+    h("span", { class: "label" }, `Composition at the peak of ${size(total)}${share}`),
     h(
       "span",
       { class: "strip", "aria-hidden": "true" },
@@ -156,10 +153,12 @@ function memoryChart(linked, view) {
       ? h(
           "span",
           {},
-          `The device has ${size(capacity)}: the peak is ${percent(top / capacity)} of it. Choose “capacity” to see the line.`,
+          `The device has ${size(capacity)}: the peak is ${percent(top / capacity)} of it. `,
+          "Choose “capacity” to see the line.",
         )
       : null,
   );
+  const ofCapacity = capacity ? ` of ${size(capacity)}` : "";
   return new StepChart(linked, {
     title: "Memory",
     height: 336,
@@ -170,7 +169,7 @@ function memoryChart(linked, view) {
     shading: view.evaluations,
     marks: view.marks,
     note,
-    describe: `Highest value ${size(top)}${capacity ? ` of ${size(capacity)}` : ""}. Peaks are the highest since the point before.`,
+    describe: `Highest value ${size(top)}${ofCapacity}. Peaks are the highest since the point before.`,
   });
 }
 
@@ -241,7 +240,8 @@ function hostNote(view) {
         h(
           "span",
           {},
-          `At most ${size(bytesOf(view.summary.host_used_gib))} of ${size(limit)} were used by everyone on this machine or in this container.`,
+          `At most ${size(bytesOf(view.summary.host_used_gib))} of ${size(limit)} were used by everyone `,
+          "on this machine or in this container.",
         ),
       )
     : null;
@@ -404,8 +404,8 @@ function compositionTable(view) {
 }
 
 function wordsOf(mark) {
-  if (mark.kind === "cache")
-    return `Cache emptied: ${size(bytesOf(mark.gib))} released${mark.ms === null ? "" : ` in ${milliseconds(mark.ms)}`}.`;
+  const took = mark.ms === null || mark.ms === undefined ? "" : ` in ${milliseconds(mark.ms)}`;
+  if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released${took}.`;
   return `${whole(mark.count)} ${mark.words}.`;
 }
 
@@ -448,7 +448,8 @@ function eventsTable(view) {
 function wordsOnPoints(view) {
   const merged = view.merged
     ? [
-        `${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: of neighbouring steps the highest and lowest stay, so no peak is lost.`,
+        `${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: ` +
+          "of neighbouring steps the highest and lowest stay, so no peak is lost.",
       ]
     : [];
   return [...merged, ...view.notes].map((text) => h("p", { class: "remark" }, text));
@@ -509,7 +510,8 @@ export class RunPage {
             { class: "card empty" },
             this.kind === "run"
               ? "This run has no curves. See its reports."
-              : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice.",
+              : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* " +
+                  "where the device can tell, such as on CUDA and inside VirtualDevice.",
           ),
     );
     requestAnimationFrame(() => {

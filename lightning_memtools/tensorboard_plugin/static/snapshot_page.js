@@ -53,7 +53,8 @@ export function startSnapshot(root, view) {
     shown = wanted;
     const alive = rowsAt(view, event).filter((block) => part === null || block[4] === part);
     const total = alive.reduce((sum, block) => sum + block[2], 0);
-    const words = `${whole(alive.length)} blocks, ${size(total)}${alive.length > MOST_ROWS ? `; the largest ${MOST_ROWS} are listed` : ""}.`;
+    const listed = alive.length > MOST_ROWS ? `; the largest ${MOST_ROWS} are listed` : "";
+    const words = `${whole(alive.length)} blocks, ${size(total)}${listed}.`;
     const all =
       part === null
         ? null
@@ -66,7 +67,8 @@ export function startSnapshot(root, view) {
         h(
           "h3",
           {},
-          `${part === null ? "Blocks" : `Blocks of ${part}`} in use at event ${whole(event)}${event === view.peak.at ? " (the peak)" : ""}`,
+          part === null ? "Blocks" : `Blocks of ${part}`,
+          ` in use at event ${whole(event)}${event === view.peak.at ? " (the peak)" : ""}`,
         ),
         all,
       ),
@@ -100,7 +102,8 @@ export function startSnapshot(root, view) {
         h(
           "span",
           { class: "remark" },
-          "Click on an area to list its blocks at that event, with the stack that allocated the largest; Enter lists all blocks. Drag to zoom; double-click for all.",
+          "Click on an area to list its blocks at that event, with the stack that allocated the largest; " +
+            "Enter lists all blocks. Drag to zoom; double-click for all.",
         ),
       ),
       element,

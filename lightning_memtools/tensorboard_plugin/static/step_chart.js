@@ -98,7 +98,8 @@ export function stepChart(view, title) {
   const linked = new LinkedCharts();
   linked.setFull(0, view.n_events);
   const where = view.peak.phase ? `, in ${view.peak.phase}` : "";
-  const words = `Peak allocated ${size(view.peak.bytes)} at event ${whole(view.peak.at)}${where}. An event is an allocation or a freeing; ${view.name}.`;
+  const peak = `Peak allocated ${size(view.peak.bytes)} at event ${whole(view.peak.at)}${where}.`;
+  const words = `${peak} An event is an allocation or a freeing; ${view.name}.`;
   const chart = new StepChart(linked, {
     title,
     describe: words,

@@ -5,10 +5,10 @@ import { PART_NAMES, bytesOf, percent, size, whole } from "./format.js";
 
 const BARELY = 0.05;
 const FINDINGS = {
-  "memtools/nonfinite_report": ["NaN or Inf", "no"],
-  "memtools/leak": ["A leak", "no"],
-  "memtools/doctor": ["TrainingDoctor", "look"],
-  "memtools/loss_spike": ["A loss spike", "look"],
+  "memtools/nonfinite_report": ["", "no"],
+  "memtools/leak": ["A leak: ", "no"],
+  "memtools/doctor": ["TrainingDoctor: ", "look"],
+  "memtools/loss_spike": ["A loss spike: ", "look"],
 };
 
 const open = (view) => () => document.getElementById(`tab-${view}`)?.click();
@@ -30,8 +30,9 @@ function doesItFit(view) {
   if (reserved && capacity) {
     const left = Math.max(0, capacity - reserved);
     const answer = left < BARELY * capacity ? ["look", "Barely."] : ["yes", "Yes."];
-    const words = `At most ${size(reserved)} of ${size(capacity)} were reserved; ${size(left)} (${percent(left / capacity)}) were left.`;
-    return [answer[0], `${answer[1]} ${words}`, "reports"];
+    const reservedWords = `At most ${size(reserved)} of ${size(capacity)} were reserved`;
+    const leftWords = `${size(left)} (${percent(left / capacity)}) were left`;
+    return [answer[0], `${answer[1]} ${reservedWords}; ${leftWords}.`, "reports"];
   }
   if (reserved)
     return ["", `At most ${size(reserved)} were reserved. The size of the device was not logged.`, "reports"];
@@ -49,6 +50,8 @@ function doesItFit(view) {
 function whatFillsIt(summary) {
   const parts = Object.entries(summary.composition_gib).sort((a, b) => b[1] - a[1]);
   const total = parts.reduce((sum, [, gib]) => sum + gib, 0);
+  if (!total && !highestReserved(summary) && summary.host_gib !== null)
+    return ["", "Not known without a GPU: wrap fit in VirtualDevice(...) or use memtools dry-run to see.", null];
   if (!total) return ["", "Not known: MemoryMonitor logs memory/composition/* on CUDA and inside VirtualDevice.", null];
   const words = parts.slice(0, 3).map(([name, gib]) => `${PART_NAMES[name] ?? name} ${percent(gib / total)}`);
   words[0] = words[0].replace(/^./, (letter) => letter.toUpperCase());
@@ -61,7 +64,7 @@ function isItHealthy(view) {
     .filter(([report]) => report);
   if (found.length) {
     const answer = found.some(([, , one]) => one === "no") ? "no" : "look";
-    return [answer, found.map(([report, name]) => `${name}: ${report.words}`).join(" "), "reports"];
+    return [answer, found.map(([report, name]) => `${name}${report.words}`).join(" "), "reports"];
   }
   const bad = view.marks.find(({ kind }) => kind === "nonfinite");
   if (bad) return ["no", `Step ${whole(bad.step)}: ${bad.words}`, "reports"];
