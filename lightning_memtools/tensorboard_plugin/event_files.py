@@ -9,7 +9,7 @@ import os
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,40 +104,28 @@ class _RunReader:
             run.notes.append(f"An event file cannot be read ({type(error).__name__}): what follows is not shown.")
         tags = self._events.Tags()
         for logged in tags["scalars"]:
-            events = self._events.Scalars(logged)
-            _add_points(run, without_logger_prefix(logged), events, (event.value for event in events))
-        for logged in tags["tensors"]:
             tag = without_logger_prefix(logged)
-            events = self._events.Tensors(logged)
-            contents = [_number_or_text(event.tensor_proto) for event in events] if tag else []
-            if tag and tag.startswith("memtools/"):
+            if tag is not None:
+                curve = run.curves.setdefault(tag, Curve())
+                for event in self._events.Scalars(logged):
+                    curve.add(event.step, event.wall_time, event.value)
+        for logged in tags["tensors"]:
+            tag = without_logger_prefix(logged) or ""
+            if tag.startswith("memtools/"):
                 run.texts += [
-                    LoggedText(tag.removesuffix(_TEXT_SUFFIX), event.step, event.wall_time, str(text))
-                    for event, text in zip(events, contents, strict=True)
+                    LoggedText(tag.removesuffix(_TEXT_SUFFIX), event.step, event.wall_time, text)
+                    for event in self._events.Tensors(logged)
+                    for text in _texts_of(event.tensor_proto)
                 ]
-            elif all(isinstance(number, float) for number in contents):
-                _add_points(run, tag, events, contents)
         run.texts.sort(key=lambda text: text.time)
         self.run = run
 
 
-def _add_points(run: LoggedRun, tag: str | None, events: Sequence[Any], values: Iterable[Any]) -> None:
-    if tag is None or tag.startswith("memtools/"):
-        return
-    curve = run.curves.setdefault(tag, Curve())
-    for event, value in zip(events, values, strict=True):
-        curve.add(event.step, event.wall_time, value)
-
-
-def _number_or_text(proto: Any) -> float | str | None:
-    """Return a tensor's only value; None where it has none or several."""
+def _texts_of(proto: Any) -> list[str]:
     from tensorboard.util import tensor_util  # noqa: PLC0415, as above
 
-    values = tensor_util.make_ndarray(proto)
-    if values.size != 1:
-        return None
-    value = values.item()
-    return value.decode(errors="replace") if isinstance(value, bytes) else float(value)
+    values = tensor_util.make_ndarray(proto).flatten().tolist()
+    return [value.decode(errors="replace") for value in values if isinstance(value, bytes)]
 
 
 class EventDirectory:

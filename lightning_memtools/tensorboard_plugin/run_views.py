@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lightning_memtools.tensorboard_plugin.event_files import Curve, LoggedRun, LoggedText
@@ -84,39 +84,27 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
-    if family == "memory/composition":
-        # The parts belong together: a point is as high as their sum.
-        drivers = [[sum(row) for row in zip(*(curve.values for curve in curves.values()), strict=True)]]
-    else:
-        drivers = [curve.values for curve in curves.values() if _varies(curve.values)]  # type: ignore[misc]
-    are_finite = [_is_finite(values) for values in drivers]
-    steps = next(iter(curves.values())).steps
-    width = (steps[-1] - steps[0] + 1) / BUCKETS
+    """Return the points to send: the highest of each curve in each bucket of steps, and the lowest."""
+    import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
+
+    values = np.array([curve.values for curve in curves.values()])
+    values[np.isnan(values)] = np.inf  # NaN must not be lost, and compares with nothing
+    is_composition = family == "memory/composition"
+    # The parts belong together: a point is as high as their sum. A curve that never changes has no highest point.
+    values = values.sum(0)[None] if is_composition else values[values.max(1) > values.min(1)]
+    steps = np.array(next(iter(curves.values())).steps)
+    bucket = (steps - steps[0]) * BUCKETS // (steps[-1] - steps[0] + 1)
     kept = {0, n_points - 1}
-    begin = 0
-    for bucket in range(1, BUCKETS + 1):
-        end = bisect_left(steps, steps[0] + bucket * width, begin) if bucket < BUCKETS else n_points
-        if end > begin:
-            for values, is_finite in zip(drivers, are_finite, strict=True):
-                inside = values[begin:end] if is_finite else [_order(value) for value in values[begin:end]]
-                kept.add(begin + inside.index(max(inside)))
-                if family != "memory/composition":
-                    kept.add(begin + inside.index(min(inside)))
-            begin = end
-    return sorted(kept)
-
-
-def _varies(values: Sequence[float]) -> bool:
-    return not _is_finite(values) or min(values) < max(values)
+    for begin, end in pairwise([*np.flatnonzero(np.diff(bucket, prepend=-1)).tolist(), n_points]):
+        kept.update(begin + values[:, begin:end].argmax(1))
+        if not is_composition:
+            kept.update(begin + values[:, begin:end].argmin(1))
+    return sorted(map(int, kept))
 
 
 def _is_finite(values: Sequence[float]) -> bool:
     """Return whether all values are numbers: NaN and infinity go through any sum, which takes no Python per value."""
     return math.isfinite(sum(values))
-
-
-def _order(value: float) -> float:
-    return math.inf if math.isnan(value) else value  # NaN must not be lost, and compares with nothing
 
 
 def _json(value: float) -> float | None:

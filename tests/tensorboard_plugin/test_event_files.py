@@ -33,10 +33,9 @@ def test_tags_of_others_are_left_out(tmp_path):
     assert read(tmp_path) == {}
 
 
-@pytest.mark.parametrize(("prefix", "new_style"), [("mine-", False), ("", True)])
-def test_a_logger_s_prefix_is_taken_off_and_new_style_scalars_are_numbers_too(prefix, new_style, tmp_path):
+def test_a_logger_s_prefix_is_taken_off(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_scalar(f"{prefix}loss/train", 0.25, 3, new_style=new_style)
+        writer.add_scalar("mine-loss/train", 0.25, 3)
     curves = read(tmp_path)["."].curves
     assert {tag: list(curve.values) for tag, curve in curves.items()} == {"loss/train": [0.25]}
 
