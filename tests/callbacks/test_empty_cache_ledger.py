@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -173,16 +172,6 @@ def test_leaks_are_reported_once_after_three_epochs_or_evaluations(model, option
     assert [part for part, text in zip(said, texts, strict=True) if part not in text] == []
 
 
-class ReplaysFromTheHost(Keeps):
-    """Keeps every batch on the host: a numpy array, and a tensor in host memory."""
-
-    def training_step(self, batch, batch_idx):
-        self.kept.append(np.array(batch[0]))
-        with VirtualDevice.current().host():  # what .cpu() is on a GPU
-            self.kept.append(batch[0].clone())
-        return self.loss(batch)
-
-
 class ThawsALayerPerEpoch(Regression):
     """Adam makes the moments of a parameter at its first gradient."""
 
@@ -194,28 +183,6 @@ class ThawsALayerPerEpoch(Regression):
         frozen = max(0, 8 - self.current_epoch)
         self.net[:frozen].requires_grad_(requires_grad=False)
         self.net[frozen:].requires_grad_(requires_grad=True)
-
-
-class CachesFeatures(Regression):
-    """On the device, by sample: each sample once, in the first two epochs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features: dict[int, Tensor] = {}
-
-    def training_step(self, batch, batch_idx):
-        key = batch_idx + 4 * (self.current_epoch % 2)
-        if key not in self.features:
-            self.features[key] = batch[0] * 2
-        return self.loss(batch)
-
-
-class KeepsTheLastOutputs(Regression):
-    """Of a size that changes from epoch to epoch, and now and then rises three times and more in a row."""
-
-    def validation_step(self, batch, batch_idx):
-        sizes = (1, 2, 3, 4, 5, 2, 6, 7, 8, 9)
-        self.last = [{"out": torch.zeros(1000 * sizes[self.current_epoch % 10])}]
 
 
 class KeepsTheLastHundred(Regression):
@@ -247,12 +214,10 @@ class LogsMetrics(Regression):
         self.everything.reset()
 
 
+# tests/memory/leaks has more.
 HEALTHY: dict[str, Any] = {
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()], {}),
-    "replay_buffer_on_the_host": (ReplaysFromTheHost, list, {}),
     "optimizer_state_made_late": (ThawsALayerPerEpoch, list, {}),
-    "cache_that_reaches_its_size": (CachesFeatures, list, {}),
-    "last_outputs_of_any_size": (KeepsTheLastOutputs, list, {}),
     "bounded_history": (KeepsTheLastHundred, list, {}),
     "metrics": (LogsMetrics, list, {}),
 }

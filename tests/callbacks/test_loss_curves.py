@@ -169,9 +169,3 @@ def test_a_loss_that_never_appears_gives_one_warning_that_lists_what_exists(tmp_
 def test_values_that_are_no_names_are_refused(bad):
     with pytest.raises(ValueError, match="names no loss"):
         LossCurves(train=bad)
-
-
-@pytest.mark.parametrize("bad", [0, -5])
-def test_an_interval_below_one_is_refused_with_its_value(bad):
-    with pytest.raises(ValueError, match=f"every_n_steps={bad} "):
-        LossCurves(every_n_steps=bad)

@@ -11,7 +11,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memtools import MemoryMonitor, VirtualDevice
+from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice
 from lightning_memtools.callbacks.memory_monitor import _IS_FIRST_WITHOUT_PEAKS
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader
 from lightning_memtools.memory.sizes import MIB
@@ -172,10 +172,11 @@ def test_a_device_without_statistics_is_named_once_and_other_tags_are_logged(tmp
     assert "meta keeps no memory statistics" in run.summary(waits_for_ranks=False).markdown()
 
 
+@pytest.mark.parametrize("made", [MemoryMonitor, LossCurves])
 @pytest.mark.parametrize("bad", [0, -1])
-def test_an_interval_below_one_is_refused_with_its_value(bad):
+def test_an_interval_below_one_is_refused_with_its_value(made, bad):
     with pytest.raises(ValueError, match=f"every_n_steps={bad} "):
-        MemoryMonitor(every_n_steps=bad)
+        made(every_n_steps=bad)
 
 
 @pytest.mark.cuda_memory
@@ -201,8 +202,6 @@ def test_the_reader_says_what_torch_cuda_says(kind):
 
 @pytest.mark.cuda_memory
 def test_no_step_waits_for_cuda(tmp_path):
-    from lightning_memtools import LossCurves  # noqa: PLC0415, next to its only use
-
     class NoWaiting(L.Callback):
         """Makes everything between the first step's end and the epoch's end raise if it synchronises."""
 
