@@ -78,7 +78,8 @@ class MeanCurves:
     def log(self, trainer: Trainer, step: int) -> None:
         """End a point; it is written once the values of all ranks have arrived. No rank waits."""
         device = trainer.strategy.root_device
-        sums = torch.stack([value.to(device) for value in self._sums.values()]) if self._sums else []
+        values = [value.to(device) for value in self._sums.values()]
+        sums: Tensor | list[float] = torch.stack(values) if values else []
         self._arriving.send(sums, (trainer, self._weights, step))
         self._sums, self._weights = {}, {}
         self.write_arrived()
