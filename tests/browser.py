@@ -91,21 +91,6 @@ def seen(window: webdriver.Chrome) -> str:
     return str(window.execute_script(script))
 
 
-def count_curves(window: webdriver.Chrome) -> int:
-    """How many curves the page's charts draw: plottable gives each a <path> of line segments."""
-    script = """
-    let found = 0;
-    (function walk(root) {
-        for (const element of root.querySelectorAll('*')) {
-            if (element.tagName === 'path' && (element.getAttribute('d') || '').includes('L')) found += 1;
-            if (element.shadowRoot) walk(element.shadowRoot);
-        }
-    })(document);
-    return found;
-    """
-    return int(window.execute_script(script))
-
-
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     """Whether the condition came true in time."""
     deadline = time.monotonic() + timeout_s

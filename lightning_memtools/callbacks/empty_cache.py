@@ -24,7 +24,7 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.stats import MemoryReader, room_of
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
-from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
+from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.warning_categories import FindingWarning
 
 Evaluation = Literal["val", "test", "predict"]
@@ -94,14 +94,6 @@ class EmptyCache(WatchingCallback):
         self._is_new = FirstTime()
         self._run: _ReleasingRun | None = None
 
-    def charts(self, trainer: Trainer) -> Charts:
-        """Return the charts of the retained memory with its parts, and of the released memory."""
-        if trainer.state.fn != TrainerFn.FITTING or reader_for(trainer.strategy.root_device) is None:
-            return {}  # no curve: a chart would stay empty
-        freed = {"memory released after evaluation (GiB)": ["memory/cache/freed_gib"]}
-        stays = {"memory that stays after evaluation (GiB)": ["memory/retained_gib", "memory/retained/.*_gib"]}
-        return {"memory": {**(stays if self.ledger else {}), **freed}}
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it keeps no cache."""
         self.stop_watching()
@@ -122,10 +114,6 @@ class EmptyCache(WatchingCallback):
         threshold = ReleaseThreshold(self.min_reclaimable)
         releaser = MemoryReleaser(reader, on_device, threshold=threshold, leak_detector=detector)
         self._run = _ReleasingRun(releaser, detector is not None, report_directory(trainer))
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lay out TensorBoard's custom scalars."""
-        write_layout(trainer)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory after the sanity check's evaluation."""

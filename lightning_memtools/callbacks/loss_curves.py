@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import training_step, values_logged_in_evaluation
 from lightning_memtools.callbacks.guarded import WatchingCallback
-from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
+from lightning_memtools.reporting.loggers import checked_interval, is_due
 from lightning_memtools.reporting.loss_names import (
     checked_names,
     likely_losses,
@@ -29,7 +28,7 @@ from lightning_memtools.warning_categories import DegradedWarning
 
 
 class LossCurves(WatchingCallback):
-    """Logs `loss/train` and `loss/val` on the same axis and in one chart.
+    """Logs `loss/train` and `loss/val` on the same axis; the Memory tab draws them in one chart.
 
     docs/loss-curves.md has the tags.
 
@@ -75,21 +74,10 @@ class LossCurves(WatchingCallback):
         self._last_step = -1
         self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
 
-    def charts(self, trainer: Trainer) -> Charts:
-        """Training and validation share one chart."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return {}  # no curve: a chart would stay empty
-        norm = {"gradient norm": ["grad/norm(/.+)?"]} if self.grad_norm else {}
-        return {"loss": {"training and validation": ["loss/train(/.+)?", "loss/val(/.+)?"], **norm}}
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin a run."""
         for curves in self._curves:
             curves.begin()
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the layout of TensorBoard's custom scalars."""
-        write_layout(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the step before the first."""

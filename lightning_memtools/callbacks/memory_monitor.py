@@ -31,7 +31,7 @@ from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.console import end_progress_bar, print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
-from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
+from lightning_memtools.reporting.loggers import checked_interval, is_due, log_scalars, log_text
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.tables import console_table
@@ -100,10 +100,6 @@ class MemoryMonitor(WatchingCallback):
         # goes on over all calls of the Trainer.
         self._summary_step = -1
 
-    def charts(self, trainer: Trainer) -> Charts:
-        """Return one chart per stage for allocated and reserved memory, one for the composition, and so on."""
-        return {} if self._run is None else self._run.charts(validates=trainer.enable_validation)
-
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
         """Do not count events of a trial; BatchSizeTuner calls this."""
         if self._run is not None:
@@ -133,9 +129,8 @@ class MemoryMonitor(WatchingCallback):
             self._warn(trainer, self._run.shortcoming)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the layout of TensorBoard's custom scalars."""
+        """Count the model as allocated on a VirtualDevice."""
         put_on_device(pl_module, trainer.optimizers)
-        write_layout(trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimizer state that was restored from a checkpoint."""
@@ -201,7 +196,6 @@ class MemoryMonitor(WatchingCallback):
         """Begin an evaluation stage."""
         if not trainer.sanity_checking:
             put_on_device(pl_module, trainer.optimizers)
-            write_layout(trainer)  # a test after fit adds a chart of its own
             self._running.enter(running_stage(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Writes scalars, texts and chart layouts to every logger of a Trainer, and says when a callback is due to log.
+"""Writes scalars and texts to every logger of a Trainer, and says when a callback is due to log.
 
 A logger that fails is named once; training goes on.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from lightning.pytorch import Trainer
@@ -17,9 +17,6 @@ from lightning.pytorch.loggers import Logger
 from lightning_memtools._lightning import is_accumulating, training_step
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.warning_categories import DegradedWarning
-
-Charts = Mapping[str, Mapping[str, Sequence[str]]]
-"""Category to chart title to the tags drawn in it, as regular expressions without anchors."""
 
 # The loggers of a Trainer that have failed. All its callbacks share this, so that a broken logger gives one warning and
 # not one for each callback. Weak on both sides: nothing outlives its Trainer.
@@ -102,61 +99,6 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -
         experiment.log_text(logger.run_id, markdown, file)
     elif hasattr(experiment, "log_text"):  # Comet
         experiment.log_text(markdown, step=step, metadata={"tag": tag})
-
-
-Layout = dict[str, dict[str, list[Any]]]
-
-# The layout that each writer of a Trainer has.
-_WRITTEN: weakref.WeakKeyDictionary[Trainer, weakref.WeakKeyDictionary[Any, Layout]] = weakref.WeakKeyDictionary()
-
-
-@runtime_checkable
-class OffersCharts(Protocol):
-    """A callback whose curves have charts of their own."""
-
-    def charts(self, trainer: Trainer) -> Charts:
-        """Return category to chart title to tags, for the curves of the call that begins."""
-
-
-def write_layout(trainer: Trainer) -> None:
-    """Write the charts of all callbacks as one layout to every logger that takes one; call it as a call begins.
-
-    TensorBoard keeps only the last layout of a writer, so callbacks must not write one each. A later call, such as test
-    after fit, writes a layout only if it brings new charts, and the earlier ones stay in it. Rank 0 only.
-    """
-    if not trainer.is_global_zero:
-        return
-    written = _WRITTEN.setdefault(trainer, weakref.WeakKeyDictionary())
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    layout = merged_layout([c.charts(trainer) for c in callbacks if isinstance(c, OffersCharts)])
-
-    def write(logger: Logger) -> None:
-        experiment: Any = getattr(logger, "experiment", None)
-        if not hasattr(experiment, "add_custom_scalars"):
-            return
-        before = written.get(experiment, {})
-        merged = {category: before.get(category, {}) | layout.get(category, {}) for category in {**before, **layout}}
-        if merged != before:
-            written[experiment] = merged
-            experiment.add_custom_scalars(merged)
-
-    for_each_logger(trainer, write)
-
-
-def merged_layout(all_charts: Sequence[Charts]) -> Layout:
-    """Return the charts of several callbacks in the form that `SummaryWriter.add_custom_scalars` takes."""
-    layout: Layout = {}
-    for charts in all_charts:
-        for category, by_title in charts.items():
-            for title, tags in by_title.items():
-                layout.setdefault(category, {})[title] = ["Multiline", [_pattern(tag) for tag in tags]]
-    return layout
-
-
-def _pattern(tag: str) -> str:
-    # TensorBoard matches tags with re.match: without "$", "loss/train" would also take "loss/train_epoch".
-    # A logger's prefix is put before the tag, with a hyphen.
-    return f"(.*-)?{tag}$"
 
 
 def checked_interval(every_n_steps: int | None) -> int | None:

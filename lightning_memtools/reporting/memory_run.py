@@ -38,7 +38,6 @@ from lightning_memtools.memory.scalars import (
 )
 from lightning_memtools.memory.sizes import format_share, format_size, to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
-from lightning_memtools.reporting.loggers import Charts
 from lightning_memtools.reporting.memory_summary import MemorySummary
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 
@@ -101,22 +100,6 @@ class MemoryRun:
         if self._since.peak_allocated is None:
             return f"{self._name} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
-
-    def charts(self, *, validates: bool) -> Charts:
-        """Return the charts of this call's curves; `validates` says whether there is a val stage."""
-        if self._reader is None:
-            return {"memory": {"host (GiB)": ["memory/(host_rss|host/(process|unique|workers|shared))_gib"]}}
-        stages = {"fit": ["train", *(["val"] if validates else [])], "validate": ["val"]}.get(self.call, [self.call])
-        charts = {
-            f"{stage}: allocated and reserved (GiB)": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
-            for stage in stages
-        }
-        charts["device: capacity and use (GiB)"] = ["memory/(capacity|device_used)_gib"]
-        if self._since.peak_allocated is not None:
-            charts["composition at the peak (GiB)"] = ["memory/composition/[a-z]+_gib"]
-        if self._phases is not None:
-            charts["train: peak by phase (GiB)"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
-        return {"memory": charts}
 
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
         """Do not count events that happened outside of the run."""

@@ -183,7 +183,7 @@ def logged_in(root: Path, callback: L.Callback, model: L.LightningModule, *data:
     except (torch.OutOfMemoryError, memtools.NonFiniteError):
         pass
     found = set(scalars(run.log_dir)) | set(texts_of(run.log_dir))
-    return {tag for tag in found if "/" in tag and not tag.startswith("custom_scalars")}
+    return {tag for tag in found if "/" in tag}
 
 
 def of_memory_monitor(root: Path) -> set[str]:
