@@ -14,7 +14,6 @@ from lightning_memtools.tensorboard_plugin.event_files import Curve, LoggedRun, 
 from lightning_memtools.tensorboard_plugin.report_text import report_as_html
 
 STAGES = ("train", "val", "test", "predict")
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 # Up to twice as many logged steps are sent as they are, so that zooming in shows each of them.
 BUCKETS = 10_000
 
@@ -177,7 +176,6 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "run": run.name,
         "stages": stages,
         "capacity_gib": _last(capacity),
-        "composition_gib": {name: _json(gib) for name, gib in composition_at_peak(run).items()},
         "host_gib": _highest_value(_first_curve(run, "memory/host_rss_gib")),
         "host_used_gib": _highest_value(_first_curve(run, "memory/host/used_gib")),
         "host_limit_gib": _last(_first_curve(run, "memory/host/limit_gib")),
@@ -191,18 +189,6 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "batch_size": _headline(run, "memtools/batch_size"),
         "checkpoint_plan": _headline(run, "memtools/checkpoint_plan"),
     }
-
-
-def composition_at_peak(run: LoggedRun) -> dict[str, float]:
-    """Return the GiB of each category at the point where they are most together; empty where they are not logged."""
-    curves = {name: run.curves.get(f"memory/composition/{name}_gib", Curve()) for name in CATEGORIES}
-    n_points = max(len(curve.values) for curve in curves.values())
-    whole = {name: curve.values for name, curve in curves.items() if len(curve.values) == n_points}
-    totals = [sum(values) for values in zip(*whole.values(), strict=True)]
-    if not totals:
-        return {}
-    peak = max(range(n_points), key=totals.__getitem__)
-    return {name: values[peak] for name, values in whole.items() if values[peak]}
 
 
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:

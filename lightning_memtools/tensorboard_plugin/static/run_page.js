@@ -5,7 +5,7 @@ import { clear, h } from "./dom.js";
 import { PART_NAMES, bytesOf, milliseconds, number, percent, size, threeDigits, whole } from "./format.js";
 import { stepChart } from "./step_chart.js";
 import { colours } from "./theme.js";
-import { verdict } from "./verdict.js";
+import { compositionAtPeak, verdict } from "./verdict.js";
 
 const STAGE_NAMES = {
   train: "training",
@@ -88,13 +88,11 @@ export function cards(summary) {
 }
 
 // A bar of what the memory consists of at the peak; it opens the page with the areas.
-function compositionBar(summary) {
-  const bytes = Object.fromEntries(
-    Object.entries(summary.composition_gib ?? {}).map(([part, gib]) => [part, bytesOf(gib)]),
-  );
+function compositionBar(view) {
+  const bytes = Object.fromEntries(compositionAtPeak(view));
   const total = Object.values(bytes).reduce((sum, one) => sum + one, 0);
   if (!total) return null;
-  const capacity = bytesOf(summary.capacity_gib) ?? 0;
+  const capacity = bytesOf(view.summary.capacity_gib) ?? 0;
   const all = total < SHOW_CAPACITY_FROM * capacity ? total : Math.max(capacity, total);
   const parts = PARTS.filter((part) => bytes[part]).map((part) => [
     PART_NAMES[part] ?? part,
@@ -488,7 +486,7 @@ export class RunPage {
       this.container,
       this.kind === "run" ? verdict(view) : null,
       this.kind === "run" ? cards(view.summary) : null,
-      this.kind === "run" ? compositionBar(view.summary) : null,
+      this.kind === "run" ? compositionBar(view) : null,
       this.parts.length
         ? h(
             "div",

@@ -47,15 +47,26 @@ function doesItFit(view) {
   return ["", "Memory was not logged.", null];
 }
 
-function whatFillsIt(summary) {
-  const parts = Object.entries(summary.composition_gib).sort((a, b) => b[1] - a[1]);
-  const total = parts.reduce((sum, [, gib]) => sum + gib, 0);
+// What memory consists of where it is highest: each part that holds something, with its bytes.
+export function compositionAtPeak(view) {
+  const group = view.groups.find(({ family }) => family === "memory/composition");
+  if (!group) return [];
+  const parts = Object.entries(group.series).map(([tag, values]) => [tag.match(/(\w+)_gib$/)[1], values]);
+  const totals = group.steps.map((_, i) => parts.reduce((sum, [, values]) => sum + (values[i] ?? 0), 0));
+  const peak = totals.reduce((top, total, i) => (total > totals[top] ? i : top), 0);
+  return parts.map(([part, values]) => [part, bytesOf(values[peak] ?? 0)]).filter(([, bytes]) => bytes > 0);
+}
+
+function whatFillsIt(view) {
+  const { summary } = view;
+  const parts = compositionAtPeak(view).sort((a, b) => b[1] - a[1]);
+  const total = parts.reduce((sum, [, bytes]) => sum + bytes, 0);
   if (!total && !highestReserved(summary) && summary.host_gib !== null)
     return ["", "Not known without a GPU: wrap fit in VirtualDevice(...) or use memtools dry-run to see.", null];
   if (!total) return ["", "Not known: MemoryMonitor logs memory/composition/* on CUDA and inside VirtualDevice.", null];
-  const words = parts.slice(0, 3).map(([name, gib]) => `${PART_NAMES[name] ?? name} ${percent(gib / total)}`);
+  const words = parts.slice(0, 3).map(([name, bytes]) => `${PART_NAMES[name] ?? name} ${percent(bytes / total)}`);
   words[0] = words[0].replace(/^./, (letter) => letter.toUpperCase());
-  return ["", `${words.join(", ")} of ${size(bytesOf(total))} at the peak.`, "composition"];
+  return ["", `${words.join(", ")} of ${size(total)} at the peak.`, "composition"];
 }
 
 function isItHealthy(view) {
@@ -99,7 +110,7 @@ export function verdict(view) {
       "dl",
       {},
       row("Does it fit?", doesItFit(view)),
-      row("What fills it?", whatFillsIt(view.summary)),
+      row("What fills it?", whatFillsIt(view)),
       row("Is it healthy?", isItHealthy(view)),
     ),
   );
