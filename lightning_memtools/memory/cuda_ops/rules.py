@@ -139,6 +139,42 @@ def logsumexp(call: Call) -> Any:
     return out
 
 
+def log_sigmoid(call: Call) -> Any:
+    """Keep no buffer for backward, as the CPU's kernel does (log_sigmoid_forward_cuda in Activation.cpp)."""
+    source = call.args[0]
+    return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
+
+
+def lstm_cell(call: Call) -> Any:
+    """Return both states, and the activated gates for backward (cuda/RNN.cu, as the three after this)."""
+    gates, cx = call.args[0], call.args[2]
+    kept = call.run(aten.empty_like.default, gates)
+    return *(call.run(aten.empty_like.default, cx) for _ in range(2)), kept
+
+
+def lstm_cell_backward(call: Call) -> Any:
+    """Return the gradients of gates, cell and biases."""
+    cx, _, kept, has_bias = call.args[2:6]
+    of_gates = call.run(aten.empty_like.default, kept)
+    of_cell = call.run(aten.empty_like.default, cx)
+    return of_gates, of_cell, call.run(aten.sum.dim_IntList, of_gates, [0]) if has_bias else None
+
+
+def gru_cell(call: Call) -> Any:
+    """Return the state, and five values of each unit for backward."""
+    hx = call.args[2]
+    kept = call.empty([hx.shape[0], 5 * hx.shape[1]], hx.dtype)
+    return call.run(aten.empty_like.default, hx), kept
+
+
+def gru_cell_backward(call: Call) -> Any:
+    """Return the gradients of both products, the state and the biases."""
+    gradient, kept, has_bias = call.args
+    of_gates = [call.empty([kept.shape[0], kept.shape[1] // 5 * 3], kept.dtype) for _ in range(2)]
+    of_state = call.run(aten.empty_like.default, gradient)
+    return *of_gates, of_state, *(call.run(aten.sum.dim_IntList, one, [0]) if has_bias else None for one in of_gates)
+
+
 _MAX = 2  # a mode of bags
 _BAG_ARGUMENTS = (
     "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset",
@@ -197,6 +233,11 @@ RULES: dict[Any, Rule] = {
     aten._log_softmax_backward_data.default: log_softmax_backward,
     aten._safe_softmax.default: safe_softmax,
     aten.logsumexp.default: logsumexp,
+    aten.log_sigmoid_forward.default: log_sigmoid,
+    aten._thnn_fused_lstm_cell.default: lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
     aten.add.Tensor: gradient_sum,
