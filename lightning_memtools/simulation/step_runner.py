@@ -273,9 +273,7 @@ def _prepared(module: Any, stage: Stage, step: StepFunction | None, make: MakeOp
     """Return the LightningModule that runs a step of its own, or a given one, with its own optimizers or given ones."""
     if not is_lightning_module(module):
         assert step is not None
-        if module.training != (stage == "train"):
-            module.train(stage == "train")
-        return _PlainModule(module, step, make)
+        return PlainModule(module, step, make)
     if make is not None:
         vars(module)["configure_optimizers"] = lambda: make(list(module.parameters()))
     if step is not None:
@@ -288,7 +286,7 @@ def _as_hook(step: StepFunction) -> Callable[[Any, Any, int], Any]:
 
     def training_step(module: Any, batch: Any, batch_idx: int) -> Any:
         del batch_idx
-        loss = step(module.model if isinstance(module, _PlainModule) else module, batch)
+        loss = step(module.model if isinstance(module, PlainModule) else module, batch)
         if module.automatic_optimization or not module.training:
             return loss
         for optimizer in module.optimizers():
@@ -301,7 +299,7 @@ def _as_hook(step: StepFunction) -> Callable[[Any, Any, int], Any]:
     return training_step
 
 
-class _PlainModule(LightningModule):
+class PlainModule(LightningModule):
     """Makes a LightningModule of any module with a step."""
 
     def __init__(self, model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None) -> None:
