@@ -20,7 +20,7 @@ from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
-from lightning_memtools.simulation.step_runner import PlainModule, Recipe, StepRunner, runner_like
+from lightning_memtools.simulation.step_runner import PlainModule, Recipe, StepRunner
 from lightning_memtools.simulation.tracer import FakeBatches
 
 Device = Literal["cpu", "cuda-like", "cuda"]
@@ -157,14 +157,16 @@ class StepTrace(FakeBatches):
         self._before_backward: Callable[[], None] = lambda: None
         self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
         optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
+        make = (lambda _parameters: optimizers) if optimizers else None
+        self._accumulate = 1
         self._runner: Any
-        if step.forward is None:
-            self._runner = runner_like(step.trainer, step.model, self, optimizers=optimizers)
-        else:
-            run = partial(_scalar_of, step.forward)
-            plain = PlainModule(step.model, run, (lambda _parameters: optimizers) if optimizers else None)
-            plain.automatic_optimization = len(optimizers) <= 1
-            self._runner = StepRunner(plain, Recipe(), self)
+        if step.forward is not None:
+            self._runner = StepRunner(PlainModule(step.model, partial(_scalar_of, step.forward), make), Recipe(), self)
+            return
+        self._accumulate = step.trainer.accumulate_grad_batches
+        clip = step.trainer.gradient_clip_val or None  # Lightning takes 0 for no clipping
+        recipe = Recipe(precision=None, accumulate=self._accumulate, clip=clip)
+        self._runner = StepRunner(step.model, recipe, self, trainer=step.trainer, make_optimizer=make)
 
     def allocated(self) -> int:
         """Return the bytes that are allocated now."""
@@ -214,7 +216,7 @@ class StepTrace(FakeBatches):
 
     def _index(self) -> int:
         """Return the first index from the batch's own on that ends an accumulation."""
-        per_step: int = self._runner.accumulate if self._runner.is_automatic else 1
+        per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
     @contextmanager
