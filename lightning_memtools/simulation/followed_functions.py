@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -11,48 +11,33 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_memtools._torch import (
-    ENGINE_RUN,
-    FakeTensor,
-    has_readable_values,
-    kept_in_backward,
-    tree_leaves,
-)
-from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools._torch import FakeTensor, tree_leaves
 from lightning_memtools.memory.virtual.storages import flat
 from lightning_memtools.null_cuda.launch import computes_nothing
 from lightning_memtools.simulation.known_values import RULES, FollowedCall, KnownValues
-from lightning_memtools.simulation.packed_sequences import PACKING
+from lightning_memtools.simulation.packed_sequences import packing
 
 _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|empty|geometric|cauchy")
 _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
-_WITHOUT_OPERATOR = {"numpy", "tolist", "__array__"}
 
 
-class ValueReaders(TorchFunctionMode):
-    """Serves functions that read fake tensors without an operator: `numpy()`, `tolist()`, packed sequences."""
+def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the functions of torch that read fake tensors without an operator, and what reads known values instead.
 
-    def __init__(self, values: KnownValues) -> None:
-        super().__init__()
-        self._values = values
-        self._patches = Patches()
+    Args:
+        values: The known values.
+        replaced: Functions that are replaced already.
+    """
 
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))  # recomputed layers read values too
-        return self
+    def reader(original: Any, read: Any) -> Callable[..., Any]:
+        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_fake = isinstance(tensor, FakeTensor)
+            return values.find(read, (tensor,), {}) if is_fake else original(tensor, *args, **kwargs)
 
-    def __exit__(self, *error: object) -> None:
-        self._patches.undo()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        return run
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or read the known values."""
-        if func in PACKING and not has_readable_values(args[0]):
-            return PACKING[func](self._values, *args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _WITHOUT_OPERATOR and isinstance(args[0], FakeTensor):
-            return self._values.find(Tensor.numpy if func is Tensor.__array__ else func, args[:1], {})
-        return func(*args, **(kwargs or {}))
+    pairs = ((Tensor.numpy, Tensor.numpy), (Tensor.tolist, Tensor.tolist), (Tensor.__array__, Tensor.numpy))
+    return packing(values, replaced) | {one: reader(one, read) for one, read in pairs}
 
 
 class FollowedValues(TorchFunctionMode):

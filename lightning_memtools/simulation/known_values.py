@@ -142,10 +142,13 @@ class KnownValues:
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
-        written = [one for at, name in places for one in flat(args[at] if at < len(args) else kwargs.get(name))]
+        name = name_of(func)
+        if not places and args and isinstance(args[0], Tensor) and name not in RULES and self.of(args[0]) is None:
+            return  # as nearly all: nothing is written, and nothing known
+        written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
         is_followed = not is_random and all(isinstance(tensor, FakeTensor) for tensor in written)
-        self.follow(FollowedCall(name_of(func), func, args, kwargs, _always, written, is_followed), out)
+        self.follow(FollowedCall(name, func, args, kwargs, _always, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
         """Apply a call to the known values, after it ran on the tensors."""
