@@ -15,9 +15,10 @@ from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply, w
 from lightning_memtools.memory.cuda_ops.attention_kernels import FUSED_ATTENTION
 from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
-from lightning_memtools.memory.cuda_ops.rules import FAKE_RULES, RULES
+from lightning_memtools.memory.cuda_ops.rules import RULES
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.fake_rules import FAKE_RULES
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.followed_functions import value_readers
 from lightning_memtools.simulation.known_values import values_known
