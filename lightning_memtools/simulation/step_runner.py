@@ -180,7 +180,7 @@ class StepRunner:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers; without any, a stand-in of Lightning's that does nothing."""
-        return list(self.trainer.strategy.optimizers)
+        return [*self.trainer.strategy.optimizers, *getattr(self.module, "others", ())]
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
         """Show these learning rate schedulers to the step; when it calls their `step()`, nothing happens."""
@@ -257,13 +257,17 @@ def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeO
 
 
 class PlainModule(LightningModule):
-    """Makes a LightningModule of any module with a step; `make_optimizer` returns an optimizer, or a list of them."""
+    """Makes a LightningModule of any module with a step.
+
+    Attributes:
+        others: The optimizers after the first, if `make_optimizer` returns a list. Each updates after the first.
+    """
 
     def __init__(self, model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None) -> None:
         super().__init__()
         self.model = model
         self._step, self._make_optimizer = step, make_optimizer
-        self._others: Sequence[Optimizer] = ()
+        self.others: Sequence[Optimizer] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Run the step."""
@@ -277,13 +281,13 @@ class PlainModule(LightningModule):
         if self._make_optimizer is None:
             return None
         made = self._make_optimizer(list(self.model.parameters()))
-        first, *self._others = made if isinstance(made, list) else [made]
+        first, *self.others = made if isinstance(made, list) else [made]
         return first
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Zero the gradients of the optimizers; without any, those of the whole model."""
         del epoch, batch_idx
-        for one in (self.model if self._make_optimizer is None else optimizer, *self._others):
+        for one in (self.model if self._make_optimizer is None else optimizer, *self.others):
             one.zero_grad()
 
     def optimizer_step(
@@ -294,8 +298,8 @@ class PlainModule(LightningModule):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:
             optimizer_closure()
-        for one in self._others:
-            one.step()
+        for one in self.others:
+            self.trainer.strategy.optimizer_step(one, lambda: True, self)  # with the hooks of an update
 
 
 def is_lightning_module(model: object) -> bool:
