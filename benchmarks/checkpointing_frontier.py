@@ -23,7 +23,7 @@ from lightning_memtools.checkpointing.chains import find_chains, outermost
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.planned_traces import predict
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
-from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
+from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
@@ -214,7 +214,7 @@ def fits(model: nn.Module, plans: Plans, capacity: str, batch: int) -> bool:
             fake_mode(),
             borrowed([model], TensorExchange()),
             VirtualDevice(capacity, cuda_like=True) as device,
-            CudaFunctions(GpuShape()),
+            ReplacedFunctions(cuda_functions(GpuShape())),
         ):
             with device.host():
                 x = torch.empty(batch, 128, 256)

@@ -73,34 +73,16 @@ def fakes_copied_deeply() -> Iterator[None]:
 
 
 def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    if id(fake) in memo:
-        known: Tensor = memo[id(fake)]
-        return known
-    if isinstance(fake, nn.Parameter):  # by an attribute: its class is FakeTensor, so this is not called by itself
-        memo[id(fake)] = copied = nn.Parameter(fake.data.clone(), fake.requires_grad)
-        return copied
-    if not fake.is_leaf or fake.layout is not torch.strided:
-        made: Tensor = Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
-        return made
-    with torch.no_grad():
-        if fake.constant is not None:
-            with without_dispatch_modes():
-                value = fake.constant.clone()
-            new = torch.tensor(value.tolist(), dtype=value.dtype)
-        else:
-            storage = fake.untyped_storage()
-            key = storage_id(storage)  # an address, as the other keys of a memo are
-            if key not in memo:
-                memo[key] = fake.new_empty(storage.nbytes() // fake.element_size())
-            fake.new_empty([])  # `Tensor.__deepcopy__` makes one, whose storage it exchanges
-            new = memo[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
-    for name in vars(fake).keys() - vars(new).keys():
-        setattr(new, name, copy.deepcopy(vars(fake)[name], memo))
-    new.requires_grad_(fake.requires_grad)
-    memo[id(fake)] = new
-    if fake.grad is not None:
-        new.grad = copy.deepcopy(fake.grad, memo)
-    return new
+    """Return a copy with a storage of its own; tensors that share memory are copied one by one."""
+    if id(fake) not in memo:
+        with torch.no_grad():
+            made: Tensor = fake.detach().clone()
+        made = nn.Parameter(made) if isinstance(fake, nn.Parameter) else made
+        memo[id(fake)] = made.requires_grad_(fake.requires_grad)
+        vars(made).update({name: copy.deepcopy(vars(fake)[name], memo) for name in vars(fake).keys() - vars(made)})
+        made.grad = copy.deepcopy(fake.grad, memo)
+    copied: Tensor = memo[id(fake)]
+    return copied
 
 
 class FakeMaker:

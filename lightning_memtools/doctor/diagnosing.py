@@ -23,6 +23,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.simulation.step_runner import (
+    PlainModule,
     Recipe,
     StepListener,
     StepRunner,
@@ -123,7 +124,11 @@ class _RealSteps(StepListener, Callback):
     ) -> None:
         self._examination, self._case = examination, examination.case
         self._batches: list[Any] = []
-        self._runner = StepRunner(self._case.model, Recipe(), self, step=step, optimizers=optimizers, callbacks=[self])
+        make = (lambda _parameters: list(optimizers)) if optimizers else None
+        model: Any = self._case.model
+        if step is not None and len(optimizers) > 1:  # a LightningModule has one where it does not step them itself
+            model, step, make = PlainModule(model, step, make), None, None
+        self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
 
     def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
         """Run the training steps, and then as many evaluation batches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -82,12 +82,10 @@ def estimate_memory(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "
             "Leave that one first."
         )
-    _check_numbers(steps=steps, accumulate=accumulate, clip=clip)
-    _check_model(model, step, stage=stage)
-    _check_precision(precision)
-    _check_optimizer(optimizer)
-    if stage == "train":
-        _check_training(unwrapped(model), step, optimizer, accumulate=accumulate, clip=clip)
+    subject = Subject(model=model, step=step, optimizer=optimizer)
+    recipe = Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip)
+    for error in _faults(subject, recipe):
+        raise error
     if capacity is not None:
         DeviceLimit.parse(capacity)
     settings = SimulationSettings(
@@ -96,8 +94,6 @@ def estimate_memory(
         cublas_workspace=cublas_workspace_of(capacity),
         gpu=GpuShape.of(None if capacity is None else find_gpu(capacity)),
     )
-    recipe = Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip)
-    subject = Subject(model=model, step=step, optimizer=optimizer)
     estimate = estimate_step(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
@@ -129,95 +125,68 @@ def estimate_step(
     return read_estimate(traced, unwrapped(subject.model), batch, capacity=capacity, retrace=retrace)
 
 
-def _check_numbers(*, steps: int, accumulate: int, clip: float | None) -> None:
-    """Raise for numbers that are out of range.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
-    for name, number in (("steps", steps), ("accumulate", accumulate)):
+def _faults(subject: Subject, recipe: Recipe) -> Iterator[Exception]:
+    """Yield what is wrong with a request, the first fault first: those after it may be its consequences."""
+    for name, number in (("steps", recipe.steps), ("accumulate", recipe.accumulate)):
         if not is_count(number):
-            raise ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
+            yield ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
+    clip, optimizer = recipe.clip, subject.optimizer
     if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-        raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")
+        yield ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")
+    for name, value, known in (("stage", recipe.stage, Stage), ("precision", recipe.precision, PrecisionName)):
+        if value not in get_args(known):
+            yield ValueError(f"Unknown {name} {value!r}. Accepted are {', '.join(map(repr, get_args(known)))}.")
+    yield from _faults_of_model(subject.model, subject.step, recipe.stage)
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        yield TypeError(
+            f"optimizer is {optimizer!r}: pass an optimizer, its class such as torch.optim.AdamW, or a function of the "
+            "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
+    if recipe.stage == "train":
+        yield from _faults_of_training(unwrapped(subject.model), subject, recipe)
 
 
-def _check_model(model: object, step: object, *, stage: str) -> None:
-    """Raise for models without a step, and for unknown stages.
-
-    Raises:
-        TypeError: The model is no module, or the step no function.
-        ValueError: The stage is unknown, the model lacks the stage's step, or it is one rank's part of a model.
-    """
+def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]:
+    """Yield what is wrong with a model and its step."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-    if stage not in get_args(Stage):
-        raise ValueError(f"Unknown stage {stage!r}. Accepted are {', '.join(map(repr, get_args(Stage)))}.")
+        yield TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
-        raise ValueError(  # noqa: TRY004, its class is right, and its use is not
+        yield ValueError(
             "A DistributedDataParallel is one rank of several, and estimate_memory estimates one GPU: pass the module "
             "that it wraps, or run the script dry (memtools dry-run --devices 2), which shows a rank with its buckets."
         )
     if step is not None:
         if not callable(step):
-            raise TypeError(f"step must be a function, step=lambda model, batch: loss; got {type(step).__name__}.")
+            yield TypeError(f"step must be a function, step=lambda model, batch: loss; got {type(step).__name__}.")
         return
-    inner = unwrapped(model)
+    inner, name = unwrapped(model), step_name(stage)
     if not is_lightning_module(inner):
-        raise ValueError(
+        yield ValueError(
             f"{type(inner).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
             "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
         )
-    name = step_name(stage)
     if not has_step(inner, name):
-        raise ValueError(f"{type(inner).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
+        yield ValueError(f"{type(inner).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
 
 
-def _check_precision(precision: object) -> None:
-    """Raise for an unknown precision.
-
-    Raises:
-        ValueError: The precision is unknown.
-    """
-    if precision not in get_args(PrecisionName):
-        accepted = ", ".join(map(repr, get_args(PrecisionName)))
-        raise ValueError(f"Unknown precision {precision!r}. Accepted are {accepted}.")
-
-
-def _check_optimizer(optimizer: object) -> None:
-    """Raise for a value that is not an optimizer and does not make one.
-
-    Raises:
-        TypeError: The value is one of these.
-    """
-    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-        raise TypeError(
-            f"optimizer is {optimizer!r}: pass an optimizer, its class such as torch.optim.AdamW, or a function of the "
-            "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
-        )
-
-
-def _check_training(model: nn.Module, step: object, optimizer: object, *, accumulate: int, clip: float | None) -> None:
-    """Raise for models that cannot be trained in the given way.
-
-    Raises:
-        ValueError: There is nothing to train, or not with this optimizer, or not in this way.
-    """
-    parameters = {id(parameter) for parameter in model.parameters()}
+def _faults_of_training(model: nn.Module, subject: Subject, recipe: Recipe) -> Iterator[Exception]:
+    """Yield why a model cannot be trained in the given way."""
+    parameters, optimizer = {id(parameter) for parameter in model.parameters()}, subject.optimizer
     if not parameters:
-        raise ValueError(
+        yield ValueError(
             f"{type(model).__name__} has no parameters to train. If it makes them in configure_model or setup, call "
             'that first; under torch.device("meta") they take no memory.'
         )
     if isinstance(optimizer, Optimizer) and not any(
         id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]
     ):
-        raise ValueError(
+        yield ValueError(
             f"The {type(optimizer).__name__} that was passed holds none of the parameters of {type(model).__name__}, "
             "so it would train something else. Make it from model.parameters(), or pass its class."
         )
-    if step is None and not getattr(model, "automatic_optimization", True) and (accumulate > 1 or clip is not None):
-        raise ValueError(
+    is_manual = subject.step is None and not getattr(model, "automatic_optimization", True)
+    if is_manual and (recipe.accumulate > 1 or recipe.clip is not None):
+        yield ValueError(
             f"{type(model).__name__} optimizes manually, where a Trainer neither accumulates nor clips: leave "
             "accumulate and clip out. What its training_step does of either is part of the estimate."
         )

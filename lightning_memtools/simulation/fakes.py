@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import FakeTensorMode, copied_as_itself, storage_id, without_cache
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
-    ReachableVariable,
     values_named_in_steps,
     variables_of_hooks,
 )
@@ -61,12 +60,10 @@ class TensorExchange:
 
     Args:
         dtype: The type of the stand-ins of floating-point tensors; None to keep each tensor's own.
-        keep_meta: Leave the stand-ins of tensors on meta there; otherwise they are on the CPU too.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, *, keep_meta: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._keep_meta = keep_meta
         self._made: dict[int, torch.Tensor] = {}
         self._bases: dict[int, torch.Tensor] = {}
         # Keeps the originals alive, so that no other object gets their id meanwhile.
@@ -114,22 +111,21 @@ class TensorExchange:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if tensor.layout is not torch.strided:
             raise ValueError(f"A tensor of layout {tensor.layout} has no fake stand-in: use a strided (dense) one.")
-        device = "meta" if self._keep_meta and tensor.is_meta else "cpu"
         if _is_sharded(tensor):
-            return torch.empty(tensor.shape, dtype=dtype, device=device)
+            return torch.empty(tensor.shape, dtype=dtype, device="cpu")
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         n_elements = storage.nbytes() // tensor.element_size()
         if n_elements == _span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
-            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
             self._bases[key] = base
             return base.detach()
         if key not in self._bases:
-            self._bases[key] = torch.empty(n_elements, dtype=dtype, device=device)
+            self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
         base = self._bases[key]
         # Two views of one storage rarely differ in type; if they do, their stand-ins share no memory.
         if base.dtype != dtype:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -140,13 +136,9 @@ def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
     The search leaves out closures other than those of modules' hooks, objects that only have ``__slots__``, and
     optimizers (see `copy_optimizer`).
     """
-    noted: list[tuple[Any, Any]] = []
-    try:
-        _exchange_all(roots, exchange, noted)
+    with ExitStack() as undo:
+        _exchange_all(roots, exchange, undo)
         yield
-    finally:
-        for container, content in reversed(noted):
-            _put_back(container, content)
 
 
 @contextmanager
@@ -194,7 +186,7 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, noted: list[tuple[Any, Any]]) -> None:
+def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -> None:
     seen: set[int] = set()
     queue: deque[Any] = deque(roots)
     kinds: set[type] = set()
@@ -203,65 +195,66 @@ def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, noted: list[tuple[
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        _note_state(thing, noted)
+        _keep_state(thing, undo)
         if isinstance(thing, nn.Module):
             kinds.add(type(thing))
             queue.extend(_containers_of_class(type(thing)))
-            queue.extend(_exchange_of_hooks(thing, exchange, noted))
+            for variable in variables_of_hooks(thing):
+                value = variable.value
+                undo.callback(variable.put, value)
+                if isinstance(value, torch.Tensor):
+                    variable.put(exchange(value))
+                queue.append(value)
         container = _container(thing)
-        if container is None:
-            continue
-        items = list(container.values()) if isinstance(container, dict) else list(container)
-        noted.append((container, container.copy()))
-        if isinstance(container, dict):
-            for key, value in list(container.items()):
-                changed = _exchanged(value, exchange)
-                if changed is not value:
-                    container[key] = changed
-        elif isinstance(container, (list, deque)):
-            for index, value in enumerate(items):
-                container[index] = _exchanged(value, exchange)
-        queue.extend(items)
-    _note_states_named_in_steps(kinds, seen, noted)
+        if container is not None:
+            queue.extend(_exchange_items(container, exchange, undo))
+    for value in (value for kind in kinds for value in values_named_in_steps(kind)):
+        if id(value) not in seen:
+            seen.add(id(value))
+            _keep_state(value, undo)
 
 
-def _note_states_named_in_steps(kinds: Iterable[type], seen: set[int], noted: list[tuple[Any, Any]]) -> None:
-    for kind in kinds:
-        for value in values_named_in_steps(kind):
-            if id(value) not in seen and _note_state(value, noted):
-                seen.add(id(value))
+def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
+    """Exchange the tensors in a container, and return what it held; its content is put back in the end."""
+    content = container.copy()
+    if isinstance(container, dict):
+        undo.callback(container.update, content)
+        undo.callback(container.clear)
+        for key, value in content.items():
+            changed = _exchanged(value, exchange)
+            if changed is not value:
+                container[key] = changed
+        return list(content.values())
+    if isinstance(container, set):
+        undo.callback(container.update, content)
+        undo.callback(container.intersection_update, content)
+        return list(content)
+    undo.callback(container.extend, content)
+    undo.callback(container.clear)
+    for index, value in enumerate(content):
+        container[index] = _exchanged(value, exchange)
+    return list(content)
 
 
-def _note_state(thing: Any, noted: list[tuple[Any, Any]]) -> bool:
-    """Note the state of a random generator or a cached function; return whether it is one."""
+def _keep_state(thing: Any, undo: ExitStack) -> None:
+    """Restore a random generator in the end; a cached function to which results were added forgets all."""
     if not _has_state(type(thing)):  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
-        return False
-    state = None
-    if isinstance(thing, CachedFunction):
-        code = getattr(thing.__wrapped__, "__code__", None)
-        # Torch's own caches hold no tensors of a step.
-        if code is None or owner_of(code.co_filename) in ("user", "installed"):
-            state = thing.cache_info().misses
-    else:
+        return
+    if not isinstance(thing, CachedFunction):
         state = generator_state(thing)
-    if state is not None:
-        noted.append((thing, state))
-    return state is not None
+        if state is not None:
+            undo.callback(set_generator_state, thing, state)
+        return
+    code = getattr(thing.__wrapped__, "__code__", None)
+    # Torch's own caches hold no tensors of a step.
+    if code is None or owner_of(code.co_filename) in ("user", "installed"):
+        n_misses = thing.cache_info().misses
+        undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
 
 
 @cache
 def _has_state(kind: type) -> bool:
     return issubclass(kind, (CachedFunction, Random)) or kind.__name__ in GENERATORS
-
-
-def _exchange_of_hooks(module: nn.Module, exchange: MakeTensor, noted: list[tuple[Any, Any]]) -> Iterator[Any]:
-    """Exchange the variables of a module's hooks that are tensors, and yield the values of all."""
-    for variable in variables_of_hooks(module):
-        value = variable.value
-        noted.append((variable, value))
-        if isinstance(value, torch.Tensor):
-            variable.put(exchange(value))
-        yield value
 
 
 def _containers_of_class(kind: type) -> list[Any]:
@@ -295,21 +288,3 @@ def _exchanged(value: Any, exchange: MakeTensor) -> Any:
     if type(value) is tuple and any(isinstance(item, torch.Tensor) for item in value):
         return tuple(_exchanged(item, exchange) for item in value)
     return value
-
-
-def _put_back(container: Any, content: Any) -> None:
-    # Nearly all are dictionaries.
-    if isinstance(container, (dict, set)):
-        if isinstance(container, dict) or container != content:
-            container.clear()
-            container.update(content)
-    elif isinstance(container, (list, deque)):
-        container.clear()
-        container.extend(content)
-    elif isinstance(container, ReachableVariable):
-        container.put(content)
-    elif isinstance(container, CachedFunction):
-        if container.cache_info().misses != content:
-            container.cache_clear()
-    else:
-        set_generator_state(container, content)

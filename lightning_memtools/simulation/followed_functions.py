@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -11,55 +11,33 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_memtools._torch import (
-    ENGINE_RUN,
-    FakeTensor,
-    has_readable_values,
-    kept_in_backward,
-    tree_leaves,
-)
-from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools._torch import FakeTensor, tree_leaves
+from lightning_memtools.memory.virtual.storages import flat
 from lightning_memtools.null_cuda.launch import computes_nothing
-from lightning_memtools.simulation.known_values import (
-    FACTORIES,
-    RULES,
-    FollowedCall,
-    KnownValues,
-    is_too_large,
-    on_host,
-)
-from lightning_memtools.simulation.packed_sequences import PACKING
+from lightning_memtools.simulation.known_values import RULES, FollowedCall, KnownValues
+from lightning_memtools.simulation.packed_sequences import packing
 
-_MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}
 _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|empty|geometric|cauchy")
 _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
-_WITHOUT_OPERATOR = {"numpy", "tolist", "__array__"}
 
 
-class ValueReaders(TorchFunctionMode):
-    """Serves functions that read fake tensors without an operator: `numpy()`, `tolist()`, packed sequences."""
+def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the functions of torch that read fake tensors without an operator, and what reads known values instead.
 
-    def __init__(self, values: KnownValues) -> None:
-        super().__init__()
-        self._values = values
-        self._patches = Patches()
+    Args:
+        values: The known values.
+        replaced: Functions that are replaced already.
+    """
 
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))  # recomputed layers read values too
-        return self
+    def reader(original: Any, read: Any) -> Callable[..., Any]:
+        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_fake = isinstance(tensor, FakeTensor)
+            return values.find(read, (tensor,), {}) if is_fake else original(tensor, *args, **kwargs)
 
-    def __exit__(self, *error: object) -> None:
-        self._patches.undo()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        return run
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or read the known values."""
-        if func in PACKING and not has_readable_values(args[0]):
-            return PACKING[func](self._values, *args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _WITHOUT_OPERATOR and isinstance(args[0], FakeTensor):
-            return self._values.find(Tensor.numpy if func is Tensor.__array__ else func, args[:1], {})
-        return func(*args, **(kwargs or {}))
+    pairs = ((Tensor.numpy, Tensor.numpy), (Tensor.tolist, Tensor.tolist), (Tensor.__array__, Tensor.numpy))
+    return packing(values, replaced) | {one: reader(one, read) for one, read in pairs}
 
 
 class FollowedValues(TorchFunctionMode):
@@ -94,36 +72,11 @@ class FollowedValues(TorchFunctionMode):
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note what is known of a function's result, and forget what it has written."""
-        values = self._values
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-        known = None if _RANDOM.search(name) or any(map(is_too_large, made)) else values.of_all(tensors)
-        if known is None:
-            self._follow_unknown(name, args, out)
-            return
-        if not tensors and name not in FACTORIES:
-            return
-        computed = known[0] if name in _MOVES else on_host(func, args, kwargs, known)
-        reals = [value for value in tree_leaves(computed) if isinstance(value, Tensor)]
-        for tensor, real in zip(made, reals, strict=False):
-            if any(tensor is each for each in tensors) or tensor.shape != real.shape or real.is_cuda:
-                continue
-            if _holds_nothing(tensor):
-                if values.of(tensor) is None:  # a view of what is known is known
-                    values.note(tensor, real)
-            elif any(map(_holds_nothing, tensors)):  # a copy in host memory
-                with torch.no_grad():
-                    tensor.copy_(real)
-
-    def _follow_unknown(self, name: str, args: Any, out: Any) -> None:
-        """Forget what a function of unknown values has written, and note what is assumed of its result."""
-        if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            for value in tree_leaves(args[0]):  # a list where the function is one of foreach
-                if isinstance(value, Tensor):
-                    self._values.forget(value)
-        made = next((value for value in tree_leaves(out) if isinstance(value, Tensor)), None)
-        if made is not None and _holds_nothing(made):
-            self._values.guess(name if name in RULES else name.strip("_"), args, out)
+        writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
+        written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
+        known_as = name if name in RULES else name.strip("_")
+        is_followed = _RANDOM.search(name) is None
+        self._values.follow(FollowedCall(known_as, func, args, kwargs, _holds_nothing, written, is_followed), out)
 
 
 class AssumedFloat(float):

@@ -61,6 +61,8 @@ class FollowedCall(NamedTuple):
     Attributes:
         name: Its name without a namespace: "index", or "__getitem__" of a function.
         holds_nothing: Returns True for a tensor whose memory holds no values.
+        written: The tensors that it writes to.
+        is_followed: It can be computed in host memory: it is not random, and writes to no tensor of the user's.
     """
 
     name: str
@@ -68,6 +70,8 @@ class FollowedCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     holds_nothing: Callable[[Tensor], bool]
+    written: Sequence[Tensor] = ()
+    is_followed: bool = True
 
 
 class KnownValues:
@@ -131,53 +135,63 @@ class KnownValues:
         if rule is None or rule.answer is None:
             return NotImplemented
         # Under a FakeTensorMode a real mask selects fakes too.
-        return rule.answer(self, FollowedCall(name, func, args, kwargs, lambda _: True))
+        return rule.answer(self, FollowedCall(name, func, args, kwargs, _always))
 
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Apply an operator to the known values, after it ran on the tensors."""
-        kind, name = _kind_of(func), name_of(func)
-        if kind.is_view:
+        is_view, is_random, places = _kind_of(func)
+        if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
-        tensors = given_tensors(args, kwargs)
-        written = list(_written(kind, args, kwargs))
-        values = None if kind.is_random or not (tensors or name in FACTORIES) else self.of_all(tensors)
-        if values is None:
-            if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-                return  # gradients are finite
-            for tensor in written:
-                self.forget(tensor)
-            self.guess(name, args, out)
-            return
-        made = list(flat(out))
-        given = {storage_id(tensor.untyped_storage()) for tensor in tensors}
-        new = [tensor for tensor in made if storage_id(tensor.untyped_storage()) not in given]
+        name = name_of(func)
+        if not places and args and isinstance(args[0], Tensor) and name not in RULES and self.of(args[0]) is None:
+            return  # as nearly all: nothing is written, and nothing known
+        written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
-        is_followed = all(isinstance(tensor, FakeTensor) for tensor in written) and not any(map(is_too_large, new))
-        computed = on_host(func, args, kwargs, values) if is_followed else None
+        is_followed = not is_random and all(isinstance(tensor, FakeTensor) for tensor in written)
+        self.follow(FollowedCall(name, func, args, kwargs, _always, written, is_followed), out)
+
+    def follow(self, call: FollowedCall, out: Any) -> None:
+        """Apply a call to the known values, after it ran on the tensors."""
+        tensors = given_tensors(call.args, call.kwargs)
+        is_followed = call.is_followed and (tensors or call.name in FACTORIES)
+        values = self.of_all(tensors) if is_followed else None
+        computed = None
+        if values is not None:
+            given = set(map(_key_of, tensors))
+            made = list(flat(out))
+            new = [_key_of(tensor) not in given for tensor in made]
+            if not any(is_new and is_too_large(tensor) for tensor, is_new in zip(made, new, strict=True)):
+                computed = on_host(call.func, call.args, call.kwargs, values)
         if computed is None:
-            for tensor in written:
+            for tensor in call.written:
                 self.forget(tensor)
+            if values is None:
+                self.guess(call, out)
             return
         is_assumed = any(map(self.is_assumed, tensors))
-        for tensor, real in zip(made, flat(computed), strict=False):
-            if any(tensor is each for each in new) and tensor.shape == real.shape:
-                self.know(tensor, real, is_assumed=is_assumed)
+        for tensor, real, is_new in zip(made, flat(computed), new, strict=False):
+            if is_new and tensor.shape == real.shape and not real.is_cuda:
+                if call.holds_nothing(tensor):
+                    self.know(tensor, real, is_assumed=is_assumed)
+                elif any(map(call.holds_nothing, tensors)):  # a copy in host memory
+                    with torch.no_grad():
+                        tensor.copy_(real)
 
-    def guess(self, name: str, args: Any, out: Any) -> None:
+    def guess(self, call: FollowedCall, out: Any) -> None:
         """Note what is known, or assumed, of the result of a call of unknown values."""
-        rule = RULES.get(name)
+        rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
         made = out[1] if rule.of_second else out
-        if not isinstance(made, Tensor) or is_too_large(made) or not made.numel():
+        if not isinstance(made, Tensor) or not call.holds_nothing(made) or is_too_large(made) or not made.numel():
             return
-        values = rule.result(self, args, made)
-        if values is None or (name in _OVERWRITING and not _covers_storage(made)):
+        values = rule.result(self, call.args, made)
+        if values is None or (call.name in _OVERWRITING and not _covers_storage(made)):
             return
         with without_dispatch_modes(), torch.no_grad():
             filled = torch.empty(made.shape, dtype=made.dtype)
             filled[...] = values
-        is_copied = name == "copy_" and isinstance(args[1], Tensor) and self.is_assumed(args[1])
+        is_copied = call.name == "copy_" and isinstance(call.args[1], Tensor) and self.is_assumed(call.args[1])
         self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -228,6 +242,7 @@ class KnownValues:
             return
         storage = tensor.untyped_storage()
         with without_dispatch_modes(), torch.no_grad():
+            values = values.to(tensor.dtype)
             twin = values.untyped_storage()
             if (
                 values.stride() != tensor.stride()
@@ -286,7 +301,7 @@ def _indexed(values: KnownValues, call: FollowedCall) -> Any:
     args = (source, list(selected) if of_operator else tuple(selected), *others)
     out = call.func(*args, **call.kwargs)
     if of_operator:
-        values.follow(call.func, call.args, call.kwargs, out)
+        values.follow_operator(call.func, call.args, call.kwargs, out)
     return out
 
 
@@ -494,53 +509,47 @@ def name_of(func: Any) -> str:
     return f"internal {name.lstrip('_')}" if name.startswith("_") else name
 
 
-class _Kind(NamedTuple):
-    """The traits of an operator that decide how it is followed."""
-
-    is_view: bool
-    is_random: bool
-    written: tuple[tuple[int, str], ...]
-
-
 # Their results have no values yet, or none that a twin could have.
 _UNDEFINED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "resize_", "set_"}
 
 
 @cache
-def _kind_of(func: Any) -> _Kind:
+def _kind_of(func: Any) -> tuple[bool, bool, tuple[tuple[int, str], ...]]:
+    """Return whether an operator makes views, whether its values cannot be followed, and which arguments it writes."""
     if not isinstance(func, OpOverload):
-        return _Kind(is_view=False, is_random=True, written=())
+        return False, True, ()
     schema = operator_schema(func)
     written = tuple(
         (at, argument.name)
         for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    is_view = func.is_view or schema.name == "aten::_unsafe_view"
-    return _Kind(
-        is_view=is_view and not written and func is not LIFT_FRESH,
-        is_random=torch.Tag.nondeterministic_seeded in func.tags or name_of(func) in _UNDEFINED,
-        written=written,
-    )
+    is_view = (func.is_view or schema.name == "aten::_unsafe_view") and not written and func is not LIFT_FRESH
+    is_random = torch.Tag.nondeterministic_seeded in func.tags or name_of(func) in _UNDEFINED
+    return is_view, is_random, written
 
 
-def _written(kind: _Kind, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for at, name in kind.written:
-        yield from flat(args[at] if at < len(args) else kwargs.get(name))
+_MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}  # functions; the result may have another type
 
 
 def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
     """Return the result of a call on values; None where the host has no kernel for it, or it fails."""
     given = iter(values)
-    args, kwargs = tree_map_only(Tensor, lambda _: next(given), (args, kwargs))
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("cpu")
-    kwargs.pop("pin_memory", None)
-    try:
-        with without_dispatch_modes(), torch.no_grad():
+    with without_dispatch_modes(), torch.no_grad():
+        if getattr(func, "__name__", "") in _MOVES:
+            return values[0].clone()
+        args, kwargs = tree_map_only(Tensor, lambda _: next(given), (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        try:
             return func(*args, **kwargs)
-    except Exception:  # noqa: BLE001, the operator itself raises what the user is to see
-        return None
+        except Exception:  # noqa: BLE001, the operator itself raises what the user is to see
+            return None
+
+
+def _always(_tensor: Tensor) -> bool:
+    return True
 
 
 def is_too_large(tensor: Tensor) -> bool:

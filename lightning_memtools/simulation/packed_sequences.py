@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import PACK_PADDED, PAD_PACKED, without_dispatch_modes
+from lightning_memtools._torch import PACK_PADDED, PAD_PACKED, has_readable_values, without_dispatch_modes
 from lightning_memtools.simulation.known_values import KnownValues
 
 
@@ -72,19 +73,24 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
     return (out.transpose(0, 1) if batch_first else out), lengths
 
 
-def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a recurrent function that is given the sizes of packed batches with their values."""
-
-    def run(values: KnownValues, source: Tensor, sizes: Any, *args: Any) -> Any:
-        is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
-        return function(source, values.read(sizes) if is_packed else sizes, *args)
-
-    return run
+def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
+    """Run a recurrent function, which is given the sizes of packed batches with their values."""
+    is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
+    return function(source, values.read(sizes) if is_packed else sizes, *args)
 
 
-PACKING: dict[Any, Callable[..., Any]] = {
-    **{one: _recurrent(one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    PACK_PADDED: _pack,
-    PAD_PACKED: _pad,
-}
-"""The stand-in of each function that packs, pads or runs packed sequences; it is given the known values first."""
+def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the functions that pack, pad and run packed sequences by known values.
+
+    Args:
+        values: The known values.
+        replaced: Replacements of torch's recurrent functions, which are called in their place.
+    """
+    readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
+    for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+        readers[one] = partial(_run, values, replaced.get(one, one))
+    return {one: partial(_without_values, reader, replaced.get(one, one)) for one, reader in readers.items()}
+
+
+def _without_values(reader: Callable[..., Any], function: Callable[..., Any], source: Tensor, *args: Any) -> Any:
+    return function(source, *args) if has_readable_values(source) else reader(source, *args)

@@ -83,7 +83,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         if not args or out is not args[0]:
             out = self._laid_out(func, out)
         if self._values is not None:
-            self._values.follow(func, args, kwargs, out)
+            self._values.follow_operator(func, args, kwargs, out)
         if key is not None and key not in _known:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
@@ -113,7 +113,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         out = args[0] if known == "the first argument" else self._laid_out(func, self._made(*known))
         if self._values is not None:
-            self._values.follow(func, args, kwargs, out)
+            self._values.follow_operator(func, args, kwargs, out)
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:

@@ -13,13 +13,14 @@ from torch import nn
 
 from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply, without_sharding_hooks
 from lightning_memtools.memory.cuda_ops.attention_kernels import FUSED_ATTENTION
-from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
+from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
-from lightning_memtools.memory.cuda_ops.rules import FAKE_RULES, RULES
+from lightning_memtools.memory.cuda_ops.rules import RULES
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.fake_rules import FAKE_RULES
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
-from lightning_memtools.simulation.followed_functions import ValueReaders
+from lightning_memtools.simulation.followed_functions import value_readers
 from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
@@ -49,7 +50,8 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         known = stack.enter_context(values_known())
         stack.enter_context(mode := fake_mode())
         stack.enter_context(repeated := RepeatedFakes(mode, known))
-        stack.enter_context(ValueReaders(known))
+        replaced = cuda_functions(device.gpu) if cuda else {}
+        replaced |= value_readers(known, replaced)
         device.find_results(repeated.result_of)
         stack.enter_context(fakes_copied_deeply())
         device.apply_rules({**FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
@@ -57,9 +59,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(borrowed([model], exchange))
         _skip_checks(model)
         stack.enter_context(device)
-        if cuda:
-            stack.enter_context(CudaFunctions(device.gpu))
-            stack.enter_context(AlreadyOnCuda())
+        stack.enter_context(ReplacedFunctions(replaced, is_on_cuda=cuda))
         if _holds_tensors(model):
             if any(isinstance(module, nn.RNNBase) for module in model.modules()):
                 exchange.forget_memory()  # the weights move into another buffer, and what they leave is free

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -108,14 +107,14 @@ class StepRunner:
             this is None.
         trainer: The Trainer of the run that a step is taken from. Its counters, precision, clipping and data module
             are those of this Trainer too, and it answers for attributes that this one does not have.
-        optimizers: The optimizers, in place of those that ``configure_optimizers`` makes.
         callbacks: Callbacks of the Trainer.
-        set_up: Puts the model on the device, and returns the module that a step calls.
         replay: Makes of this a replay: the values of the Trainer's attributes. No hook of a fit's beginning runs.
 
     Attributes:
         module: The LightningModule whose steps run.
         trainer: The Trainer.
+        around_step: Makes a context in which each step runs.
+        n_losses: How many training steps have returned a loss.
     """
 
     def __init__(
@@ -128,21 +127,13 @@ class StepRunner:
         step: StepFunction | None = None,
         make_optimizer: MakeOptimizer | None = None,
         trainer: Any = None,
-        optimizers: Sequence[Optimizer] = (),
         callbacks: Sequence[Callback] = (),
-        set_up: Callable[[], nn.Module] | None = None,
         replay: Mapping[str, Any] | None = None,
     ) -> None:
         self._recipe, self._listener = recipe, listener
-        self._model = module
-        make = make_optimizer
-        if make is None and (optimizers or trainer is not None):
-            make = lambda _parameters: list(optimizers) or None  # noqa: E731
-        module = _prepared(module, recipe.stage, step, make)
-        if step is not None and recipe.stage == "train":
-            module.automatic_optimization = len(optimizers) <= 1
-        _silence(module)
-        self.module: Any = module
+        if make_optimizer is None and trainer is not None:
+            make_optimizer = lambda _parameters: None  # noqa: E731
+        self.module: Any = _with_step(module, recipe.stage, step, make_optimizer)
         self.around_step: Callable[[], Any] = nullcontext
         self.n_losses = 0
         self._n_batches = 0
@@ -155,8 +146,8 @@ class StepRunner:
             if trainer is None:
                 self.trainer.facts = replay
             self._loader = EndlessLoader(self._batches())
-            attach(self.trainer, module, recipe.stage, self._loader)
-            self._put_in_place(set_up)
+            attach(self.trainer, self.module, recipe.stage, self._loader)
+            self._put_in_place()
             if trainer is not None:
                 count_as(self.trainer, trainer)
                 self.set_schedulers(trainer.lr_scheduler_configs)
@@ -168,14 +159,14 @@ class StepRunner:
                     _refuse_lbfgs(optimizer)
                 listener.on_optimizers(self.optimizers)
 
-    def _put_in_place(self, set_up: Callable[[], nn.Module] | None) -> None:
+    def _put_in_place(self) -> None:
         """Set up the strategy, so that the listener sees each step and each batch on its way to the device."""
         strategy, plugin = self.trainer.strategy, self.trainer.precision_plugin
         name, begin, place = STEP_NAMES[self._recipe.stage], self._listener.begin, self._listener.place
         move, step = strategy.batch_to_device, getattr(strategy, name)
         # Fake tensors have the type of the precision, and lie on the device.
         strategy.model_to_device = lambda: None
-        plugin.convert_module = lambda model: model if set_up is None else self._set_up(set_up)
+        plugin.convert_module = lambda model: model
         strategy.batch_to_device = lambda batch, *args, **options: place(
             batch, lambda given: move(given, *args, **options)
         )
@@ -189,7 +180,7 @@ class StepRunner:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers; without any, a stand-in of Lightning's that does nothing."""
-        return list(self.trainer.strategy.optimizers)
+        return [*self.trainer.strategy.optimizers, *getattr(self.module, "others", ())]
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
         """Show these learning rate schedulers to the step; when it calls their `step()`, nothing happens."""
@@ -229,22 +220,9 @@ class StepRunner:
         loop.advance(self._fetcher)
 
     @property
-    def accumulate(self) -> int:
-        """The number of batches per optimizer step."""
-        return self._recipe.accumulate
-
-    @property
     def is_automatic(self) -> bool:
         """True under automatic optimization."""
         return bool(self.module.automatic_optimization)
-
-    def _set_up(self, set_up: Callable[[], nn.Module]) -> nn.Module:
-        """Put the model on the device, and return the module that Lightning calls."""
-        called = set_up()
-        if self._model is self.module:
-            return called
-        self._model = self.module.model = called
-        return self.module  # type: ignore[no-any-return]
 
     def _batches(self) -> Iterator[Any]:
         while True:
@@ -262,85 +240,66 @@ class StepRunner:
         return out
 
 
-def _silence(module: nn.Module) -> None:
-    """Have `print` of a module and of those within it print nothing."""
-    for part in module.modules():
-        if is_lightning_module(part):
-            vars(part)["print"] = lambda *_args, **_options: None
-
-
-def _prepared(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Return the LightningModule that runs a step of its own, or a given one, with its own optimizers or given ones."""
+def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
+    """Return the LightningModule of a step: the module itself with what is given in place of its own, or a wrapper."""
     if not is_lightning_module(module):
         assert step is not None
-        if module.training != (stage == "train"):
-            module.train(stage == "train")
-        return _PlainModule(module, step, make)
+        return PlainModule(module, step, make)
     if make is not None:
         vars(module)["configure_optimizers"] = lambda: make(list(module.parameters()))
     if step is not None:
-        vars(module)[STEP_NAMES[stage]] = MethodType(_as_hook(step), module)
+        vars(module)[STEP_NAMES[stage]] = lambda batch, batch_idx=0: step(module, batch)  # noqa: ARG005, Lightning's
+        module.automatic_optimization = True
+    for part in module.modules():
+        if is_lightning_module(part):
+            vars(part)["print"] = lambda *_args, **_options: None
     return module
 
 
-def _as_hook(step: StepFunction) -> Callable[[Any, Any, int], Any]:
-    """Return a step as a method with Lightning's arguments; under manual optimization it steps all optimizers."""
+class PlainModule(LightningModule):
+    """Makes a LightningModule of any module with a step.
 
-    def training_step(module: Any, batch: Any, batch_idx: int) -> Any:
-        del batch_idx
-        loss = step(module.model if isinstance(module, _PlainModule) else module, batch)
-        if module.automatic_optimization or not module.training:
-            return loss
-        for optimizer in module.optimizers():
-            optimizer.zero_grad()
-        module.manual_backward(loss)
-        for optimizer in module.optimizers():
-            optimizer.step()
-        return None
-
-    return training_step
-
-
-class _PlainModule(LightningModule):
-    """Makes a LightningModule of any module with a step."""
+    Attributes:
+        others: The optimizers after the first, if `make_optimizer` returns a list. Each updates after the first.
+    """
 
     def __init__(self, model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None) -> None:
         super().__init__()
         self.model = model
         self._step, self._make_optimizer = step, make_optimizer
+        self.others: Sequence[Optimizer] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Run the step."""
-        return _as_hook(self._step)(self, batch, batch_idx)
+        del batch_idx
+        return self._step(self.model, batch)
 
     validation_step = test_step = predict_step = training_step
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of the step, if it has one."""
-        return None if self._make_optimizer is None else self._make_optimizer(list(self.model.parameters()))
+        """Return the first optimizer, which the others follow."""
+        if self._make_optimizer is None:
+            return None
+        made = self._make_optimizer(list(self.model.parameters()))
+        first, *self.others = made if isinstance(made, list) else [made]
+        return first
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Zero the optimizer's gradients; without an optimizer, those of the whole model."""
+        """Zero the gradients of the optimizers; without any, those of the whole model."""
         del epoch, batch_idx
-        (self.model if self._make_optimizer is None else optimizer).zero_grad()
+        for one in (self.model if self._make_optimizer is None else optimizer, *self.others):
+            one.zero_grad()
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Run the closure alone where there is no optimizer."""
+        """Step the optimizers; run the closure alone where there is none."""
         if self._make_optimizer is not None:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:
             optimizer_closure()
-
-
-def runner_like(
-    trainer: Any, module: nn.Module, listener: StepListener, *, optimizers: Sequence[Optimizer] = ()
-) -> StepRunner:
-    """Return a runner of training steps on fake tensors, with the settings of a Trainer."""
-    clip = trainer.gradient_clip_val or None  # Lightning takes 0 for no clipping
-    recipe = Recipe(precision=None, accumulate=trainer.accumulate_grad_batches, clip=clip)
-    return StepRunner(module, recipe, listener, trainer=trainer, optimizers=optimizers)
+        for one in self.others:
+            self.trainer.strategy.optimizer_step(one, lambda: True, self)  # with the hooks of an update
 
 
 def is_lightning_module(model: object) -> bool:

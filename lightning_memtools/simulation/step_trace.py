@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,18 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memtools._torch import (
-    DEVICE_OF,
-    FakeTensor,
-    OperatorMode,
-    operator_packet,
-)
+from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode, operator_packet
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
-from lightning_memtools.simulation.step_runner import StepListener, StepRunner, runner_like
+from lightning_memtools.simulation.step_runner import PlainModule, Recipe, StepRunner
+from lightning_memtools.simulation.tracer import FakeBatches
 
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
@@ -139,11 +136,8 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class StepTrace(StepListener):
-    """A step whose model holds fake tensors on a virtual device, ready to run.
-
-    A LightningModule's step runs in Lightning's own loop (`StepRunner`). Any other module has no loop of a Trainer:
-    forward, zero_grad, backward and the optimizers' steps follow each other, and nothing holds the last batch.
+class StepTrace(FakeBatches):
+    """A step whose model holds fake tensors on a virtual device, ready to run in Lightning's own loop.
 
     Attributes:
         model: The model.
@@ -151,21 +145,28 @@ class StepTrace(StepListener):
         counted: Counts the operations of the run.
     """
 
-    def __init__(self, step: TracedStep, device: VirtualDevice, counted: OperationCount) -> None:
+    def __init__(
+        self, step: TracedStep, device: VirtualDevice, exchange: TensorExchange, counted: OperationCount
+    ) -> None:
+        super().__init__(device, step.batch)
         self.model = step.model
-        self.device = device
         self.counted = counted
         self._step = step
         self._gave_loss: bool | None = None  # the first run, once it is over
-        self._peak = 0
-        self._original: Any = None
-        self._batch: Any = None
-        self._held: Tensor | None = None
-        self._loss: Tensor | None = None
-        self._optimizers: list[Any] = []
-        self._runner: StepRunner | None = None
+        self._peak = self._static = self._gradients = 0
         self._before_backward: Callable[[], None] = lambda: None
-        self._static = self._gradients = 0
+        self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
+        optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
+        make = (lambda _parameters: optimizers) if optimizers else None
+        self._accumulate = 1
+        self._runner: Any
+        if step.forward is not None:
+            self._runner = StepRunner(PlainModule(step.model, partial(_scalar_of, step.forward), make), Recipe(), self)
+            return
+        self._accumulate = step.trainer.accumulate_grad_batches
+        clip = step.trainer.gradient_clip_val or None  # Lightning takes 0 for no clipping
+        recipe = Recipe(precision=None, accumulate=self._accumulate, clip=clip)
+        self._runner = StepRunner(step.model, recipe, self, trainer=step.trainer, make_optimizer=make)
 
     def allocated(self) -> int:
         """Return the bytes that are allocated now."""
@@ -177,14 +178,6 @@ class StepTrace(StepListener):
         self._peak = max(self._peak, peak)
         self.device.reset_peaks()
         return peak
-
-    def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
-        """Make the optimizers and what else is on the device, and keep the batch to take copies of it."""
-        self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
-        self._original = step.batch
-        self._optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
-        if step.forward is None:
-            self._runner = runner_like(step.trainer, step.model, self, optimizers=self._optimizers)
 
     def run(
         self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None
@@ -199,36 +192,7 @@ class StepTrace(StepListener):
             StepDiffersError: The step raised, or gave no loss, and did not when it ran first.
             Exception: Whatever the step raises when it runs first.
         """
-        with attributes_restored(self.model) if self._step.first_calls_only else nullcontext():
-            if self._runner is None:
-                return self._run_plainly(self._step.forward, around_forward, before_backward)
-            return self._run_in_loop(self._runner, around_forward, before_backward)
-
-    def _run_plainly(
-        self, forward: Any, around_forward: Callable[[], Any], before_backward: Callable[[], None]
-    ) -> StepCost:
-        self.renew_batch()
-        self._begin_measuring()
-        with around_forward(), self._as_before():
-            loss = _scalar(forward(self.model, self._batch))
-        self._note_loss(is_there=loss is not None)
-        # Training loops hold the loss of one step until the next one is computed.
-        self._loss = None
-        if loss is not None:
-            self.model.zero_grad(set_to_none=True)
-        before_backward()
-        if loss is not None and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        self.counted.pauses = True
-        self._loss = None if loss is None else loss.detach()
-        del loss
-        for one in self._optimizers:
-            one.step()
-        return self._cost()
-
-    def _run_in_loop(
-        self, runner: StepRunner, around_forward: Callable[[], Any], before_backward: Callable[[], None]
-    ) -> StepCost:
+        runner = self._runner
         n_losses = runner.n_losses
 
         @contextmanager
@@ -239,19 +203,20 @@ class StepTrace(StepListener):
 
         runner.around_step = around_step
         self._before_backward = before_backward if runner.is_automatic else lambda: None
-        runner.run_batch(self._index(runner))
-        if not runner.is_automatic:
-            before_backward()
-        else:
-            self._note_loss(is_there=runner.n_losses > n_losses)
-            if runner.n_losses == n_losses:
-                before_backward()
+        with attributes_restored(self.model) if self._step.first_calls_only else nullcontext():
+            runner.run_batch(self._index())
         self._before_backward = lambda: None
-        return self._cost()
+        has_loss = runner.n_losses > n_losses
+        if not has_loss:  # it is optimized manually, or has no backward pass
+            before_backward()
+        if runner.is_automatic:
+            self._note_loss(is_there=has_loss)
+        self.peak_since()
+        return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
-    def _index(self, runner: StepRunner) -> int:
+    def _index(self) -> int:
         """Return the first index from the batch's own on that ends an accumulation."""
-        per_step = runner.accumulate if runner.is_automatic else 1
+        per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
     @contextmanager
@@ -265,7 +230,7 @@ class StepTrace(StepListener):
             raise StepDiffersError(f"raised {type(error).__name__}") from error
 
     def _note_loss(self, *, is_there: bool) -> None:
-        if not is_there and self._runner is not None and self._gave_loss is None:
+        if not is_there and self._step.forward is None and self._gave_loss is None:
             raise NoLossError("training_step gave no loss")
         if not is_there and self._gave_loss:
             raise StepDiffersError("gave no loss")
@@ -279,12 +244,6 @@ class StepTrace(StepListener):
         found = (one.grad for one in self.model.parameters())
         self._gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
 
-    def _cost(self) -> StepCost:
-        self.peak_since()
-        return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
-
-    # --- called by the runner
-
     def begin(self, phase: str, step: int | None = None) -> None:
         """Count the operations of forward and backward passes only."""
         del step
@@ -292,25 +251,9 @@ class StepTrace(StepListener):
         if phase == "backward":
             self._before_backward()
 
-    def next_batch(self) -> Any:
-        """Return a copy of the batch, in host memory."""
-        with self.device.host():
-            return map_tensors(self._original, TensorExchange())
-
-    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch, which is on the device from now on."""
-        if next(tensors_in(batch), None) is not None:
-            self.device.count_batch(batch)
-        return move(batch)
-
-    def renew_batch(self) -> None:
-        """Put a new copy of the batch on the device in place of the last one, which a step may have changed."""
-        self._batch = None
-        self._batch = self.place(self.next_batch(), lambda batch: batch)
-
     def forget(self) -> None:
         """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""
-        self._batch = self._original = self._runner = self._before_backward = None  # type: ignore[assignment]
+        self._batch = self._runner = self._before_backward = None  # type: ignore[assignment]
         self._step = replace(self._step, batch=None, forward=None, trainer=None)
 
 
@@ -328,8 +271,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
     ):
         for module in step.model.modules():
             _undo_instance_changes(module)
-        trace = StepTrace(step, device, counted)
-        trace.prepare(step, exchange)
+        trace = StepTrace(step, device, exchange, counted)
         try:
             yield trace
         finally:
@@ -362,9 +304,9 @@ def _cublas_workspace(device: Device) -> int:
     return cublas_workspace_bytes(compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
-def _scalar(value: Any) -> Tensor | None:
+def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
     """Return the scalar that backward starts from: the loss, or the sum of all that a model returned; None if empty."""
-    tensors = [one for one in tensors_in(value) if one.requires_grad]
+    tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]
     sums = [one.real.sum() if one.is_complex() else one.sum() for one in tensors]

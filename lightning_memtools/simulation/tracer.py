@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_memtools.simulation.step_runner import (
     StepListener,
     StepRunner,
     copy_of_batch,
+    is_lightning_module,
 )
 
 OUTSIDE_OF_STEPS = step_runner.__file__
@@ -94,43 +96,42 @@ class Traced:
     notes: tuple[str, ...] = ()
 
 
-class Tracer(StepListener):
-    """Gives fake batches to the loop and records its phases."""
+class FakeBatches(StepListener):
+    """Gives the loop copies of a batch, which go to a virtual device as batches go to a GPU."""
 
-    def __init__(
-        self, device: VirtualDevice, recorder: AllocationRecorder, batch: Any, dtype: torch.dtype | None
-    ) -> None:
-        self._device = device
-        self._recorder = recorder
+    def __init__(self, device: VirtualDevice, batch: Any, dtype: torch.dtype | None = None) -> None:
+        self.device = device
         self._batch = batch
         self._dtype = dtype
-        self.optimizers: list[Optimizer] = []
-
-    def begin(self, phase: str, step: int | None = None) -> None:
-        """Record that a phase begins."""
-        self._recorder.begin(phase, step)
 
     def next_batch(self) -> Any:
         """Return a batch of the same sizes and known values, in host memory."""
-        with self._device.host():
+        with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Return the batch, which is allocated on the device as a copy to a GPU would be."""
         if next(tensors_in(batch), None) is not None:
-            self._device.count_batch(batch)
+            self.device.count_batch(batch)
         return move(batch)
 
-    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Put the state that an optimizer has already on the device.
 
-        The optimizers are kept until the trace ends, because the device refers to them weakly and asks them which
-        memory is theirs.
-        """
+class _Recording(FakeBatches):
+    """Records the phases of the steps, and puts the state that optimizers have already on the device."""
+
+    recorder: AllocationRecorder
+    optimizers: Sequence[Optimizer] = ()  # kept until the trace ends: the device refers to them weakly
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Record that a phase begins."""
+        self.recorder.begin(phase, step)
+
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Put their state on the device."""
         self.optimizers = optimizers
         for optimizer in optimizers:
             if optimizer.state:
-                self._device.track(optimizer)
+                self.device.track(optimizer)
 
 
 def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings) -> Traced:
@@ -158,16 +159,20 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSett
     recorder = AllocationRecorder(device.allocator, line)
     device.gpu = settings.gpu
     device.listen(recorder)
+    listener = _Recording(device, batch, recipe.dtype)
+    listener.recorder = recorder
     result = Traced(device, recorder)
     model = unwrapped(subject.model)
     exchange = TensorExchange(recipe.dtype)
-    with ExitStack() as stack:
-        known = stack.enter_context(values_known())
-        stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda))
-        stack.enter_context(noted_shapes(model, result.shapes))
-        stack.enter_context(lines)
-        tracer = Tracer(device, recorder, batch, recipe.dtype)
-        run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, tracer)
+    make = None if subject.optimizer is None else partial(_optimizers, subject.optimizer, exchange)
+    with values_known() as known, simulated(model, device, exchange, cuda=settings.cuda), lines:
+        if not is_lightning_module(model) and model.training != (recipe.stage == "train"):
+            model.train(recipe.stage == "train")
+        with noted_shapes(model, result.shapes):
+            runner = StepRunner(
+                model, recipe, listener, step=subject.step, make_optimizer=make, trainer=subject.trainer
+            )
+            runner.run()
         _count_parameters(model, result)
         recorder.finish(device)
         result.notes = tuple(f"Assumed at {what}." for what in known.assumed)
@@ -191,45 +196,18 @@ def _count_parameters(model: nn.Module, result: Traced) -> None:
     result.parameter_bytes = sum({one: storage.nbytes() for one, storage in storages}.values())
 
 
-def run_steps(
-    subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, listener: StepListener, **options: Any
-) -> None:
-    """Run the steps in Lightning's loops; `options` are those of StepRunner.
+def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
+    """Return the optimizers of the stand-ins' parameters: copies of given ones, or what a class or function makes.
 
     Raises:
-        TypeError: No training step returned a loss.
+        TypeError: The function makes something else.
     """
-    runner = StepRunner(
-        subject.model,
-        recipe,
-        listener,
-        step=subject.step,
-        make_optimizer=make_optimizer,
-        trainer=subject.trainer,
-        **options,
-    )
-    runner.run()
-
-
-def optimizer_maker(subject: Subject, exchange: TensorExchange) -> MakeOptimizer | None:
-    """Return the function that makes the optimizer of the stand-ins' parameters; None without one."""
-    given = subject.optimizer
-    if given is None:
-        return None
-    if isinstance(given, Optimizer):
-        return lambda _parameters: copy_optimizer(given, exchange, with_state=True)
     if isinstance(given, Sequence):
-        return lambda _parameters: [copy_optimizer(one, exchange, with_state=True) for one in given]
-
-    create: MakeOptimizer = given
-
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        made = create(parameters)
-        if not isinstance(made, Optimizer):
-            raise TypeError(f"optimizer returned {made!r}: it has to return a torch.optim.Optimizer.")
-        return made
-
-    return make
+        return [copy_optimizer(one, exchange, with_state=True) for one in given]
+    made = copy_optimizer(given, exchange, with_state=True) if isinstance(given, Optimizer) else given(parameters)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"optimizer returned {made!r}: it has to return a torch.optim.Optimizer.")
+    return made
 
 
 @contextmanager

@@ -54,22 +54,3 @@ def test_other_values_are_refused_with_what_is_accepted(minimum):
     with pytest.raises(ValueError, match=r"neither a share .*from 0 to 1.*\"512MiB\"") as error:
         ReleaseThreshold(minimum)
     assert repr(minimum) in str(error.value)
-
-
-@pytest.mark.cuda_memory
-def test_the_releasable_bytes_on_cuda_are_those_that_empty_cache_releases():
-    from lightning_memtools.memory.readers import CudaReader  # noqa: PLC0415, needs the device
-
-    torch.cuda.empty_cache()
-    reader = CudaReader(torch.device("cuda:0"))
-    before = reader.stats().reserved
-    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda:0")
-    whole = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda:0")
-    split = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda:0")
-    del whole, split
-    pin = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda:0")
-    possible = reclaimable_bytes(reader.stats())
-    assert possible == 50 * MIB
-    assert empty_cache(reader) == possible
-    assert reader.stats().reserved == before + 70 * MIB
-    del kept, pin

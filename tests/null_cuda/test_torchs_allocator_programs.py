@@ -1,7 +1,7 @@
 """What PyTorch's own tests of its allocator do (test/test_cuda.py), done by PyTorch's CUDA code and by the simulation.
 
-Each program is ours; it allocates in the order in which a test of theirs does, named beside it. Every counter of
-`torch.cuda.memory_stats` that the simulation has, and the blocks of every segment, have to be the same after each step.
+Each program is ours; it allocates in the order in which a test of theirs does, named beside it. Each counter of
+`torch.cuda.memory_stats` that the simulation has, and the blocks of every segment, are the same after each step.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _with_fraction(program: Program) -> list[tuple[Any, ...]]:
     return program.steps if program.fraction == 1 else [("fraction", program.fraction), *program.steps]
 
 
-def simulated(program: Program) -> Iterator[tuple[dict[str, int], list[list[list[int]]], bool]]:
+def simulated(program: Program) -> Iterator[tuple[dict[str, int | None], list[list[list[int]]], bool]]:
     """Run a program on the simulation, and yield counters, blocks and whether a request failed, after each step."""
     settings = program.settings
     if program.fraction != 1:
@@ -218,7 +218,19 @@ def simulated(program: Program) -> Iterator[tuple[dict[str, int], list[list[list
             for is_mapped, stretch in groupby(segment.blocks(), lambda block: block.state != UNMAPPED)
             if is_mapped
         ]
-        yield allocator.memory_stats(), sorted(blocks), failed
+        stats = allocator.stats()
+        counters = {
+            "allocated_bytes.all.current": stats.allocated,
+            "allocated_bytes.all.peak": stats.peak_allocated,
+            "reserved_bytes.all.current": stats.reserved,
+            "reserved_bytes.all.peak": stats.peak_reserved,
+            "active_bytes.all.current": stats.active,
+            "inactive_split_bytes.all.current": stats.inactive_split,
+            "requested_bytes.all.current": stats.requested,
+            "num_alloc_retries": stats.alloc_retries,
+            "num_ooms": stats.ooms,
+        }
+        yield counters, sorted(blocks), failed
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

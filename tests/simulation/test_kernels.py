@@ -54,6 +54,25 @@ def test_norms_keep_float_statistics_of_half_inputs(norm, shape):
     assert kept["module"] == 512 * KIB + 2 * 4096 * 4
 
 
+@pytest.mark.parametrize(
+    ("make", "n_kept"),
+    [
+        # The first state, both products (a second derivative would need them), and five values of each unit.
+        (lambda: nn.GRUCell(32, 256), 1 + 2 * 3 + 5),
+        # The first state, both products, the activated gates and the new cell.
+        (lambda: nn.LSTMCell(32, 256), 1 + 2 * 4 + 4 + 1),
+        (lambda: nn.Sequential(nn.Linear(32, 256), nn.LogSigmoid()), 1),  # its input, and no buffer
+    ],
+)
+def test_cells_and_a_log_sigmoid_keep_what_their_cuda_kernels_keep(make, n_kept):
+    def step(model, rows):
+        out = model(rows)
+        return (out[1] if isinstance(out, tuple) else out).sum()
+
+    made = estimate_memory(make(), torch.zeros(128, 32), step=step)
+    assert sum(module.saved_bytes for module in made.modules) == n_kept * 128 * 256 * 4
+
+
 @pytest.mark.parametrize(("precision", "is_copied"), [("16-mixed", False), ("bf16-mixed", True)])
 def test_the_log_softmax_of_float16_alone_needs_no_float_copy(precision, is_copied):
     logits = 512 * 8192  # elements: their float result is larger than a product's workspace

@@ -140,18 +140,16 @@ class FreeBlocks:
     Attributes:
         stream: The stream whose requests it serves.
         is_small: Whether it serves requests of at most 1 MiB.
-        tally: Counts the memory of the small, or the large, pools.
         keys: One integer per free block, sorted: see `ADDRESS_BITS`.
         blocks: The free blocks, each at its key's index.
         unmapped: Ranges of expandable segments without memory behind them, by address.
     """
 
-    __slots__ = ("blocks", "is_small", "keys", "stream", "tally", "unmapped")
+    __slots__ = ("blocks", "is_small", "keys", "stream", "unmapped")
 
-    def __init__(self, *, stream: int, is_small: bool, tally: Tally) -> None:
+    def __init__(self, *, stream: int, is_small: bool) -> None:
         self.stream = stream
         self.is_small = is_small
-        self.tally = tally
         self.keys: list[int] = []
         self.blocks: list[Block] = []
         self.unmapped: list[Block] = []
@@ -172,20 +170,12 @@ class FreeBlocks:
 
 
 class BlockCache:
-    """All free blocks, by stream.
+    """All free blocks, by stream."""
 
-    Attributes:
-        small: Counts over all small pools.
-        large: Counts over all large pools.
-        whole: Counts over all pools.
-    """
+    __slots__ = ("_expandable", "_max_split", "_plain", "_pools", "_rounding", "_tally")
 
-    __slots__ = ("_expandable", "_max_split", "_plain", "_pools", "_rounding", "large", "small", "whole")
-
-    def __init__(self, config: AllocatorConfig, whole: Tally) -> None:
-        self.small = Tally()
-        self.large = Tally()
-        self.whole = whole
+    def __init__(self, config: AllocatorConfig, tally: Tally) -> None:
+        self._tally = tally
         self._max_split = _NO_LIMIT if config.max_split_size is None else config.max_split_size
         self._rounding = config.max_non_split_rounding or config.large_segment_size
         self._expandable = config.expandable_segments
@@ -197,8 +187,7 @@ class BlockCache:
         """Return the free blocks that serve a stream's small, or large, requests."""
         free_blocks = self._pools.get((stream, is_small))
         if free_blocks is None:
-            tally = self.small if is_small else self.large
-            free_blocks = self._pools[stream, is_small] = FreeBlocks(stream=stream, is_small=is_small, tally=tally)
+            free_blocks = self._pools[stream, is_small] = FreeBlocks(stream=stream, is_small=is_small)
         return free_blocks
 
     def pools(self) -> list[FreeBlocks]:
@@ -224,36 +213,30 @@ class BlockCache:
         is_worth = free_blocks.is_small or self._expandable or (rest > SMALL_LIMIT and size < self._max_split)
         if rest and is_worth:
             free_blocks.add(block.cut(size))
-            if was_split:
-                self._count_split(free_blocks.tally, 0, -size)
-            else:
-                self._count_split(free_blocks.tally, 1, rest)
+            self._count_split(-size if was_split else rest)
         elif was_split:
-            self._count_split(free_blocks.tally, -1, -block.size)
+            self._count_split(-block.size)
 
     def put_back(self, block: Block) -> None:
         """Return a block that is no longer used to the cache, merged with its free neighbours."""
         free_blocks = block.free_blocks
         block.state = FREE
-        split_blocks = split = 0
+        split = 0
         before = block.prev
         if before is not None and before.state == FREE:
             free_blocks.remove(before)
-            split_blocks -= 1
             split -= before.size
             before.absorb(block)
             block = before
         after = block.next
         if after is not None and after.state == FREE:
             free_blocks.remove(after)
-            split_blocks -= 1
             split -= after.size
             block.absorb(after)
         free_blocks.add(block)
         if block.prev is not None or block.next is not None:
-            split_blocks += 1
             split += block.size
-        self._count_split(free_blocks.tally, split_blocks, split)
+        self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
         """Return the index of the block to take under settings that refine the search; past the end for none."""
@@ -272,11 +255,10 @@ class BlockCache:
             return none
         return index
 
-    def _count_split(self, tally: Tally, blocks: int, size: int) -> None:
+    def _count_split(self, size: int) -> None:
         # As torch does: free pages of expandable segments can always be given back, so nothing there counts as split.
         if not self._expandable:
-            tally.add_split(blocks, size)
-            self.whole.add_split(blocks, size)
+            self._tally.split += size
 
 
 def _size_to_grow_to(block: Block) -> int:

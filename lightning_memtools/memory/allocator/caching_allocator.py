@@ -66,15 +66,14 @@ class CachingAllocator:
         self.used_by_others = used_by_others
         self.alloc_retries = 0
         self.ooms = 0
-        self._whole = Tally()
-        self._reserve = DeviceSegments(config, capacity, used_by_others, self._whole, observer)
-        self._cache = cache = BlockCache(config, self._whole)
+        self._tally = Tally()
+        self._reserve = DeviceSegments(config, capacity, used_by_others, self._tally, observer)
+        self._cache = cache = BlockCache(config, self._tally)
         self._default_small = cache.pool(0, is_small=True)
         self._default_large = cache.pool(0, is_small=False)
         self._divisions = config.roundup_power2_divisions
         self._observer = observer
         self._last_id = 0
-        self._syncs = 0
 
     # --- requests of a program
 
@@ -107,8 +106,7 @@ class CachingAllocator:
         block.requested = n_bytes
         block.label = label
         self._last_id = block.id = self._last_id + 1
-        free_blocks.tally.add_block(block.size, n_bytes)
-        self._whole.add_block(block.size, n_bytes)
+        self._tally.add_block(block.size, n_bytes)
         if self.trace is not None:
             self.trace.add_malloc(n_bytes, stream, label)
         if self._observer is not None:
@@ -128,8 +126,7 @@ class CachingAllocator:
         if self._observer is not None:
             for action in ("free_requested", "free_completed"):
                 self._observer(action, block.address, block.requested, block.free_blocks, block.label)
-        block.free_blocks.tally.remove_block(block.size, block.requested)
-        self._whole.remove_block(block.size, block.requested)
+        self._tally.remove_block(block.size, block.requested)
         self._cache.put_back(block)
 
     def empty_cache(self) -> None:
@@ -142,8 +139,7 @@ class CachingAllocator:
         """Set every peak to the current value."""
         if self.trace is not None:
             self.trace.add(TraceEventKind.RESET_PEAKS)
-        for tally in (self._cache.small, self._cache.large, self._whole):
-            tally.reset_peaks()
+        self._tally.reset_peaks()
 
     def observe(self, observer: Observer | None) -> None:
         """Call another observer with every action from now on, in place of the one before; None for no observer."""
@@ -159,62 +155,39 @@ class CachingAllocator:
     @property
     def allocated(self) -> int:
         """The memory that tensors hold: the rounded sizes of the allocated blocks."""
-        return self._whole.allocated
+        return self._tally.allocated
 
     @property
     def reserved(self) -> int:
         """The memory held of the device."""
-        return self._whole.reserved
+        return self._tally.reserved
 
     @property
     def peak_allocated(self) -> int:
         """The highest `allocated` since the last `reset_peaks`."""
-        return self._whole.peak_allocated
+        return self._tally.peak_allocated
 
     @property
     def peak_reserved(self) -> int:
         """The highest `reserved` since the last `reset_peaks`."""
-        return self._whole.peak_reserved
+        return self._tally.peak_reserved
 
     def stats(self) -> MemoryStats:
         """Return the statistics."""
-        whole = self._whole
-        capacity = self.capacity
+        held, capacity = self._tally, self.capacity
         return MemoryStats(
-            allocated=whole.allocated,
-            reserved=whole.reserved,
-            active=whole.allocated,
-            inactive_split=whole.split,
-            requested=whole.requested,
-            peak_allocated=whole.peak_allocated,
-            peak_reserved=whole.peak_reserved,
+            allocated=held.allocated,
+            reserved=held.reserved,
+            active=held.allocated,
+            inactive_split=held.split,
+            requested=held.requested,
+            peak_allocated=held.peak_allocated,
+            peak_reserved=held.peak_reserved,
             alloc_retries=self.alloc_retries,
             ooms=self.ooms,
             capacity=capacity,
-            device_used=None if capacity is None else self.used_by_others + whole.reserved,
+            device_used=None if capacity is None else self.used_by_others + held.reserved,
         )
-
-    def memory_stats(self) -> dict[str, int]:
-        """Return every counter by its name in ``torch.cuda.memory_stats``, such as "allocated_bytes.large_pool.peak".
-
-        Those of private pools and of oversize blocks are left out, and those that can only be zero here
-        ("num_oom_rejections").
-        """
-        max_split = self.config.max_split_size
-        stats = {
-            "num_alloc_retries": self.alloc_retries,
-            "num_ooms": self.ooms,
-            "num_sync_all_streams": self._syncs,
-            "num_device_alloc": self._reserve.device_allocs,
-            "num_device_free": self._reserve.device_frees,
-            "max_split_size": -1 if max_split is None else max_split,  # torch: the largest size_t, as a signed number
-        }
-        pools = {"all": self._whole, "large_pool": self._cache.large, "small_pool": self._cache.small}
-        for pool, tally in pools.items():
-            for name, value in tally.as_torch_names().items():
-                metric, kind = name.split(".")
-                stats[f"{metric}.{pool}.{kind}"] = value
-        return dict(sorted(stats.items()))
 
     def segments(self) -> list[Segment]:
         """Return the segments, by address."""
@@ -255,7 +228,6 @@ class CachingAllocator:
         return self._reserve.take_segment(free_blocks, ask)
 
     def _release_cached(self) -> None:
-        self._syncs += 1
         release_cached(self._reserve, self._cache.pools())
 
     def _out_of_memory(
@@ -275,8 +247,8 @@ class CachingAllocator:
             capacity=self.capacity,
             free=reserve.device_free,
             used_by_others=self.used_by_others,
-            allocated=self._whole.allocated,
-            reserved=self._whole.reserved,
+            allocated=self._tally.allocated,
+            reserved=self._tally.reserved,
             allowed=reserve.allowed,
         )
 

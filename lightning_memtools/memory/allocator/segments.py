@@ -35,9 +35,7 @@ class DeviceSegments:
         allowed: The most that may be reserved (``per_process_memory_fraction``); None for no such limit.
         large_segment_size: The page size of large expandable segments.
         segments: Every segment held, by address.
-        whole: Counts over all pools.
-        device_allocs: The number of successful requests to the device.
-        device_frees: The number of times that memory was released.
+        tally: Counts the memory that is held.
         observer: Called for every segment that is reserved or released, and for every page that is mapped or unmapped.
     """
 
@@ -46,16 +44,14 @@ class DeviceSegments:
         config: AllocatorConfig,
         capacity: int | None,
         used_by_others: int,
-        whole: Tally,
+        tally: Tally,
         observer: Observer | None,
     ) -> None:
         self.capacity = capacity
         self.used_by_others = used_by_others
         self.large_segment_size = config.large_segment_size
-        self.whole = whole
+        self.tally = tally
         self.segments: dict[int, Segment] = {}
-        self.device_allocs = 0
-        self.device_frees = 0
         self.observer = observer
         fraction = config.per_process_memory_fraction
         self.allowed = None if capacity is None or fraction >= 1 else int(fraction * capacity)
@@ -66,15 +62,15 @@ class DeviceSegments:
         """The free memory of the device; None when it has no limit."""
         if self.capacity is None:
             return None
-        return self.capacity - self.used_by_others - self.whole.reserved
+        return self.capacity - self.used_by_others - self.tally.reserved
 
     def device_has(self, n_bytes: int) -> bool:
         """Return whether the device has room for this many more bytes."""
-        return self.capacity is None or self.used_by_others + self.whole.reserved + n_bytes <= self.capacity
+        return self.capacity is None or self.used_by_others + self.tally.reserved + n_bytes <= self.capacity
 
     def within_allowance(self, n_bytes: int) -> bool:
         """Return whether the memory fraction lets the allocator reserve this many more bytes."""
-        return self.allowed is None or self.whole.reserved + n_bytes <= self.allowed
+        return self.allowed is None or self.tally.reserved + n_bytes <= self.allowed
 
     def take_segment(self, free_blocks: FreeBlocks, size: int) -> Block | None:
         """Reserve a segment (cudaMalloc), and return the block that covers it; None when the device has too little."""
@@ -92,12 +88,7 @@ class DeviceSegments:
 
     def count(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
         """Count memory that was reserved or released, and call the observer."""
-        segments = 1 if action in {"segment_alloc", "segment_free"} else 0
-        is_taken = action in {"segment_alloc", "segment_map"}
-        self.device_allocs += is_taken
-        self.device_frees += not is_taken
-        for held in (free_blocks.tally, self.whole):
-            (held.add_reserved if is_taken else held.remove_reserved)(segments, size)
+        self.tally.reserve(size if action in {"segment_alloc", "segment_map"} else -size)
         if self.observer is not None:
             self.observer(action, address, size, free_blocks, None)
 

@@ -81,7 +81,6 @@ def _register_all(library: Any) -> None:
     ):
         for name in names:
             _register(library, name, make)
-    library.impl("binary_cross_entropy", _refuse_binary_cross_entropy, _KEY)
 
 
 @cache
@@ -148,13 +147,6 @@ _FUSED: dict[Any, Any] = {
     torch.ops.aten.softmax.int: torch.ops.aten._softmax,
     torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax,
 }
-
-
-def _refuse_binary_cross_entropy(*_args: Any, **_kwargs: Any) -> Any:
-    raise RuntimeError(
-        "binary_cross_entropy (BCELoss) does not run under CUDA's autocast. Leave out the sigmoid before it, and use "
-        "binary_cross_entropy_with_logits (BCEWithLogitsLoss)."
-    )
 
 
 def _widest(tensors: list[torch.Tensor]) -> torch.dtype:

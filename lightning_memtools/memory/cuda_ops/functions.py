@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -21,32 +21,21 @@ from lightning_memtools.memory.virtual.patches import Patches
 aten = torch.ops.aten
 
 
-class _ModeInBackwardToo(TorchFunctionMode):
-    """A mode that is on in backward passes too, where layers run again."""
+class ReplacedFunctions(TorchFunctionMode):
+    """Calls other functions in place of torch's, in backward passes too, where layers run again.
 
-    def __init__(self) -> None:
+    Args:
+        replacements: The replacement of each function.
+        is_on_cuda: `.cuda()`, `.to("cuda")` and `device="cuda"` return the CPU tensors that stand for CUDA's (see
+            `autocast`): in an estimate everything is on the device already, and a build of torch without CUDA would
+            refuse to move them.
+    """
+
+    def __init__(self, replacements: Mapping[Any, Callable[..., Any]], *, is_on_cuda: bool = False) -> None:
         super().__init__()
-        self.patches = Patches()
-
-    def __enter__(self) -> Self:
-        """Enter the mode."""
-        self.patches.replace(*ENGINE_RUN, kept_in_backward(self))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leave the mode, and restore the functions."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.patches.undo()
-
-
-class CudaFunctions(_ModeInBackwardToo):
-    """Runs attention with the kernel that CUDA chooses on a GPU, recurrent layers as cuDNN does."""
-
-    def __init__(self, gpu: GpuShape) -> None:
-        super().__init__()
-        self._attention = partial(attention, gpu=gpu)
-        self._replacements = _REPLACEMENTS | {F.scaled_dot_product_attention: self._attention}
+        self._replacements = replacements
+        self._is_on_cuda = is_on_cuda
+        self._patches = Patches()
 
     def __enter__(self) -> Self:
         """Enter the mode, and replace attention by its name too.
@@ -54,16 +43,34 @@ class CudaFunctions(_ModeInBackwardToo):
         torch hides the calls within its own functions from a mode, and multi_head_attention_forward, which
         nn.MultiheadAttention calls, is one of these.
         """
-        # `Patches` gives the replacement the original's name, so it has to be an object of its own.
-        self.patches.replace(F, "scaled_dot_product_attention", lambda _: partial(self._attention))
-        return super().__enter__()
+        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
+        attend = self._replacements.get(F.scaled_dot_product_attention)
+        if attend is not None:
+            # `Patches` gives the replacement the original's name, so it has to be an object of its own.
+            self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attend))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the mode, and restore the functions."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or its replacement for CUDA."""
-        replacement = self._replacements.get(func)
-        if replacement is None:
-            return func(*args, **(kwargs or {}))
-        return replacement(*args, **(kwargs or {}))
+        """Call the function or its replacement, with "cpu" in place of every CUDA device."""
+        kwargs = kwargs or {}
+        if self._is_on_cuda and func is not torch.device:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device")):
+                args = tuple("cpu" if _names_cuda(one) else one for one in args)
+                kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
+        return self._replacements.get(func, func)(*args, **kwargs)
+
+
+def _names_cuda(thing: Any) -> bool:
+    kind = type(thing)
+    return (kind is torch.device and thing.type == "cuda") or (kind is str and thing[:4] == "cuda")
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -129,25 +136,6 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class AlreadyOnCuda(_ModeInBackwardToo):
-    """Makes `.cuda()`, `.to("cuda")` and `device="cuda"` return the tensors that stand for CUDA's, while entered.
-
-    In an estimate everything is on the device already. These tensors are on the CPU (see `autocast`), and a build of
-    torch without CUDA would refuse to move them.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function with "cpu" in place of every CUDA device."""
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is not torch.device and (_names_cuda(*args) or (kwargs and _names_cuda(kwargs.get("device")))):
-            args = tuple("cpu" if _names_cuda(one) else one for one in args)
-            kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
-
-
-def _names_cuda(*things: Any) -> bool:
-    return any(
-        thing.type == "cuda" if isinstance(thing, torch.device) else isinstance(thing, str) and thing[:4] == "cuda"
-        for thing in things
-    )
+def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
+    """Return what runs on a GPU in place of functions: attention by the kernel that it chooses, layers as in cuDNN."""
+    return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools._torch import storage_id
+from lightning_memtools._torch import storage_id, without_autocast_on_cpu
+from lightning_memtools.memory.cuda_ops.autocast import cast
 
+aten = torch.ops.aten
 # For an LSTM four gates, the cell and its tanh; for a GRU three gates, and the hidden part of the last one.
 _KEPT_PER_UNIT = {"lstm": 6, "gru": 4, "rnn": 1}
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -167,7 +169,26 @@ def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
     )
 
 
+def _cell(  # noqa: PLR0917, as torch's
+    source: torch.Tensor, states: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    """Run an LSTM's or a GRU's cell, whose gates CUDA computes in one kernel after two products (RNN.cpp)."""
+    is_lstm = isinstance(states, (list, tuple))
+    given: Any = source, *(states if is_lstm else (states, None)), w_ih, w_hh, b_ih, b_hh
+    if torch.is_autocast_enabled("cpu"):
+        # As the compiled code evaluates a call's arguments: the last first.
+        given = tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in given[::-1])[::-1]
+    source, hx, cx, w_ih, w_hh, b_ih, b_hh = given
+    with without_autocast_on_cpu():
+        gates = source @ w_ih.t(), hx @ w_hh.t()
+        if is_lstm:
+            return aten._thnn_fused_lstm_cell(*gates, cx, b_ih, b_hh)[:2]
+        return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
+
+
 RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm_cell: _cell,
+    torch.gru_cell: _cell,
     torch.lstm: partial(_recurrent, "lstm"),
     torch.gru: partial(_recurrent, "gru"),
     torch.rnn_tanh: partial(_recurrent, "rnn"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools._torch import FakeTensor, current_graph_task, is_view, stores_gradient
+from lightning_memtools._torch import current_graph_task, is_view
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
@@ -139,6 +139,36 @@ def logsumexp(call: Call) -> Any:
     return out
 
 
+def log_sigmoid(call: Call) -> Any:
+    """Keep no buffer for backward, as the CPU's kernel does (log_sigmoid_forward_cuda in Activation.cpp)."""
+    source = call.args[0]
+    return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
+
+
+def fused_cell(call: Call) -> Any:
+    """Return the states, and for backward an LSTM's activated gates or five values of a GRU's unit (cuda/RNN.cu)."""
+    state = call.args[2]
+    is_lstm = call.func is aten._thnn_fused_lstm_cell.default
+    kept = call.empty([state.shape[0], (4 if is_lstm else 5) * state.shape[1]], state.dtype)
+    return *(call.run(aten.empty_like.default, state) for _ in range(1 + is_lstm)), kept
+
+
+def lstm_cell_backward(call: Call) -> Any:
+    """Return the gradients of gates, cell and biases."""
+    cx, _, kept, has_bias = call.args[2:6]
+    of_gates = call.run(aten.empty_like.default, kept)
+    of_cell = call.run(aten.empty_like.default, cx)
+    return of_gates, of_cell, call.run(aten.sum.dim_IntList, of_gates, [0]) if has_bias else None
+
+
+def gru_cell_backward(call: Call) -> Any:
+    """Return the gradients of both products, the state and the biases."""
+    gradient, kept, has_bias = call.args
+    of_gates = [call.empty([kept.shape[0], kept.shape[1] // 5 * 3], kept.dtype) for _ in range(2)]
+    of_state = call.run(aten.empty_like.default, gradient)
+    return *of_gates, of_state, *(call.run(aten.sum.dim_IntList, one, [0]) if has_bias else None for one in of_gates)
+
+
 _MAX = 2  # a mode of bags
 _BAG_ARGUMENTS = (
     "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset",
@@ -197,57 +227,12 @@ RULES: dict[Any, Rule] = {
     aten._log_softmax_backward_data.default: log_softmax_backward,
     aten._safe_softmax.default: safe_softmax,
     aten.logsumexp.default: logsumexp,
+    aten.log_sigmoid_forward.default: log_sigmoid,
+    aten._thnn_fused_lstm_cell.default: fused_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: fused_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
     aten.add.Tensor: gradient_sum,
 }
-
-
-# --- for fake tensors of any device
-
-
-def bincount(call: Call) -> Any:
-    """Return ``minlength`` counts, as for torchmetrics, which passes the number of classes."""
-    minlength = call.argument(2, "minlength", 0)
-    return call.empty([minlength], torch.int64) if minlength else call.results()
-
-
-def clone(call: Call) -> Any:
-    """Return a sparse tensor with as many values; FakeTensorMode's clone has none.
-
-    Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
-    clones it.
-    """
-    source = call.args[0]
-    if source.layout is not torch.sparse_coo:
-        return call.results()
-    parts = [call.run(each, source) for each in (aten._indices.default, aten._values.default)]
-    if not stores_gradient():
-        parts = [call.run(call.func, part) for part in parts]
-    dimensions = source.sparse_dim(), source.dense_dim(), source.shape
-    options = {"dtype": source.dtype, "layout": source.layout, "device": source.device}
-    return call.run(aten._sparse_coo_tensor_with_dims_and_tensors.default, *dimensions, *parts, **options)
-
-
-def skip(call: Call) -> Any:
-    """Skip an in-place operator on lists, which makes no tensor: this halves the time of a fake optimizer's step.
-
-    Counts of steps are fake tensors that have values, by which optimizers divide.
-    """
-    tensors = call.args[0]
-    is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
-    return None if is_skipped else call.results()
-
-
-_IN_PLACE = (
-    aten._foreach_add_, aten._foreach_sub_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_lerp_,
-    aten._foreach_addcmul_, aten._foreach_addcdiv_, aten._foreach_sqrt_, aten._foreach_neg_, aten._foreach_zero_,
-    aten._foreach_maximum_, aten._foreach_minimum_, aten._foreach_clamp_max_, aten._foreach_clamp_min_,
-    aten._foreach_copy_, aten._foreach_pow_, aten._foreach_reciprocal_, aten._foreach_sign_,
-)  # fmt: skip
-FAKE_RULES: dict[Any, Rule] = {
-    aten.bincount.default: bincount,
-    aten.clone.default: clone,
-    **{getattr(one, name): skip for one in _IN_PLACE for name in one.overloads()},  # type: ignore[no-untyped-call]
-}
-"""For fake tensors on the CPU too: the values of `bincount` decide its size, if no argument gives it."""

@@ -78,12 +78,14 @@ class AccountingMode(OperatorMode):
         self._result_of = result_of
         self._interceptors: list[FindResult] = []
         if ledger.listener is not None or rules:
-            self._interceptors = [_device_of_fake, self._tell_listener, self._by_rule]
+            self._interceptors = [self._tell_listener, self._by_rule]
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
         self._has_workspace = {False: False, True: False}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what an interceptor returns for the operator, or run it and account for the storages that it made."""
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:  # more than half of all calls in a simulated step
+            return args[0].fake_device
         if types and not _ORDINARY.issuperset(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -334,12 +336,6 @@ class AccountingMode(OperatorMode):
         self.place.leave_step()
         # Raised outside of the handler above, where the new error would keep the old one alive as its context.
         raise self._error_of(failure)
-
-
-def _device_of_fake(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the device that torch asks a fake tensor for: more than half of all calls in a simulated step."""
-    del kwargs
-    return args[0].fake_device if func is DEVICE_OF and type(args[0]) is FakeTensor else NotImplemented
 
 
 def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:

@@ -40,15 +40,6 @@ def test_among_equals_the_oldest_segment_is_taken_whatever_was_freed_last() -> N
     assert [allocator.malloc(12 * MIB).address for _ in range(3)] == [block.address for block in blocks]
 
 
-def test_among_equals_of_one_segment_the_lower_address_is_taken() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.malloc(512) for _ in range(5)]
-    allocator.free(blocks[3])
-    allocator.free(blocks[1])
-    assert allocator.malloc(512).address == blocks[1].address
-    assert allocator.malloc(512).address == blocks[3].address
-
-
 @pytest.mark.parametrize(("rest", "is_split"), [(MIB, False), (MIB + 512, True)])
 def test_large_blocks_are_split_when_more_than_1_mib_is_left(rest: int, is_split: bool) -> None:
     allocator = CachingAllocator()
@@ -69,16 +60,6 @@ def test_a_freed_block_merges_with_free_neighbours(order: tuple[int, int, int]) 
         assert sum(block.size for block in free) == (8 + sum((3, 4, 5)[i] for i in order[:n_freed])) * MIB
     assert sizes(allocator) == [(20 * KIB, False)]
     assert allocator.stats().inactive_split == 0
-
-
-def test_small_and_large_requests_do_not_share_segments() -> None:
-    allocator = CachingAllocator()
-    allocator.malloc(MIB)  # small: a 2 MiB segment
-    allocator.malloc(MIB + 1)  # large: a 20 MiB segment
-    assert allocator.reserved == 22 * MIB
-    allocator.malloc(MIB)
-    allocator.malloc(5 * MIB)
-    assert allocator.reserved == 22 * MIB
 
 
 # --- max_split_size_mb

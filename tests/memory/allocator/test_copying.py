@@ -30,7 +30,7 @@ def work(allocator: CachingAllocator, seed: int) -> list[object]:
         except SimulatedOutOfMemory as error:
             happened.append(str(error))
             allocator.empty_cache()
-    return [*happened, layout(allocator), allocator.memory_stats()]
+    return [*happened, layout(allocator), allocator.stats()]
 
 
 @pytest.mark.parametrize("config", ["", "expandable_segments:True", "max_split_size_mb:32"])

@@ -13,10 +13,6 @@ from torch.utils.checkpoint import checkpoint
 Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
 
 
-def mlp() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 7)), (torch.randn((9, 40)),)
-
-
 def convolutions() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -31,11 +27,6 @@ def convolutions() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         nn.Linear(16, 5),
     )
     return net, (torch.randn((4, 3, 24, 24)),)
-
-
-def depthwise_1d() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    net = nn.Sequential(nn.Conv1d(4, 8, 5), nn.BatchNorm1d(8), nn.ConvTranspose1d(8, 4, 3, stride=2), nn.Tanh())
-    return net, (torch.randn((3, 4, 50)),)
 
 
 def transformer_encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -61,23 +52,6 @@ def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Attention(), (torch.randn((2, 12, 32)),)
 
 
-class Words(nn.Module):
-    """Embedding, mean, and a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 24)
-        self.norm = nn.LayerNorm(24)
-        self.head = nn.Linear(24, 100)
-
-    def forward(self, x):
-        return self.head(self.norm(self.embedding(x))).mean(1)
-
-
-def words() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Words(), (torch.zeros((6, 11), dtype=torch.int64),)
-
-
 class Gru(nn.Module):
     """A recurrent cell, unrolled by hand."""
 
@@ -94,12 +68,6 @@ class Gru(nn.Module):
 
 def gru_cell() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Gru(), (torch.randn((5, 4, 10)),)
-
-
-def dropout() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.5), nn.Linear(30, 3), nn.Dropout1d(0.1)), (
-        torch.randn((8, 30)),
-    )
 
 
 class Checkpointed(nn.Module):
@@ -139,14 +107,10 @@ def autocast() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 PLAIN: dict[str, Make] = {
     make.__name__: make
     for make in (
-        mlp,
         convolutions,
-        depthwise_1d,
         transformer_encoder,
         attention,
-        words,
         gru_cell,
-        dropout,
         checkpointed,
         autocast,
     )

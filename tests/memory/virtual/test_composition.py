@@ -51,12 +51,9 @@ OUTPUT = blocks(BATCH * 200)
 
 # What each optimizer keeps per parameter, and what one step holds at most beside it.
 OPTIMIZERS: dict[str, tuple[Any, int]] = {
-    "sgd": (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0),
     "sgd with momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), blocks(*SIZES)),
-    "sgd foreach": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True), blocks(*SIZES)),
     "sgd fused": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, fused=True), blocks(*SIZES)),
     # Two moments per parameter, and a step count of one float.
-    "adam": (torch.optim.Adam, 2 * blocks(*SIZES) + 4 * 512),
     "adam foreach": (lambda parameters: torch.optim.Adam(parameters, foreach=True), 2 * blocks(*SIZES) + 4 * 512),
     "adamw fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), 2 * blocks(*SIZES) + 4 * 512),
 }
@@ -119,39 +116,6 @@ def test_mlp_is_charged_to_its_modules() -> None:
             "(outside)": {"input": blocks(BATCH * 300)},
         }
         del out
-
-
-def test_article_a_three_bias_free_layers() -> None:
-    """Three linear layers without bias, 1024-1024-1024-1, inputs of 1024 x 1024, forward and backward twice."""
-    mib = 2**20
-    parameters = 4 * mib + 4 * mib + 4 * KIB
-    inputs = 4 * mib
-    with VirtualDevice() as device:
-        net = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
-        net.append(nn.Linear(1024, 1, bias=False))
-        assert allocated(device) == parameters
-        x = torch.randn(1024, 1024)
-        assert allocated(device) == parameters + inputs
-        seen = []
-        peaks = []
-        for _ in range(2):
-            device.reset_peaks()
-            loss = net(x).sum()
-            seen.append(allocated(device))
-            loss.backward()
-            seen.append(allocated(device))
-            peaks.append(peak(device))
-            del loss
-        # Each hidden layer's output (4 MiB) is kept for backward; the last output is not, only its sum (512 B).
-        activations = 2 * 4 * mib + 512
-        assert seen[0] == parameters + inputs + activations
-        # Backward lets go of the activations and leaves the gradients, as large as the parameters.
-        assert seen[1] == parameters + inputs + parameters + 512
-        # In the second forward the gradients are still there: the highest of the four.
-        assert seen[2] == parameters + inputs + parameters + activations
-        assert seen[3] == seen[1]
-        assert max(seen) == seen[2]
-        assert peaks[1] > peaks[0]
 
 
 def test_module_that_failed_does_not_claim_what_comes_after() -> None:

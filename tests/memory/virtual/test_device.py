@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import pickle
 import sys
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -215,38 +213,6 @@ def test_pickling_keeps_the_options_and_drops_the_accounting() -> None:
     )
 
 
-def _in_child(queue: Any, device: VirtualDevice, tensor: torch.Tensor) -> None:
-    try:
-        found = [VirtualDevice.current() is None, torch._C._len_torch_dispatch_stack()]
-        torch.ones(10 * MIB)
-        del tensor
-        # A rank made by forking enters it anew, with books of its own.
-        with device:
-            kept = torch.ones(1000)
-            found += [allocated(device), VirtualDevice.current() is device]
-            del kept
-        queue.put(found)
-    except BaseException as error:  # noqa: BLE001, the parent has to hear of it
-        queue.put(repr(error))
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_forked_process_is_silent_and_can_enter_anew() -> None:
-    context = multiprocessing.get_context("fork")
-    with VirtualDevice("4MiB") as device:
-        tensor = torch.ones(1000)
-        queue = context.Queue()
-        process = context.Process(target=_in_child, args=(queue, device, tensor))
-        process.start()
-        found = queue.get(timeout=60)
-        process.join()
-        assert found == [True, 1, 4096, True]
-        assert allocated(device) == 4096
-        assert VirtualDevice.current() is device
-        del tensor
-        assert allocated(device) == 0
-
-
 def test_nothing_of_the_program_is_kept_alive() -> None:
     with VirtualDevice() as device:
         net = nn.Sequential(nn.Linear(10, 10), nn.ReLU())
@@ -257,41 +223,3 @@ def test_nothing_of_the_program_is_kept_alive() -> None:
         del net, optimizer
         gc.collect()
         assert allocated(device) == 0
-
-
-class Cycle:
-    """Holds itself and a tensor: only the garbage collector frees it."""
-
-    def __init__(self) -> None:
-        self.itself = self
-        self.tensor = torch.empty(1000)
-
-
-def test_a_snapshot_is_whole_when_the_collector_frees_tensors_meanwhile() -> None:
-    threshold = gc.get_threshold()
-    with VirtualDevice() as device:
-        device.record_history()
-        for _ in range(2000):
-            torch.empty(1000)
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(200):
-                Cycle()
-            # So the first collection comes when the snapshot has made 1,000 of its dictionaries.
-            gc.set_threshold(gc.get_count()[0] + 1000, 1, 1)
-            gc.enable()
-            snapshot = device.snapshot()
-        finally:
-            gc.enable()
-            gc.set_threshold(*threshold)
-        blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-        in_use = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
-        actions = snapshot["device_traces"][0]
-        history = Counter[str]()
-        for action in actions:
-            history[action["action"]] += action["size"]
-        # The blocks and the history are of one moment.
-        assert history["alloc"] - history["free_completed"] == in_use
-        assert [action["time_us"] for action in actions] == list(range(len(actions)))
-        assert gc.isenabled()
