@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_memtools.reporting.files import NO_RUN, NotWritten, keep_files_in
 from lightning_memtools.reporting.loggers import hear_scalars, log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
-from lightning_memtools.verdict.at_exit import free_name, tell_at_exit
+from lightning_memtools.verdict.at_exit import tell_at_exit
 from lightning_memtools.verdict.judging import judge
 from lightning_memtools.verdict.phase_times import watch_fetching
 from lightning_memtools.verdict.run_facts import RankFacts, RunFacts, summary_of
@@ -68,7 +68,8 @@ class RunSummary(WatchingCallback):
         if is_ours or next(each for each in present if isinstance(each, RunSummary)) is not self:
             return  # a list of callbacks that several Trainers share has that of the first Trainer, too
         if not trainer.loggers and not getattr(trainer, "fast_dev_run", False):
-            keep_files_in(trainer, Path(trainer.strategy.broadcast(_folder_of_now())))
+            folder = _free(Path("memtools", f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}").absolute())
+            keep_files_in(trainer, trainer.strategy.broadcast(folder))
         missing = [each for each in self.callbacks if not any(isinstance(other, type(each)) for other in present)]
         place = present.index(self) + 1
         present[place:place] = missing  # the loop that has called this hook goes on with them
@@ -178,7 +179,9 @@ class RunSummary(WatchingCallback):
             **_said_by(callbacks_of(trainer)),
         )
         verdict = judge(facts)
-        name = free_name(self._directory)
+        name = "summary.json"
+        if isinstance(self._directory, Path):
+            name = _free(self._directory / name).name
         text = json.dumps(summary_of(facts, asdict(verdict)), indent=1, ensure_ascii=False)
         written = write_report_or_warn(self._directory, name, text)
         lines = [*verdict.lines, *([f"Summary: {short_path(str(written))}"] if written is not None else [])]
@@ -197,7 +200,7 @@ def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
     }
 
 
-def _folder_of_now() -> str:
-    """Return a new folder below the working directory, for a Trainer without a logger."""
-    name = Path("memtools", f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}").absolute()
-    return str(next(path for n in count(1) if not (path := Path(f"{name}_{n}" if n > 1 else name)).exists()))
+def _free(path: Path) -> Path:
+    """Return a path at which nothing is yet: this one, or with _2, _3 ... at the end of its name."""
+    others = (path.with_stem(f"{path.stem}_{n}") for n in count(2))
+    return next(each for each in chain([path], others) if not each.exists())

@@ -7,15 +7,12 @@ import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.files import NotWritten
 from lightning_memtools.reporting.phrases import counted
 
 # The fits of this process: limit, seconds, lines.
 _FITS: list[tuple[str, float, Sequence[str]]] = []
-_WRITTEN: Counter[Path] = Counter()
 
 
 def tell_at_exit(limit: str, seconds: float, lines: Sequence[str]) -> None:
@@ -41,12 +38,3 @@ def _print() -> None:
         title += f" on the longest of {counted(len(_FITS), 'fit', 'fits')} ({limits})"
     _FITS.clear()
     print_on_console(f"\n{title}", *(f"  {line}" for line in lines), soft_wrap=True)
-
-
-def free_name(directory: Path | NotWritten) -> str:
-    """Return the name for a fit's summary: "summary.json", and "summary_2.json" for the second in one directory."""
-    if isinstance(directory, NotWritten):
-        return "summary.json"
-    _WRITTEN[directory] += 1
-    n = _WRITTEN[directory]
-    return "summary.json" if n == 1 else f"summary_{n}.json"

@@ -34,7 +34,7 @@ _MOST_PROBLEMS, _LONGEST = 4, 220
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """The verdict on a run.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Reason(NamedTuple):
     next: str
 
 
-def judge(facts: RunFacts) -> Verdict:
+def judge(facts: RunFacts) -> RunVerdict:
     """Return the verdict on a run."""
     reason, problems = _limit_of(facts), list(_problems_of(facts))
     healthy = reason.limit == "compute-bound" and not problems
@@ -67,7 +67,7 @@ def judge(facts: RunFacts) -> Verdict:
         problems[_MOST_PROBLEMS - 1 :] = [f"{len(problems) - _MOST_PROBLEMS + 1} more, in summary.json."]
     checks = f" ({counted(facts.checks, 'check', 'checks')} of TrainingDoctor)" if facts.checks else ""
     lines += [f"Problem: {text[:_LONGEST]}" for text in problems] or [f"Health: nothing was found{checks}."]
-    return Verdict(reason.limit, healthy, tuple(lines), largest)
+    return RunVerdict(reason.limit, healthy, tuple(lines), largest)
 
 
 def _limit_of(facts: RunFacts) -> _Reason:
@@ -168,8 +168,6 @@ def _problems_of(facts: RunFacts) -> Iterator[str]:
         yield f"{counted(facts.loss_spikes, 'spike', 'spikes')} of the loss or gradient norm."
     if facts.waits:
         yield f"training_step waits for the GPU at {', '.join(facts.waits[:3])} (seen in one step)."
-    if retries := max(rank.alloc_retries for rank in facts.ranks):
-        yield f"{counted(retries, 'allocation', 'allocations')} had to release the cache first."
     capacity, reserved = facts.fullest.capacity_bytes, facts.fullest.reserved_bytes
     if capacity and reserved and reserved >= THRESHOLDS["nearly full"] * capacity:
         yield f"memory is nearly full: {format_share(reserved, capacity)} of the device was reserved."

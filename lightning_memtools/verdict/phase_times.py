@@ -30,10 +30,14 @@ class PhaseTimes:
         self._marks: deque[tuple[str | None, Any]] = deque()
         self._spare: list[Any] = []
         self._forward: Any = None
+        self._running: str | None = None
         self._behind: list[bool] = []
 
     def switch(self, phase: str | None) -> None:
         """End the phase that is running, and begin another one; None begins none."""
+        if phase == self._running:
+            return
+        self._running = phase
         self._host.switch(phase)
         # An event of a stream that is being captured as a graph cannot be asked.
         if self._device is None or torch.cuda.is_current_stream_capturing():

@@ -24,12 +24,11 @@ class RankFacts:
         host_s: The host's seconds of each phase.
         device_s: Likewise the GPU's; None without a GPU.
         behind_share: The share of steps that the GPU had not begun when the host had queued their backward.
-        peak_allocated_bytes: The highest allocated bytes of each stage.
-        peak_reserved_bytes: Likewise reserved.
+        peak_bytes: The highest allocated bytes of any stage; None where the device keeps no peaks.
+        reserved_bytes: Likewise reserved.
         capacity_bytes: The device's.
         composition_bytes: The composition of training's peak.
         batch_size: Of the training batches.
-        alloc_retries: How often the allocator had to release its cache, and try again.
     """
 
     rank: int = 0
@@ -37,12 +36,11 @@ class RankFacts:
     host_s: Mapping[str, float] = field(default_factory=dict)
     device_s: Mapping[str, float] | None = None
     behind_share: float = 0.0
-    peak_allocated_bytes: Mapping[str, int] = field(default_factory=dict)
-    peak_reserved_bytes: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
     capacity_bytes: int | None = None
     composition_bytes: Mapping[str, int] | None = None
     batch_size: int | None = None
-    alloc_retries: int = 0
 
     @property
     def phases_s(self) -> Mapping[str, float]:
@@ -64,16 +62,6 @@ class RankFacts:
         seconds = self.phases_s.get(phase, 0.0)
         whole = self.training_s + (seconds if phase == "validation" else 0.0)
         return seconds / whole if whole else 0.0
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The highest allocated bytes of any stage."""
-        return max(self.peak_allocated_bytes.values(), default=None)
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """The highest reserved bytes of any stage."""
-        return max(self.peak_reserved_bytes.values(), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

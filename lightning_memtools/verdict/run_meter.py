@@ -12,7 +12,6 @@ from lightning_memtools.memory.nested_tensors import batch_size_in
 from lightning_memtools.memory.owned import Owned, on_device_of, owned_by
 from lightning_memtools.memory.peaks import StageWatch, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.verdict.phase_times import PhaseTimes
 from lightning_memtools.verdict.run_facts import RankFacts
 
@@ -30,7 +29,6 @@ class RunMeter:
         self._device, self._rank = device, rank
         self.reader = reader_for(device)
         self._stages = None if self.reader is None else StageWatch(peak_counter(self.reader))
-        self._before = MemoryStats() if self.reader is None else self.reader.stats()
         self._owned: Owned | None = None
         self._batch_size: int | None = None
         self._n_batches = 0
@@ -71,7 +69,6 @@ class RunMeter:
         if self._stages is not None:
             self._stages.close()
         peaks = {} if self._stages is None else self._stages.peaks
-        now = MemoryStats() if self.reader is None else self.reader.stats()
         train = peaks.get("train")
         return RankFacts(
             rank=self._rank,
@@ -79,10 +76,9 @@ class RunMeter:
             host_s=self.times.host_s(),
             device_s=self.times.device_s(),
             behind_share=self.times.behind_share,
-            peak_allocated_bytes={stage: peak.allocated for stage, peak in peaks.items() if peak.allocated is not None},
-            peak_reserved_bytes={stage: peak.reserved for stage, peak in peaks.items() if peak.reserved is not None},
-            capacity_bytes=now.capacity,
+            peak_bytes=max((peak.allocated for peak in peaks.values() if peak.allocated), default=None),
+            reserved_bytes=max((peak.reserved for peak in peaks.values() if peak.reserved), default=None),
+            capacity_bytes=None if self.reader is None else self.reader.stats().capacity,
             composition_bytes=dict(train.composition) if train is not None and train.composition else None,
             batch_size=self._batch_size,
-            alloc_retries=max(0, (now.alloc_retries or 0) - (self._before.alloc_retries or 0)),
         )

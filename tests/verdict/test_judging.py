@@ -61,8 +61,7 @@ def test_the_limit_is_that_of_the_shares(ranks, limit, said):
         {"leaks": 1},
         {"waits": ["train.py:31"]},
         {"findings": ["frozen, net: no gradient."] * 9},
-        {"ranks": [replace(of(), alloc_retries=2)]},
-        {"ranks": [replace(of(), peak_reserved_bytes={"train": 99 * MIB}, capacity_bytes=100 * MIB)]},
+        {"ranks": [replace(of(), reserved_bytes=99 * MIB, capacity_bytes=100 * MIB)]},
     ],
     ids=lambda given: next(iter(given)),
 )
@@ -79,7 +78,7 @@ def test_an_error_comes_first():
 
 def filled(**given) -> RankFacts:
     parts = {"parameters": GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": 4 * GIB, "inputs": 0}
-    peaks = {"peak_allocated_bytes": {"train": 8 * GIB}, "peak_reserved_bytes": {"train": 9 * GIB}}
+    peaks = {"peak_bytes": 8 * GIB, "reserved_bytes": 9 * GIB}
     known = {"capacity_bytes": 30 * GIB, "composition_bytes": parts, "batch_size": 16}
     return replace(of(), **peaks | known | given)
 
@@ -94,7 +93,7 @@ def test_the_largest_batch_is_by_the_bytes_of_a_sample():
 
 
 def test_the_fuller_rank_is_named():
-    fuller = replace(filled(peak_allocated_bytes={"train": 12 * GIB}), rank=1)
+    fuller = replace(filled(peak_bytes=12 * GIB), rank=1)
     assert "Ranks: rank 1 is the fullest; rank 0 has a peak of 8.00 GiB." in judge(facts(filled(), fuller)).lines
 
 
@@ -142,7 +141,7 @@ def written(folder: Path, name: str, **given) -> str:
 def test_compare_is_a_gate(limits, status, tmp_path, capsys):
     before = written(tmp_path, "before")
     slower = {"host_s": HEALTHY | {"forward": 8.0}}
-    after = written(tmp_path, "after", peak_allocated_bytes={"train": 10 * GIB}, **slower)
+    after = written(tmp_path, "after", peak_bytes=10 * GIB, **slower)
     assert main(["compare", before, after, "--json", *limits]) == status
     shown = json.loads(capsys.readouterr().out)
     figures = {each["name"]: each for each in shown["figures"]}
@@ -153,7 +152,7 @@ def test_compare_is_a_gate(limits, status, tmp_path, capsys):
 
 
 def test_what_is_not_known_does_not_pass_the_gate_and_the_table_says_what_differs(tmp_path, capsys):
-    before = written(tmp_path, "before", peak_allocated_bytes={}, batch_size=8)
+    before = written(tmp_path, "before", peak_bytes=None, batch_size=8)
     after = written(tmp_path, "after")
     assert main(["compare", before, after, "--max-peak-increase", "5%"]) == 4
     said = capsys.readouterr()
