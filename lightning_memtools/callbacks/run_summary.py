@@ -89,7 +89,8 @@ class RunSummary(WatchingCallback):
         """Begin to measure."""
         if self._meter is not None and self._undo is not None:
             self._meter.enter("train")
-            self._undo.callback(watch_fetching(trainer.profiler, self._meter.times.switch))
+            profiler = trainer.profiler  # type: ignore[attr-defined]  # a connector sets it
+            self._undo.callback(watch_fetching(profiler, self._meter.times.switch))
             after = "rest" if pl_module.automatic_optimization else "forward"
             for optimizer in trainer.optimizers:  # the hook of other callbacks at a batch's end may come before ours
                 self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._switch(after)).remove)

@@ -18,11 +18,11 @@ HEALTHY = {"data": 1.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5, "rest
 PAGE = (Path(__file__).parents[2] / "docs" / "run.md").read_text("utf-8")
 
 
-def facts(*ranks: RankFacts, **given) -> RunFacts:
+def facts(*ranks, **given):
     return RunFacts(ranks=ranks or [RankFacts(steps=100, host_s=HEALTHY)], **given)
 
 
-def of(steps: int = 100, rank: int = 0, device_s=None, behind=0.0, **seconds: float) -> RankFacts:
+def of(steps=100, rank=0, device_s=None, behind=0.0, **seconds):
     given = {"steps": steps, "rank": rank, "host_s": HEALTHY | seconds}
     return RankFacts(**given, device_s=device_s, behind_share=behind)
 
@@ -76,7 +76,7 @@ def test_an_error_comes_first():
     assert judge(facts(of(data=9.0), error="ValueError: no")).lines[0] == "error: ValueError: no"
 
 
-def filled(**given) -> RankFacts:
+def filled(**given):
     parts = {"parameters": GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": 4 * GIB, "inputs": 0}
     peaks = {"peak_bytes": 8 * GIB, "reserved_bytes": 9 * GIB}
     known = {"capacity_bytes": 30 * GIB, "composition_bytes": parts, "batch_size": 16}

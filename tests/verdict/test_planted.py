@@ -63,7 +63,7 @@ class Recurrent(nn.Module):
         return self.gru(batch.unflatten(1, (8, 64)))[0]
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self):
         yield from torch.randn(STEPS * 64, 1, WIDTH)
 

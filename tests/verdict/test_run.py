@@ -46,7 +46,7 @@ def ours(run) -> Counter[str]:
     return Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("lightning_memtools."))
 
 
-def summaries(folder: Path) -> list[dict]:
+def summaries(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary*.json"))]
 
 
