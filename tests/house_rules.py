@@ -56,7 +56,7 @@ BUDGETS = {
     "cli, without the dry run": 783,
     "null_cuda, with the dry run": 1747,
     "budgets": 1046,
-    "verdict": 700,
+    "verdict": 745,
     "autoload.py": 60,
     "oom": 2006,
     "recovery": 790,

@@ -31,7 +31,7 @@ from lightning_memtools.verdict.judging import judge
 from lightning_memtools.verdict.phase_times import watch_fetching
 from lightning_memtools.verdict.run_facts import RankFacts, RunFacts, summary_of
 from lightning_memtools.verdict.run_meter import RunMeter
-from lightning_memtools.verdict.waits import watch_waits
+from lightning_memtools.verdict.waits import watch_next_step
 
 _WATCHED_BATCH = 2  # the first ones choose kernels
 
@@ -98,9 +98,9 @@ class RunSummary(WatchingCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward; in one step, watch what waits for the GPU."""
         if self._meter is not None and self._undo is not None:
-            if trainer.strategy.root_device.type == "cuda" and batch_idx == _WATCHED_BATCH and not self._waits:
-                self._waits, end = watch_waits(pl_module)
-                self._undo.callback(end)
+            if trainer.strategy.root_device.type == "cuda" and self._meter.n_batches == _WATCHED_BATCH:
+                self._waits, stop = watch_next_step(pl_module)
+                self._undo.callback(stop)
             self._meter.times.switch("forward")
 
     def on_before_backward(self, *args: Any) -> None:

@@ -22,6 +22,9 @@ class RunMeter:
     Args:
         device: The device that computes.
         rank: This rank's number.
+
+    Attributes:
+        n_batches: The training batches that have ended.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -31,7 +34,7 @@ class RunMeter:
         self._stages = None if self.reader is None else StageWatch(peak_counter(self.reader))
         self._owned: Owned | None = None
         self._batch_size: int | None = None
-        self._n_batches = 0
+        self.n_batches = 0
 
     def enter(self, stage: Any) -> None:
         """Begin a stage: "train", or "val" within it."""
@@ -49,11 +52,10 @@ class RunMeter:
     def end_batch(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
         """End a training batch. Memory is looked at after the 1st, 2nd, 4th, 8th ...."""
         self.times.switch("rest")
-        self._n_batches += 1
-        n = self._n_batches
-        if n == 1:
+        self.n_batches += 1
+        if self.n_batches == 1:
             self.times.forget()  # kernels are chosen and compiled, workers start
-        if n & (n - 1) == 0:
+        if self.n_batches.bit_count() == 1:
             self._batch_size = max(self._batch_size or 0, batch_size_in(batch) or 0) or None
             self._look_at_peak(model, optimizers, batch)
 
@@ -72,7 +74,7 @@ class RunMeter:
         train = peaks.get("train")
         return RankFacts(
             rank=self._rank,
-            steps=max(0, self._n_batches - 1),
+            steps=max(0, self.n_batches - 1),
             host_s=self.times.host_s(),
             device_s=self.times.device_s(),
             behind_share=self.times.behind_share,

@@ -16,20 +16,24 @@ _SAYS = "called a synchronizing CUDA operation"  # torch/csrc, c10/cuda/CUDAFunc
 _METHOD = "training_step"
 
 
-def watch_waits(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
-    """Watch the module's training_step on a GPU until the returned function is called.
+def watch_next_step(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
+    """Watch the module's next training_step on a GPU. A compiled one is left alone.
 
     PyTorch itself reports what waits, in its mode for that; other warnings of the step are passed on.
 
     Returns:
-        The places, such as "train.py:31", which are added as the step runs, and a function that ends it. A compiled
-        training_step is left alone.
+        The places, such as "train.py:31", which are there after the step, and a function that stops watching.
     """
     places: list[str] = []
     step = getattr(module, _METHOD)
 
+    def stop() -> None:
+        if vars(module).get(_METHOD) is watched:
+            del vars(module)[_METHOD]
+
     @functools.wraps(step)
     def watched(*args: Any, **options: Any) -> Any:
+        stop()
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -45,10 +49,6 @@ def watch_waits(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return returned
 
-    def end() -> None:
-        if vars(module).get(_METHOD) is watched:
-            del vars(module)[_METHOD]
-
     if _METHOD not in vars(module):
         vars(module)[_METHOD] = watched
-    return places, end
+    return places, stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ from lightning_memtools import HaltOnNaN, MemoryMonitor, OOMReport
 from lightning_memtools.callbacks.run_summary import RunSummary
 from lightning_memtools.cli import run as run_command
 from lightning_memtools.cli.main import main
+from lightning_memtools.memory.peaks import PhaseClock
 from tests.lightning_models import assert_same_bits
 from tests.two_processes import run_ranks
 
@@ -182,19 +184,21 @@ def test_a_run_that_fails_says_so_and_fails_as_before(tmp_path):
 
 
 def test_nothing_of_it_is_left_in_the_trainer():
-    run, model = trainer(), BoringModel()
-    run.fit(model)
+    run = trainer()
+    run.fit(BoringModel())
     assert not {"start", "stop"} & vars(run.profiler).keys()
     assert not [hook for optimizer in run.optimizers for hook in optimizer._optimizer_step_post_hooks]
-    assert "training_step" not in vars(model)
+    assert pickle.dumps(RunSummary.asked_for("1"))  # as a strategy that spawns does
 
 
-def test_a_step_reads_the_clock_a_few_times(monkeypatch):
-    calls: list[str] = []
-    times = RunSummary._switch
-    monkeypatch.setattr(RunSummary, "_switch", lambda self, phase: (calls.append(phase), times(self, phase))[1])
-    trainer().fit(BoringModel())
-    assert len(calls) / 12 <= 4  # and one each where the batch comes, begins and ends
+def test_a_step_reads_the_clock_seven_times(monkeypatch):
+    monkeypatch.setenv("MEMTOOLS", "0")
+    phases, switch = [], PhaseClock.switch
+    monkeypatch.setattr(PhaseClock, "switch", lambda self, phase: (phases.append(phase), switch(self, phase))[1])
+    trainer(callbacks=[RunSummary()], limit_val_batches=0).fit(BoringModel())
+    second = phases.index("data", phases.index("data") + 1)
+    assert phases[second : second + 7] == ["data", "rest", "forward", "backward", "rest", "optimizer", "rest"]
+    assert len(phases) <= 12 * 7 + 8  # and at both ends
 
 
 # --- the command
