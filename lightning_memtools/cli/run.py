@@ -62,12 +62,12 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.dry:
         if options:
             raise UsageError("--dry takes no callbacks: a dry run shows memory only. See memtools dry-run --help.")
-        return _replaced_by([sys.executable, "-m", "lightning_memtools", "dry-run", *script], dict(os.environ))
+        return _replaced_by([sys.executable, "-m", "lightning_memtools", "dry-run", *script], {VARIABLE: "0"})
     ours = [each for each in entry_points(group=_GROUP) if each.value.startswith("lightning_memtools.")]
     if not ours:
         raise UsageError("Lightning does not see lightning_memtools; install it again: pip install lightning_memtools.")
     asked = {VARIABLE: json.dumps(options) if options else "1"}
-    return _replaced_by([sys.executable, *script], dict(os.environ) | asked)
+    return _replaced_by([sys.executable, *script], asked)
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -96,8 +96,9 @@ def _options(chosen: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _replaced_by(command: list[str], environment: dict[str, str]) -> int:
+def _replaced_by(command: list[str], variables: dict[str, str]) -> int:
     """Run a command instead of this one; where a process cannot be replaced, wait for it and return its status."""
+    environment = os.environ | variables
     if os.name == "posix":
         os.execve(command[0], command, environment)  # noqa: S606, the user's own script
     return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603, as above

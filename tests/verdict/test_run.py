@@ -221,7 +221,7 @@ def started(monkeypatch):
     [
         (["train.py", "--with", "x", "-m"], ["train.py", "--with", "x", "-m"], "1"),
         (["-m", "package.train", "--devices", "2"], ["-m", "package.train", "--devices", "2"], "1"),
-        (["--dry", "train.py", "a"], ["-m", "lightning_memtools", "dry-run", "train.py", "a"], ""),
+        (["--dry", "train.py", "a"], ["-m", "lightning_memtools", "dry-run", "train.py", "a"], "0"),
         (
             ["--with", "LossSpikes", "--without", "EmptyCache", "--set", "HaltOnNaN.max_skips=3", "train.py"],
             ["train.py"],
@@ -249,6 +249,13 @@ def test_the_command_starts_the_script_as_it_is(given, command, variable, starte
 def test_a_wrong_option_is_named_before_the_script_starts(given, said, started, capsys):
     assert main(["run", *given]) == 1
     assert said in capsys.readouterr().err
+    assert started == []
+
+
+def test_an_installation_that_lightning_does_not_see_is_named(started, monkeypatch, capsys):
+    monkeypatch.setattr(run_command, "entry_points", lambda **_: [])
+    assert main(["run", "train.py"]) == 1
+    assert "install it again" in capsys.readouterr().err
     assert started == []
 
 
