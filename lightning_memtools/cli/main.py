@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_memtools import __version__
-from lightning_memtools.cli import diff, doctor, dry_run, estimate, replay, report, snapshot
+from lightning_memtools.cli import compare, diff, doctor, dry_run, estimate, replay, report, run
 from lightning_memtools.cli.targets import UsageError, print_error
 
 
@@ -17,7 +17,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
     parser.add_argument("--version", action="version", version=f"lightning_memtools {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for one in (estimate, dry_run, diff, doctor, replay, report, snapshot):
+    for one in (run, dry_run, estimate, compare, report, replay, doctor, diff):
         one.add_to(commands)
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from lightning_memtools.cli.targets import UsageError, load, working
@@ -31,15 +30,7 @@ def run(chosen: argparse.Namespace) -> None:
     """
     from lightning_memtools.nonfinite.step_file import StepFileError, replay  # noqa: PLC0415, --help needs no torch
 
-    here = str(Path.cwd())
-    if here not in sys.path:  # a command finds the modules of the working directory as `python -m` does
-        sys.path.insert(0, here)
-    module, colon, name = chosen.model.partition(":")
-    if not colon:
-        module, _, name = chosen.model.rpartition(".")
-    if not module:
-        raise UsageError(f"--model {chosen.model} names no module to import from: write --model package:Class.")
-    model = load(f"{module}:{name}")
+    model = load(chosen.model)
     try:
         with working("The step is run again"):
             summary = replay(chosen.path, model=model).summary()

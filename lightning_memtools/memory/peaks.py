@@ -221,14 +221,14 @@ class StageWatch:
 
 
 class PhaseClock:
-    """Measures the host time of each phase of training, of whole steps, or of the wait for data between two steps."""
+    """Measures the host time of phases, each of which ends where the next one begins."""
 
     def __init__(self) -> None:
         self._elapsed_s: dict[str, float] = {}
         self._running: str | None = None
         self._since = 0.0
 
-    def switch(self, phase: Phase | Literal["data", "step"] | None) -> None:
+    def switch(self, phase: str | None) -> None:
         """End the running phase, if any, and begin another one unless it is None."""
         now = time.perf_counter()
         if self._running is not None:
@@ -241,7 +241,7 @@ class PhaseClock:
         self.switch(None)
         elapsed_ms = {phase: 1000 * seconds for phase, seconds in self._elapsed_s.items()}
         self._elapsed_s.clear()
-        self.switch(running)  # type: ignore[arg-type]
+        self.switch(running)
         return elapsed_ms
 
 

@@ -38,6 +38,13 @@ def fixed_directory(directory: str | None) -> str | None:
 
 
 NO_RUN = NotWritten("not written: no run has begun")
+# The folders of Trainers without a logger for which `memtools run` asks for files.
+_ASKED_FOR: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary()
+
+
+def keep_files_in(trainer: Trainer, directory: Path) -> None:
+    """Have a Trainer without a logger keep its reports in a directory. The first one given stays."""
+    _ASKED_FOR.setdefault(trainer, directory)
 
 
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
@@ -53,6 +60,8 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
     if directory is not None:
         return Path(directory)
     if not trainer.loggers:
+        if trainer in _ASKED_FOR:
+            return _ASKED_FOR[trainer]
         # Trainer.log_dir is the working directory then, and nobody asked for files there.
         return NotWritten("not written: this run keeps no files (logger=False)")
     if getattr(trainer, "fast_dev_run", False):

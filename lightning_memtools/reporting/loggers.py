@@ -22,9 +22,20 @@ from lightning_memtools.warning_categories import DegradedWarning
 # not one for each callback. Weak on both sides: nothing outlives its Trainer.
 _FAILED: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Logger]] = weakref.WeakKeyDictionary()
 
+# Who hears what is logged of a Trainer on this rank, also without a logger.
+_HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], None]] = weakref.WeakKeyDictionary()
+
+
+def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
+    """Call `hear` with all scalars that are logged of a Trainer; return a function that ends this."""
+    _HEARERS[trainer] = hear
+    return lambda: _HEARERS.pop(trainer, None) and None
+
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
     """Write scalars to every logger at the given step, on rank 0. Those that show a user's own metrics get none."""
+    if trainer in _HEARERS:
+        _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:
         return
 

@@ -1,0 +1,39 @@
+"""Lightning asks here for callbacks of each Trainer: with MEMTOOLS=1 in the environment those of `memtools run`.
+
+The entry points in pyproject.toml name these functions.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+VARIABLE = "MEMTOOLS"
+"""The environment variable: "1", or the options of `memtools run` as JSON. A script's processes inherit it."""
+_OFF = {"", "0", "false", "no", "off"}
+
+
+def for_lightning() -> list[object]:
+    """Return the callbacks for a Trainer of `lightning`; never raises."""
+    return _callbacks("lightning.pytorch")
+
+
+def for_pytorch_lightning() -> list[object]:
+    """Return the callbacks for a Trainer of `pytorch_lightning`; never raises."""
+    return _callbacks("pytorch_lightning")
+
+
+def _callbacks(package: str) -> list[object]:
+    asked = os.environ.get(VARIABLE, "").strip()
+    if asked.lower() in _OFF:
+        return []
+    try:
+        from lightning_memtools._lightning import PACKAGE  # noqa: PLC0415, only where it is asked for
+        from lightning_memtools.callbacks.run_summary import RunSummary  # noqa: PLC0415, as above
+
+        if package != PACKAGE:
+            raise RuntimeError(f"this program imported {PACKAGE} first, and a Trainer is of {package}")  # noqa: TRY301
+        return [RunSummary.asked_for(asked)]
+    except Exception as error:  # noqa: BLE001, it is called while the user's Trainer is made
+        warnings.warn(f"{VARIABLE} is set, but this Trainer runs without memtools: {error}", stacklevel=2)
+        return []

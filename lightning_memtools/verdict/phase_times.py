@@ -1,0 +1,111 @@
+"""The seconds of each phase of training: by the host's clock, and on a GPU by events that nobody waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_memtools.memory.peaks import PhaseClock
+
+_FETCHES = ".train_dataloader_next"
+
+
+class PhaseTimes:
+    """Measures phases, each of which begins where the one before it ends.
+
+    On a GPU the host only queues kernels, so its clock shows where the host waits, and not where the GPU works. There,
+    each change of phase also records an event, which is read once the GPU has passed it.
+
+    Args:
+        device: The device that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = PhaseClock()
+        self._device = device if device.type == "cuda" else None
+        self._device_s: defaultdict[str, float] = defaultdict(float)
+        self._marks: deque[tuple[str | None, Any]] = deque()
+        self._spare: list[Any] = []
+        self._forward: Any = None
+        self._running: str | None = None
+        self._behind: list[bool] = []
+
+    def switch(self, phase: str | None) -> None:
+        """End the phase that is running, and begin another one; None begins none."""
+        if phase == self._running:
+            return
+        self._running = phase
+        self._host.switch(phase)
+        # An event of a stream that is being captured as a graph cannot be asked.
+        if self._device is None or torch.cuda.is_current_stream_capturing():
+            return
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((phase, event))
+        if phase == "forward":
+            self._forward = event
+        self._read()
+
+    def look_at_lead(self) -> None:
+        """Note whether the GPU has begun the step whose backward the host has just queued."""
+        if self._forward is not None:
+            self._behind.append(not self._forward.query())
+            self._forward = None
+
+    def forget(self) -> None:
+        """Drop what was measured so far; the phase that is running goes on from now."""
+        self._host.lap_ms()
+        self._device_s.clear()
+        self._marks = deque(list(self._marks)[-1:])
+        self._behind.clear()
+
+    @property
+    def behind_share(self) -> float:
+        """The share of steps that the GPU had not begun when the host had queued their backward."""
+        return sum(self._behind) / max(1, len(self._behind))
+
+    def host_s(self) -> dict[str, float]:
+        """Return the host's seconds of each phase, and begin anew."""
+        return {phase: ms / 1000 for phase, ms in self._host.lap_ms().items()}
+
+    def device_s(self) -> dict[str, float] | None:
+        """Return the GPU's seconds of each phase, as far as it has passed them; None where it has no time."""
+        self._read()
+        return dict(self._device_s) if any(self._device_s.values()) else None
+
+    def _read(self) -> None:
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            phase, began = self._marks.popleft()
+            if phase is not None:
+                self._device_s[phase] += began.elapsed_time(self._marks[0][1]) / 1000
+            self._spare.append(began)
+
+
+def watch_fetching(profiler: Any, switch: Callable[[str], None]) -> Callable[[], None]:
+    """Call `switch` with "data" where Lightning fetches a training batch, and with "rest" afterwards.
+
+    Lightning has no hook there, but tells the Trainer's profiler, whichever it is. Returns a function that undoes this.
+    """
+    start, stop = profiler.start, profiler.stop
+
+    def started(action: str) -> None:
+        if action.endswith(_FETCHES):
+            switch("data")
+        start(action)
+
+    def stopped(action: str) -> None:
+        stop(action)
+        if action.endswith(_FETCHES):
+            switch("rest")
+
+    profiler.start, profiler.stop = started, stopped
+
+    def undo() -> None:
+        for name, ours in (("start", started), ("stop", stopped)):
+            if vars(profiler).get(name) is ours:
+                delattr(profiler, name)
+
+    return undo
