@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_memtools.memory.leaks.holder_search import names_of_run
 from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_holdings
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address
 from lightning_memtools.memory.release_failed_step import uncounted
@@ -38,7 +38,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
         run.model,
         run.optimizers,
         capture.batch,
-        SearchScope.around(run.model, run.others, run.trainer),
+        names_of_run(run.model, [*run.others, run.trainer]),
         notes=BlockNotes() if snapshot is None else _notes(capture, snapshot),
         seconds=HOLDERS_S,
     )

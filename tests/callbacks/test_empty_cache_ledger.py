@@ -137,7 +137,7 @@ LEAKS = [
         CatchesTensorsInAClosure,
         (
             "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | 20 tensors of shape (8, 1) "
-            "float32 | 10.0 KiB | 12 of them with an autograd graph | Clear seen"
+            "float32 | 10.0 KiB | 12 of them with an autograd graph | handle.remove()"
         ),
     ),
 ]
