@@ -62,6 +62,8 @@ class DoctorRun:
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
         case.evaluation_loaders = validation if isinstance(validation, (list, tuple)) else [validation]
+        if trainer.max_steps >= 0:  # they may end before an epoch does
+            n_batches = min(n_batches, trainer.max_steps * trainer.accumulate_grad_batches)
         case.n_train_batches = None if n_batches == float("inf") else int(n_batches)
         if trainer.lightning_module.automatic_optimization and trainer.max_epochs is not None:
             n_updates, n_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
@@ -77,6 +79,7 @@ class DoctorRun:
             True once nothing is left to watch.
         """
         examination = self._examination
+        examination.case.accumulate = trainer.accumulate_grad_batches  # a schedule sets it when an epoch starts
         was_concluded = examination.is_concluded
         examination.tell(event, argument)
         # The same points on every rank, which wait for each other here.

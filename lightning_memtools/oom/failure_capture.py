@@ -16,7 +16,7 @@ from lightning_memtools._torch import attach_cuda_oom_observer, without_dispatch
 from lightning_memtools.memory.history_recording import record
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
-from lightning_memtools.memory.owned import OnDevice, bytes_on_device, on_device_of
+from lightning_memtools.memory.owned import OnDevice, bytes_on_device, on_device_of, owned_by
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -29,6 +29,7 @@ from lightning_memtools.oom.failure_facts import (
     sizes_only,
     split_memory,
 )
+from lightning_memtools.oom.step_variables import variables_of_step
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
@@ -183,7 +184,7 @@ class FailureCapture:
         # Observers are only called for these: what was captured before an error of another kind is about another one.
         is_observed = any(isinstance(cause, torch.OutOfMemoryError) for cause in error_chain(error))
         if self.captured is None or not is_observed:
-            return self._capture(requested=requested_bytes(error))
+            return self._capture(error, requested=requested_bytes(error))
         return self.captured
 
     def _observe(self, _device: int, n_bytes: int, _total: int, free: int) -> None:
@@ -194,9 +195,9 @@ class FailureCapture:
         # An error here would replace the out-of-memory error. A simulated device may run out of memory within a rule
         # that runs on fake tensors: no copy shall be one.
         with suppress(Exception), without_dispatch_modes():
-            self.captured = self._capture(requested=n_bytes, free=free)
+            self.captured = self._capture(None, requested=n_bytes, free=free)
 
-    def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
+    def _capture(self, error: BaseException | None, *, requested: int | None, free: int | None = None) -> FailureFacts:
         place, reader = self._place(), self.reader
         stage, phase = (place.stage if self._stage else "setup"), ("" if place.hook else self.phase)
         facts = FailureFacts(
@@ -208,6 +209,7 @@ class FailureCapture:
         )
         if reader is None:
             return facts
+        owned = owned_by(self._model, self._optimizers(), self.on_device, inputs=self.batch).storages
         stats, fraction, split, others = reader.stats(), _fraction(reader), None, None
         if free is not None and stats.capacity is not None and fraction < 1:
             free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
@@ -225,6 +227,7 @@ class FailureCapture:
             split=split,
             grown=self._grown(stats),
             before=self._ran[self._stage],
+            variables=variables_of_step(error, self.on_device, {*owned}),
         )
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:

@@ -5,7 +5,7 @@ They are captured in the middle of the failing step, so nothing here allocates o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors, named_tensors
 from lightning_memtools.memory.owned import OnDevice, composition_of, owned_by
 from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.oom.step_variables import StepVariable
 
 # A batch that is in a dimension so many times as large as the largest of at least so many before it is an odd one.
 LEAST_ODD = 1.5
@@ -191,6 +192,7 @@ class FailureFacts:
         split: The allocated bytes by category; None where nothing is known of them.
         grown: Memory that has accumulated over the batches; None where it is little, or not known.
         before: The batches of the stage before the failed one.
+        variables: The variables of the step that held tensors of the device, the largest first.
         batch: The batch on the meta device (sizes without values); None where none was running.
     """
 
@@ -204,6 +206,7 @@ class FailureFacts:
     split: MemorySplit | None = None
     grown: MemoryGrowth | None = None
     before: BatchesBefore = field(default_factory=BatchesBefore)
+    variables: Sequence[StepVariable] = ()
     batch: Any = None
 
     @property

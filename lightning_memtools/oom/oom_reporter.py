@@ -142,6 +142,7 @@ def _advise(
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
         advice = advice_for(failed, end - time.thread_time())
     page.actions, page.unchecked, page.modules = advice.actions, advice.unchecked, advice.modules
+    page.lines = advice.lines
     page.notes += advice.notes
 
 

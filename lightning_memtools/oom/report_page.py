@@ -37,6 +37,7 @@ class ReportPage:
         actions: The suggested actions, the best first.
         unchecked: Sentences on the changes that could not be checked.
         modules: Bytes of activations by module in the traced step, largest first.
+        lines: Bytes at its peak of what belongs to no module, by line of code, largest first.
         processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
         notes: Further remarks.
         top: The number of modules that are listed.
@@ -53,6 +54,7 @@ class ReportPage:
     actions: Sequence[Action] = ()
     unchecked: Sequence[str] = ()
     modules: Sequence[tuple[str, int]] = ()
+    lines: Sequence[tuple[str, int]] = ()
     processes: Sequence[GpuProcess] | str | None = None
     notes: list[str] = field(default_factory=list)
     top: int = 10
@@ -115,6 +117,7 @@ class ReportPage:
             "## What filled the device": self._what_filled_the_device(),
             "## Who holds the rest": self._holders(),
             "## Modules with the most activations": self._modules(),
+            "## Tensors outside of modules": self._outside(),
             "## Other processes on the device": self._others(),
             "## Files": self._files(),
         }
@@ -207,6 +210,14 @@ class ReportPage:
         when = "keeps for the backward pass in" if in_training else "holds at the peak of"
         text = f"These are the activations that each module {when} the traced step."
         return [text, markdown_table(Table(("module", "activations"), rows))] if rows else []
+
+    def _outside(self) -> list[str]:
+        least = _WORTH_A_LINE * (self.facts.stats.allocated or 0)
+        lines = [(line, format_size(n)) for line, n in self.lines if n > least][: self.top]
+        variables = [(where, what, format_size(n)) for where, what, n in self.facts.variables if n > least][: self.top]
+        of_variables = Table(("variable when memory ran out", "tensor", "size"), variables, "llr")
+        of_lines = Table(("line, at the peak of the traced step", "size"), lines)
+        return [markdown_table(table) for table in (of_variables, of_lines) if table.rows]
 
     def _others(self) -> list[str]:
         text = "" if self.processes is None else in_words(self.processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -260,6 +261,157 @@ class KeepsPredictions(Case):
         if self.mended:
             self.metric.reset()
         return out.square().mean()
+
+
+@functools.cache
+def cached_features(key: tuple[int, int], device: torch.device) -> Tensor:
+    return torch.full((16, WIDTH), 0.5, device=device)
+
+
+class CachesFeatures(Case):
+    """A cached function computes something for each batch of each epoch."""
+
+    def training_step(self, batch, batch_idx):
+        cached_features((self.current_epoch, batch_idx), self.device)
+        return self(batch).square().mean()
+
+    def on_train_epoch_end(self):
+        if self.mended:
+            cached_features.cache_clear()
+
+
+@exhibit("gallery.cached_features` holds", advice=("gallery.cached_features.cache_clear()`",))
+def a_cached_function(fit: FitOn, *, mended: bool) -> None:
+    try:
+        fit(CachesFeatures(mended=mended, n_batches=8), max_epochs=4)
+    finally:
+        cached_features.cache_clear()
+
+
+class Registry:
+    """Collects outputs of all epochs."""
+
+    outputs: list[Tensor] = []  # noqa: RUF012, the mistake that is shown
+
+
+class FillsARegistry(Case):
+    def training_step(self, batch, batch_idx):
+        out = self(batch)
+        Registry.outputs.append(out.detach())
+        return out.square().mean()
+
+    def on_train_epoch_end(self):
+        if self.mended:
+            Registry.outputs.clear()
+
+
+@exhibit("`Registry.outputs` holds", advice=("Clear tests.oom.gallery.Registry.outputs when the epoch ends",))
+def a_list_of_a_class(fit: FitOn, *, mended: bool) -> None:
+    try:
+        fit(FillsARegistry(mended=mended, n_batches=8), max_epochs=4)
+    finally:
+        Registry.outputs.clear()
+
+
+@exhibit("Other tensors take", advice=("`Probes.probe.grad = None`",), capacity_mib=40)
+class Probes(Case):
+    """Takes the gradient of an input once, which then stays beside it: 12 MiB each."""
+
+    probe: Tensor
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.probe = torch.zeros(3 * MIB, device=self.device, requires_grad=True)
+            self.probe.sum().backward()
+            if self.mended:
+                self.probe.grad = None
+
+    def sizes(self):
+        return [16, 16, 28]
+
+
+class Streams(Case):
+    """A generator that runs through all epochs keeps what it was sent."""
+
+    stream: Any = None
+
+    def training_step(self, batch, batch_idx):
+        if self.stream is None:
+            self.stream = running_mean()
+            next(self.stream)
+        out = self(batch)
+        self.stream.send(out.detach())
+        return out.square().mean()
+
+    def on_train_epoch_end(self):
+        if self.mended:
+            self.stream.close()
+            self.stream = None
+
+
+def running_mean() -> Any:
+    kept: list[Tensor] = []
+    while True:
+        kept.append((yield len(kept)))
+
+
+@exhibit("the generator running_mean", "holds", advice=("`close()`",))
+def a_generator(fit: FitOn, *, mended: bool) -> None:
+    fit(Streams(mended=mended, n_batches=8), max_epochs=4)
+
+
+class Snapshots(L.Callback):
+    """Keeps a copy of the weights of each epoch: 4 MiB each."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.copies: list[nn.Module] = []
+        self.keeps = keeps
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.keeps:
+            self.copies.append(LargeNet().to(pl_module.device))
+
+
+@exhibit("`Snapshots.copies` holds", advice=("Keep on the host, or do without", "LargeNet"))
+def copies_of_the_model(fit: FitOn, *, mended: bool) -> None:
+    fit(Net(2), Snapshots(keeps=not mended), max_epochs=9)
+
+
+@exhibit("`checkpoint in main", "holds", advice=("`del checkpoint`",))
+def a_checkpoint_that_stays(fit: FitOn, *, mended: bool) -> None:
+    def main() -> None:
+        checkpoint = {"epoch": 3, "ema": torch.zeros(6 * MIB, device=fit.device)}
+        net = Net(2)
+        assert checkpoint["epoch"] == 3
+        if mended:
+            del checkpoint
+        fit(net)
+
+    main()
+
+
+class KeepsItems(Batches):
+    """Keeps every batch that it has put on the device."""
+
+    def __init__(self, sizes: list[int], device: Any) -> None:
+        super().__init__(sizes)
+        self.kept: list[Tensor] = []
+        self.device = device
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.kept.append(super().__getitem__(index).to(self.device))
+        return self.kept[-1]
+
+
+class ReadsKeptItems(Case):
+    def train_dataloader(self):
+        self.data = KeepsItems(self.sizes(), "cpu" if self.mended else self.device)
+        return DataLoader(self.data, batch_size=None)
+
+
+@exhibit("KeepsItems.kept` holds", advice=("Let the data set not keep what it has yielded",), on_cpu=False)
+def a_data_set_that_keeps_its_items(fit: FitOn, *, mended: bool) -> None:
+    fit(ReadsKeptItems(mended=mended))
 
 
 class DataOnDevice(L.LightningDataModule):
