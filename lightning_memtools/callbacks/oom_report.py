@@ -166,7 +166,7 @@ class OOMReport(WatchingCallback):
             untoggle_all(pl_module)
             run = partial(failed_run_of, trainer, facts.batch)
             page = reporter.report(facts, capture, run, error=exception)
-            self.advice = tuple(page.actions)
+            self.advice = tuple(page.advice.actions)
             _log(trainer, page.markdown())
         finally:
             if ran_out:

@@ -15,7 +15,7 @@ from lightning_memtools.oom import cause_checks as causes
 from lightning_memtools.oom import change_checks as changes
 from lightning_memtools.oom.actions import Action, ranked
 from lightning_memtools.oom.failed_step import FailedStep
-from lightning_memtools.oom.step_trials import StepTrials, why_not_checked
+from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials, why_not_checked
 from lightning_memtools.reporting.phrases import in_series
 
 _LARGE_STATE = 0.2  # of a step's peak
@@ -96,8 +96,8 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
         for check in (*OF_CAUSES, *OF_CHANGES):
             try:
                 if check.applies(failed):
-                    if check in OF_CHANGES:
-                        trials.require_trace()
+                    if check in OF_CHANGES and trials.why_not:
+                        raise NotCheckedError(trials.why_not)  # noqa: TRY301, as a check says it
                     actions += check.run(trials)
             except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fakes
                 reasons.setdefault(why_not_checked(error), []).append(check.name)

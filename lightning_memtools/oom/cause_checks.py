@@ -82,7 +82,7 @@ def odd_batch(trials: StepTrials) -> list[Action]:
     facts, recovery = trials.failed.facts, trials.failed.run.recovery
     before, fits, detail = facts.before, None, ""
     if not trials.why_not:
-        usual = trials.with_batch(before.largest)
+        usual = trials.having(batch=before.largest)
         is_far_larger = trials.plain.peak_allocated >= LEAST_ODD * usual.peak_allocated
         if not (is_far_larger if trials.limit is None else trials.fits(usual)):
             return []

@@ -24,20 +24,6 @@ _LEAST_BEFORE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySplit:
-    """The allocated bytes by category, each counted once.
-
-    Attributes:
-        by_category: The bytes of parameters, gradients, optimizer, activations, inputs and other. They add up to the
-            allocated bytes.
-        older: The part of "other" that was allocated before the batch; the rest of it are the model's buffers.
-    """
-
-    by_category: Mapping[str, int]
-    older: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryAtBatchStart:
     """The state when a batch began, which tells what has been allocated since.
 
@@ -62,8 +48,10 @@ def split_memory(
     *,
     batch: Any = None,
     before: MemoryAtBatchStart | None = None,
-) -> MemorySplit:
-    """Add up what belongs to the model, its optimizers and the batch, and divide the rest by its age.
+) -> dict[str, int]:
+    """Return the allocated bytes by category: what model, optimizers and batch own, and the rest by its age.
+
+    The rest are activations, if it was allocated since the batch began, and else "other".
 
     Args:
         allocated: The bytes allocated now; the categories add up to them.
@@ -71,7 +59,7 @@ def split_memory(
         optimizers: Their state is counted.
         on_device: Tells which tensors count.
         batch: The inputs.
-        before: The state when the batch began. Without it, the rest counts as activations.
+        before: The state when the batch began. Without it, all of the rest counts as activations.
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     older = 0
@@ -83,7 +71,7 @@ def split_memory(
         state = known["optimizer"] if before.had_state else 0
         older = before.allocated - known["parameters"] - known["buffers"] - known["inputs"] - gradients - state
     older = max(0, min(older, allocated - owned.total_bytes))
-    return MemorySplit(composition_of(owned, allocated, older=older), older)
+    return composition_of(owned, allocated, older=older) | {"buffers": owned.by_category["buffers"], "other": older}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +191,7 @@ class FailureFacts:
     free: int | None = None
     used_by_others: int | None = None
     fraction: float = 1.0
-    split: MemorySplit | None = None
+    split: Mapping[str, int] | None = None
     grown: MemoryGrowth | None = None
     before: BatchesBefore = field(default_factory=BatchesBefore)
     variables: Sequence[StepVariable] = ()

@@ -12,7 +12,7 @@ from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address
 from lightning_memtools.memory.release_failed_step import uncounted
-from lightning_memtools.memory.user_code import CodeLine, owner_of
+from lightning_memtools.memory.user_code import line_of_frames
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import FailureCapture
 
@@ -74,10 +74,8 @@ def _maker(frames: Any) -> str:
     It is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules in place
     of lines, such as "in net.0".
     """
-    for frame in frames:
-        file, name = frame["filename"], frame["name"]
-        if file and owner_of(file) == "user" and file.endswith(".py"):
-            return f"at {CodeLine(file, frame['line'], name)}"
-        if not file and not name.startswith("("):
-            return f"in {name}"
-    return ""
+    module = next((frame["name"] for frame in frames if not frame["filename"]), "(")
+    if not module.startswith("("):
+        return f"in {module}"
+    line = line_of_frames([frame for frame in frames if frame["filename"]])
+    return "" if line is None else f"at {line}"

@@ -140,10 +140,7 @@ def _advise(
     failed = failed_step(run, page.facts, capture, snapshot, page.held)
     virtual = capture.virtual
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
-        advice = advice_for(failed, end - time.thread_time())
-    page.actions, page.unchecked, page.modules = advice.actions, advice.unchecked, advice.modules
-    page.lines = advice.lines
-    page.notes += advice.notes
+        page.advice = advice_for(failed, end - time.thread_time())
 
 
 def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:

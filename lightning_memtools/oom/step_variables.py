@@ -12,16 +12,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_memtools.memory.error_frames import variables_of
-from lightning_memtools.memory.nested_tensors import named_tensors
-from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.owned import OnDevice, bytes_on_device
 from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, owner_of, short_path
 
 
 class StepVariable(NamedTuple):
-    """A variable with the place of its function, "`scores` in assign (model.py:33)", and the tensor that it holds."""
+    """A variable with the place of its function, "`scores` in assign (model.py:33)", and the tensors that it holds."""
 
     where: str
-    tensor: str
+    tensors: str
     n_bytes: int
 
 
@@ -42,13 +42,13 @@ def variables_of_step(error: BaseException | None, on_device: OnDevice, seen: se
             continue
         place = f"{frame.f_code.co_name} ({short_path(file)}:{frame.f_lineno})"
         for variable, value in variables_of(frame).items():
-            held = named_tensors(value, variable) if isinstance(value, (Tensor, list, tuple, dict)) else ()
-            for name, tensor in held:
-                storage = storage_of(tensor) if on_device(tensor) else None
-                if storage is not None and storage[0] not in seen:
-                    seen.add(storage[0])
-                    shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-                    found.append(StepVariable(f"`{name}` in {place}", shape, block_bytes(storage[1])))
+            tensors = [*tensors_in(value)] if isinstance(value, (Tensor, list, tuple, dict)) else []
+            sizes = [(tensor, bytes_on_device([tensor], on_device, seen)) for tensor in tensors]
+            new = [tensor for tensor, n_bytes in sizes if n_bytes]
+            if new:
+                number = f"{len(new)} tensors, " if len(new) > 1 else ""
+                shape = f"{number}{str(new[0].dtype).removeprefix('torch.')} {list(new[0].shape)}"
+                found.append(StepVariable(f"`{variable}` in {place}", shape, sum(n_bytes for _, n_bytes in sizes)))
     return sorted(found, key=lambda one: -one.n_bytes)
 
 

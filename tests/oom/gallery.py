@@ -313,7 +313,7 @@ def a_list_of_a_class(fit: FitOn, *, mended: bool) -> None:
         Registry.outputs.clear()
 
 
-@exhibit("Other tensors take", advice=("`Probes.probe.grad = None`",), capacity_mib=40)
+@exhibit("Other tensors take", advice=("`Probes.probe.grad = None`",), capacity_mib=60)
 class Probes(Case):
     """Takes the gradient of an input once, which then stays beside it: 12 MiB each."""
 
@@ -327,7 +327,7 @@ class Probes(Case):
                 self.probe.grad = None
 
     def sizes(self):
-        return [16, 16, 28]
+        return [16, 16, 40]
 
 
 class Streams(Case):
