@@ -184,7 +184,7 @@ class FailureCapture:
         # Observers are only called for these: what was captured before an error of another kind is about another one.
         is_observed = any(isinstance(cause, torch.OutOfMemoryError) for cause in error_chain(error))
         if self.captured is None or not is_observed:
-            return self._capture(error, requested=requested_bytes(error))
+            return self._capture(requested=requested_bytes(error))
         return self.captured
 
     def _observe(self, _device: int, n_bytes: int, _total: int, free: int) -> None:
@@ -195,9 +195,9 @@ class FailureCapture:
         # An error here would replace the out-of-memory error. A simulated device may run out of memory within a rule
         # that runs on fake tensors: no copy shall be one.
         with suppress(Exception), without_dispatch_modes():
-            self.captured = self._capture(None, requested=n_bytes, free=free)
+            self.captured = self._capture(requested=n_bytes, free=free)
 
-    def _capture(self, error: BaseException | None, *, requested: int | None, free: int | None = None) -> FailureFacts:
+    def _capture(self, *, requested: int | None, free: int | None = None) -> FailureFacts:
         place, reader = self._place(), self.reader
         stage, phase = (place.stage if self._stage else "setup"), ("" if place.hook else self.phase)
         facts = FailureFacts(
@@ -227,7 +227,7 @@ class FailureCapture:
             split=split,
             grown=self._grown(stats),
             before=self._ran[self._stage],
-            variables=variables_of_step(error, self.on_device, {*owned}),
+            variables=variables_of_step(self.on_device, {*owned}),
         )
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:

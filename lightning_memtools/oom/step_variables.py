@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,23 +22,21 @@ class StepVariable(NamedTuple):
     n_bytes: int
 
 
-def variables_of_step(error: BaseException | None, on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the variables of the user's functions that Lightning had called, each storage once, the largest first.
+def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
+    """Return the variables of the user's functions that Lightning has called, each storage once, the largest first.
 
     Args:
-        error: The error whose traceback is read; None for the functions that run now.
         on_device: Tells which tensors count.
         seen: The identities of storages that are left out.
     """
     found = []
-    for frame in _frames(error):
-        file = frame.f_code.co_filename
-        if not LIGHTNING_PACKAGES.isdisjoint(Path(file).parts):
-            break
+    frame = inspect.currentframe()
+    while frame is not None and LIGHTNING_PACKAGES.isdisjoint(Path(file := frame.f_code.co_filename).parts):
+        inner, frame = frame, frame.f_back
         if owner_of(file) != "user":
             continue
-        place = f"{frame.f_code.co_name} ({short_path(file)}:{frame.f_lineno})"
-        for variable, value in variables_of(frame).items():
+        place = f"{inner.f_code.co_name} ({short_path(file)}:{inner.f_lineno})"
+        for variable, value in variables_of(inner).items():
             tensors = [*tensors_in(value)] if isinstance(value, (Tensor, list, tuple, dict)) else []
             sizes = [(tensor, bytes_on_device([tensor], on_device, seen)) for tensor in tensors]
             new = [tensor for tensor, n_bytes in sizes if n_bytes]
@@ -50,14 +45,3 @@ def variables_of_step(error: BaseException | None, on_device: OnDevice, seen: se
                 shape = f"{number}{str(new[0].dtype).removeprefix('torch.')} {list(new[0].shape)}"
                 found.append(StepVariable(f"`{variable}` in {place}", shape, sum(n_bytes for _, n_bytes in sizes)))
     return sorted(found, key=lambda one: -one.n_bytes)
-
-
-def _frames(error: BaseException | None) -> Iterator[FrameType]:
-    """Yield frames, the innermost first."""
-    if error is not None:
-        yield from reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
-        return
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -288,78 +288,6 @@ def a_cached_function(fit: FitOn, *, mended: bool) -> None:
         cached_features.cache_clear()
 
 
-class Registry:
-    """Collects outputs of all epochs."""
-
-    outputs: list[Tensor] = []  # noqa: RUF012, the mistake that is shown
-
-
-class FillsARegistry(Case):
-    def training_step(self, batch, batch_idx):
-        out = self(batch)
-        Registry.outputs.append(out.detach())
-        return out.square().mean()
-
-    def on_train_epoch_end(self):
-        if self.mended:
-            Registry.outputs.clear()
-
-
-@exhibit("`Registry.outputs` holds", advice=("Clear tests.oom.gallery.Registry.outputs when the epoch ends",))
-def a_list_of_a_class(fit: FitOn, *, mended: bool) -> None:
-    try:
-        fit(FillsARegistry(mended=mended, n_batches=8), max_epochs=4)
-    finally:
-        Registry.outputs.clear()
-
-
-@exhibit("Other tensors take", advice=("`Probes.probe.grad = None`",), capacity_mib=60)
-class Probes(Case):
-    """Takes the gradient of an input once, which then stays beside it: 12 MiB each."""
-
-    probe: Tensor
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 0:
-            self.probe = torch.zeros(3 * MIB, device=self.device, requires_grad=True)
-            self.probe.sum().backward()
-            if self.mended:
-                self.probe.grad = None
-
-    def sizes(self):
-        return [16, 16, 40]
-
-
-class Streams(Case):
-    """A generator that runs through all epochs keeps what it was sent."""
-
-    stream: Any = None
-
-    def training_step(self, batch, batch_idx):
-        if self.stream is None:
-            self.stream = running_mean()
-            next(self.stream)
-        out = self(batch)
-        self.stream.send(out.detach())
-        return out.square().mean()
-
-    def on_train_epoch_end(self):
-        if self.mended:
-            self.stream.close()
-            self.stream = None
-
-
-def running_mean() -> Any:
-    kept: list[Tensor] = []
-    while True:
-        kept.append((yield len(kept)))
-
-
-@exhibit("the generator running_mean", "holds", advice=("`close()`",))
-def a_generator(fit: FitOn, *, mended: bool) -> None:
-    fit(Streams(mended=mended, n_batches=8), max_epochs=4)
-
-
 class Snapshots(L.Callback):
     """Keeps a copy of the weights of each epoch: 4 MiB each."""
 
@@ -388,30 +316,6 @@ def a_checkpoint_that_stays(fit: FitOn, *, mended: bool) -> None:
         fit(net)
 
     main()
-
-
-class KeepsItems(Batches):
-    """Keeps every batch that it has put on the device."""
-
-    def __init__(self, sizes: list[int], device: Any) -> None:
-        super().__init__(sizes)
-        self.kept: list[Tensor] = []
-        self.device = device
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.kept.append(super().__getitem__(index).to(self.device))
-        return self.kept[-1]
-
-
-class ReadsKeptItems(Case):
-    def train_dataloader(self):
-        self.data = KeepsItems(self.sizes(), "cpu" if self.mended else self.device)
-        return DataLoader(self.data, batch_size=None)
-
-
-@exhibit("KeepsItems.kept` holds", advice=("Let the data set not keep what it has yielded",), on_cpu=False)
-def a_data_set_that_keeps_its_items(fit: FitOn, *, mended: bool) -> None:
-    fit(ReadsKeptItems(mended=mended))
 
 
 class DataOnDevice(L.LightningDataModule):

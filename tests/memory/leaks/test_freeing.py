@@ -46,7 +46,7 @@ def follow(advice: str, names: Names) -> None:
     """Do what the advice says: run its first code, or clear the container that it names."""
     words = advice.partition(", or ")[0]
     if code := re.search(r"`(.*?)`", words):
-        exec(code[1], names)  # noqa: S102, our own text
+        exec(code[1].replace("close()", "stream.close()"), names)  # noqa: S102, our own text
         return
     path = re.search(r"Clear (\S+) when|yielded \((\S+)\)", words)
     assert path is not None
@@ -233,6 +233,20 @@ def dataset(make: Callable[[], Any], owner: Callable[[Any], Any] = lambda data: 
     return keep
 
 
+def running_mean() -> Any:
+    kept: list[Tensor] = []
+    while True:
+        kept.append((yield len(kept)))
+
+
+def generator(model: Model) -> Names:
+    model.stream = running_mean()
+    next(model.stream)
+    model.stream.send(mib())
+    model.stream.send(mib())
+    return {"stream": model.stream}
+
+
 CASES = [
     *((case, "cache_clear()") for case in (cached, cached_in_a_dict, cached_method, cached_by_the_model)),
     *((case, "handle.remove()") for case in (forward_hook, pre_hook_that_is_an_object, backward_hook, tensor_hook)),
@@ -244,6 +258,7 @@ CASES = [
     (gradient_in_a_dict, "`Model.images['dream'].grad = None`"),
     (gradient_in_a_global_list, "`fresh.inputs[0].grad = None`"),
     (gradient_of_a_class_attribute, "`fresh.Registry.prompt.grad = None`"),
+    (generator, "Close the generator running_mean with `close()`"),
     (dataset(KeepsItems), "(KeepsItems.kept)"),
     (dataset(KeepsByIndex), "(KeepsByIndex.cache)"),
     (dataset(KeepsStream), "(KeepsStream.history)"),
