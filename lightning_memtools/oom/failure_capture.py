@@ -28,8 +28,8 @@ from lightning_memtools.oom.failure_facts import (
     MemoryGrowth,
     sizes_only,
     split_memory,
+    variables_of_step,
 )
-from lightning_memtools.oom.step_variables import variables_of_step
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
@@ -93,11 +93,9 @@ class FailureCapture:
         snapshot: Record the allocator's history.
 
     Attributes:
-        device: As given.
         reader: Reads the device; None where it keeps no statistics.
         virtual: The reader, if it is a simulated device.
         on_device: Tells which tensors are on the device.
-        snapshot: As given.
         recording: The recording; None where there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
