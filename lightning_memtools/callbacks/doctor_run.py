@@ -41,7 +41,6 @@ class DoctorRun:
         self.report = DoctorReport(checks=tuple(names))
         case = TrainingCase(
             model=module,
-            accumulate=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
             local_ranks=min(trainer.num_devices, trainer.world_size),
             sharded=why_unsupported("TrainingDoctor", type(trainer.strategy)) is not None,
@@ -86,8 +85,7 @@ class DoctorRun:
         has_ended = examination.is_concluded and (not was_concluded or event == "evaluations_end")
         if not has_ended and not (event == "batch_end" and examination.case.n_steps == 1):
             return self._is_stopped
-        have_all_evaluated = self.publish(trainer)
-        return has_ended and (have_all_evaluated or not trainer.enable_validation)
+        return (self.publish(trainer) or not trainer.enable_validation) and has_ended
 
     def publish(self, trainer: Trainer) -> bool:
         """Collect the findings of all ranks and report the new ones. Called at the same points on every rank.

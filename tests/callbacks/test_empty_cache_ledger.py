@@ -247,7 +247,17 @@ class LogsMetrics(Regression):
         self.everything.reset()
 
 
+class AddsUpDetachedLosses(AddsUpLosses):
+    """As the warning on the other says."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.total += loss.detach()
+        return loss
+
+
 HEALTHY: dict[str, Any] = {
+    "sum_without_graphs": (AddsUpDetachedLosses, list, {}),
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()], {}),
     "replay_buffer_on_the_host": (ReplaysFromTheHost, list, {}),
     "optimizer_state_made_late": (ThawsALayerPerEpoch, list, {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -261,31 +260,6 @@ class KeepsPredictions(Case):
         if self.mended:
             self.metric.reset()
         return out.square().mean()
-
-
-@functools.cache
-def cached_features(key: tuple[int, int], device: torch.device) -> Tensor:
-    return torch.full((16, WIDTH), 0.5, device=device)
-
-
-class CachesFeatures(Case):
-    """A cached function computes something for each batch of each epoch."""
-
-    def training_step(self, batch, batch_idx):
-        cached_features((self.current_epoch, batch_idx), self.device)
-        return self(batch).square().mean()
-
-    def on_train_epoch_end(self):
-        if self.mended:
-            cached_features.cache_clear()
-
-
-@exhibit("gallery.cached_features` holds", advice=("gallery.cached_features.cache_clear()`",))
-def a_cached_function(fit: FitOn, *, mended: bool) -> None:
-    try:
-        fit(CachesFeatures(mended=mended, n_batches=8), max_epochs=4)
-    finally:
-        cached_features.cache_clear()
 
 
 class Snapshots(L.Callback):

@@ -1,4 +1,4 @@
-"""What to write so that what is held is freed, by the kind of its holder."""
+"""Advice that frees what is held, by the kind of its holder."""
 
 from __future__ import annotations
 
