@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
+from lightning_memtools._torch import node_sequence_number
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans
 from lightning_memtools.memory.leaks.holder_search import MAX_LOOKUPS, HolderSearch, Holding, is_expected
 from lightning_memtools.memory.leaks.holders import all_tensors, find_holder
@@ -14,6 +15,7 @@ from lightning_memtools.memory.owned import OnDevice, Owned
 
 # Readings of growth after which even what fits is reported: a cache may fill for ten epochs.
 _LONGEST_WAIT = 12
+_MOST_GRAPHS = 200
 
 
 class LeakDetector:
@@ -117,8 +119,11 @@ class LeakDetector:
             return []
         self._next_graph_look += self._next_graph_look - 1
         clocks, names = tuple(self._clocks), self._find_names()
-        growing = [tensor for tensor in all_tensors() if spans(tensor, clocks)][:MAX_LOOKUPS]
-        holders = [(tensor, find_holder(tensor, names, ignore=(growing,))) for tensor in growing]
+        with_graph = [tensor for tensor in all_tensors() if tensor.grad_fn is not None]
+        with_graph.sort(key=lambda tensor: -node_sequence_number(tensor.grad_fn))  # one that grows is among the latest
+        growing = [tensor for tensor in with_graph[:_MOST_GRAPHS] if spans(tensor, clocks)][:MAX_LOOKUPS]
+        ignore = (with_graph, growing)
+        holders = [(tensor, find_holder(tensor, names, ignore=ignore)) for tensor in growing]
         return [
             Holding(holder, count_by_kind([tensor]), 0, 1, graph_grows=True) for tensor, holder in holders if holder
         ]

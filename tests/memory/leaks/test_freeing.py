@@ -67,40 +67,15 @@ def a_class(name: str, **attributes: Any) -> Any:
     return type(name, (), attributes)
 
 
-# --- caches of functools
-
-
-def cached(_: Model) -> None:
-    fresh(table=functools.cache(mib))
-    sys.modules["fresh"].table(3)
-
-
-def cached_in_a_dict(_: Model) -> None:
-    fresh(tables=functools.lru_cache(maxsize=None)(lambda n: {"sin": mib(n), "cos": mib(n)}))
-    sys.modules["fresh"].tables(3)
-
-
-def cached_method(_: Model) -> None:
-    fresh(Positions=a_class("Positions", of_length=functools.cache(lambda _self, n: mib(n))))
-    sys.modules["fresh"].Positions().of_length(3)
-
-
-def cached_by_the_model(model: Model) -> None:
-    model.lookup = functools.cache(mib)
-    model.lookup(3)
-
-
-# --- hooks
-
-
-def recorder(seen: list[Tensor]) -> Callable[..., None]:
-    def look(*_: Any) -> None:
-        seen.append(mib())
-
-    return look
+def cached(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function whose cache holds a result."""
+    function(*arguments)
+    return function
 
 
 class Looks:
+    """A hook that keeps a tensor at each call."""
+
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
@@ -108,73 +83,24 @@ class Looks:
         self.seen.append(mib())
 
 
-def forward_hook(model: Model) -> Names:
-    handle = model.net.register_forward_hook(recorder([]))
-    model.net(torch.ones(1, 4))
-    return {"handle": handle}
+def looker() -> Callable[..., None]:
+    seen: list[Tensor] = []
+    return lambda *_: seen.append(mib())
 
 
-def pre_hook_that_is_an_object(model: Model) -> Names:
-    handle = model.net.register_forward_pre_hook(Looks())
-    model.net(torch.ones(1, 4))
-    return {"handle": handle}
+def hooked(register: Callable[[Model], Any]) -> Callable[[Model], Names]:
+    def keep(model: Model) -> Names:
+        handle = register(model)
+        model.net(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        return {"handle": handle}
 
-
-def backward_hook(model: Model) -> Names:
-    handle = model.net.register_full_backward_hook(recorder([]))
-    model.net(torch.ones(1, 4, requires_grad=True)).sum().backward()
-    return {"handle": handle}
-
-
-def tensor_hook(model: Model) -> Names:
-    handle = model.net.weight.register_hook(recorder([]))
-    model.net(torch.ones(1, 4)).sum().backward()
-    return {"handle": handle}
-
-
-# --- attributes of classes
-
-
-def list_of_a_class(_: Model) -> None:
-    fresh(Registry=a_class("Registry", outputs=[mib()]))
-
-
-def dict_of_a_class(_: Model) -> None:
-    fresh(Registry=a_class("Registry", by_name={"net": [mib()]}))
-
-
-def tensor_of_a_class(_: Model) -> None:
-    fresh(Registry=a_class("Registry", table=mib()))
-
-
-def set_of_a_base_class(_: Model) -> None:
-    base = a_class("Base", kept={mib()})
-    fresh(Base=base, Derived=type("Derived", (base,), {}))
-
-
-# --- gradients of what is no parameter
+    return keep
 
 
 def attacked() -> Tensor:
     x = torch.zeros(MIB // 4, requires_grad=True)
     x.square().sum().backward()
     return x
-
-
-def gradient_of_an_attribute(model: Model) -> None:
-    model.probe = attacked()
-
-
-def gradient_in_a_dict(model: Model) -> None:
-    model.images = {"dream": attacked()}
-
-
-def gradient_in_a_global_list(_: Model) -> None:
-    fresh(inputs=[attacked()])
-
-
-def gradient_of_a_class_attribute(_: Model) -> None:
-    fresh(Registry=a_class("Registry", prompt=attacked()))
 
 
 # --- data sets that keep what they have yielded
@@ -241,36 +167,52 @@ def running_mean() -> Any:
 
 def generator(model: Model) -> Names:
     model.stream = running_mean()
-    next(model.stream)
-    model.stream.send(mib())
-    model.stream.send(mib())
+    for value in (None, mib(), mib()):
+        model.stream.send(value)
     return {"stream": model.stream}
 
 
+def in_model(name: str, make: Callable[[], Any]) -> Callable[[Model], None]:
+    return lambda model: setattr(model, name, make())
+
+
+def in_class(**make: Callable[[], Any]) -> Callable[[Model], None]:
+    return lambda _: fresh(Registry=a_class("Registry", **{name: one() for name, one in make.items()}))
+
+
 CASES = [
-    *((case, "cache_clear()") for case in (cached, cached_in_a_dict, cached_method, cached_by_the_model)),
-    *((case, "handle.remove()") for case in (forward_hook, pre_hook_that_is_an_object, backward_hook, tensor_hook)),
-    (list_of_a_class, "Clear fresh.Registry.outputs"),
-    (dict_of_a_class, "Clear fresh.Registry.by_name"),
-    (tensor_of_a_class, "`del fresh.Registry.table`"),
-    (set_of_a_base_class, "Clear fresh.Base.kept"),
-    (gradient_of_an_attribute, "`Model.probe.grad = None`"),
-    (gradient_in_a_dict, "`Model.images['dream'].grad = None`"),
-    (gradient_in_a_global_list, "`fresh.inputs[0].grad = None`"),
-    (gradient_of_a_class_attribute, "`fresh.Registry.prompt.grad = None`"),
-    (generator, "Close the generator running_mean with `close()`"),
-    (dataset(KeepsItems), "(KeepsItems.kept)"),
-    (dataset(KeepsByIndex), "(KeepsByIndex.cache)"),
-    (dataset(KeepsStream), "(KeepsStream.history)"),
-    (dataset(lambda: Doubled(KeepsItems()), lambda data: data.inner), "(KeepsItems.kept)"),
+    ("`fresh.table.cache_clear()`", lambda _: fresh(table=cached(functools.cache(mib), 3))),
+    (
+        "`fresh.table.cache_clear()`",
+        lambda _: fresh(table=cached(functools.lru_cache(maxsize=None)(lambda n: {"sin": mib(n), "cos": mib(n)}), 3)),
+    ),
+    ("`fresh.Registry.of.cache_clear()`", in_class(of=lambda: cached(functools.cache(lambda _, n: mib(n)), 0, 3))),
+    ("`Model.lookup.cache_clear()`", in_model("lookup", lambda: cached(functools.cache(mib), 3))),
+    ("handle.remove()", hooked(lambda model: model.net.register_forward_hook(looker()))),
+    ("handle.remove()", hooked(lambda model: model.net.register_forward_pre_hook(Looks()))),
+    ("handle.remove()", hooked(lambda model: model.net.register_full_backward_hook(looker()))),
+    ("handle.remove()", hooked(lambda model: model.net.weight.register_hook(looker()))),
+    ("Clear fresh.Registry.outputs", in_class(outputs=lambda: [mib()])),
+    ("Clear fresh.Registry.by_name", in_class(by_name=lambda: {"net": [mib()]})),
+    ("`del fresh.Registry.table`", in_class(table=mib)),
+    ("Clear fresh.Registry.bag", in_class(bag=lambda: {mib()})),
+    ("`Model.probe.grad = None`", in_model("probe", attacked)),
+    ("`Model.images['dream'].grad = None`", in_model("images", lambda: {"dream": attacked()})),
+    ("`fresh.inputs[0].grad = None`", lambda _: fresh(inputs=[attacked()])),
+    ("`fresh.Registry.prompt.grad = None`", in_class(prompt=attacked)),
+    ("(KeepsItems.kept)", dataset(KeepsItems)),
+    ("(KeepsByIndex.cache)", dataset(KeepsByIndex)),
+    ("(KeepsStream.history)", dataset(KeepsStream)),
+    ("(KeepsItems.kept)", dataset(lambda: Doubled(KeepsItems()), lambda data: data.inner)),
+    ("Close the generator running_mean with `close()`", generator),
 ]
 
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
-@pytest.mark.parametrize(("keep", "words"), CASES)
-def test_the_advice_fits_the_holder_and_frees_what_it_holds(keep, words):
+@pytest.mark.parametrize(("words", "keep"), CASES)
+def test_the_advice_fits_the_holder_and_frees_what_it_holds(words, keep):
     with VirtualDevice() as device:
         model = Model()
         names = {"Model": model, **(keep(model) or {})}
