@@ -14,9 +14,10 @@ from lightning_memtools.memory.leaks.holders import LruCache, ReferenceKind, Ten
 def how_to_free(holding: Holding) -> str:
     """Return what to write, without a period: "Clear Net.outs when the epoch ends, or keep ... off the device"."""
     holder = holding.holder
-    name = str(holder.steps[-1].key if holder.steps and holder.steps[-1].key else "total")
     if holding.graph_grows:
-        target = f"self.{name}" if holder.steps[-1].kind is ReferenceKind.ATTRIBUTE else name
+        last = holder.steps[-1] if holder.steps else None
+        name = holder.name.partition(" in ")[0] if last is None else last.key or "total"
+        target = f"self.{name}" if last is not None and last.kind is ReferenceKind.ATTRIBUTE else name
         return f"Add up values without their graphs: `{target} += loss.detach()`"
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from lightning_memtools._torch import node_sequence_number
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans
 from lightning_memtools.memory.leaks.holder_search import MAX_LOOKUPS, HolderSearch, Holding, is_expected
-from lightning_memtools.memory.leaks.holders import all_tensors, find_holder
+from lightning_memtools.memory.leaks.holders import all_tensors
 from lightning_memtools.memory.leaks.leak_report import LeakReport
 from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of, count_by_kind
 from lightning_memtools.memory.owned import OnDevice, Owned
@@ -118,12 +118,11 @@ class LeakDetector:
         if self._n_readings < self._next_graph_look:
             return []
         self._next_graph_look += self._next_graph_look - 1
-        clocks, names = tuple(self._clocks), self._find_names()
+        clocks, search = tuple(self._clocks), HolderSearch([], self._find_names())
         with_graph = [tensor for tensor in all_tensors() if tensor.grad_fn is not None]
         with_graph.sort(key=lambda tensor: -node_sequence_number(tensor.grad_fn))  # one that grows is among the latest
         growing = [tensor for tensor in with_graph[:_MOST_GRAPHS] if spans(tensor, clocks)][:MAX_LOOKUPS]
-        ignore = (with_graph, growing)
-        holders = [(tensor, find_holder(tensor, names, ignore=ignore)) for tensor in growing]
+        holders = [(tensor, search.holder_of(tensor, ignore=(with_graph, growing))) for tensor in growing]
         return [
             Holding(holder, count_by_kind([tensor]), 0, 1, graph_grows=True) for tensor, holder in holders if holder
         ]

@@ -8,6 +8,8 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.gc_frozen import gc_frozen
+from lightning_memtools.memory.leaks.freeing import how_to_free
+from lightning_memtools.memory.leaks.holder_search import names_of_variables
 from lightning_memtools.memory.leaks.holders import names_of_modules
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector
 from lightning_memtools.memory.owned import owned_by
@@ -103,6 +105,19 @@ def test_the_detector_keeps_nothing_alive(device):
     watched = [weakref.ref(tensor) for tensor in model.kept]
     model.kept.clear()
     assert [reference() for reference in watched] == [None, None, None]
+
+
+def test_a_sum_in_a_local_variable_is_named_and_its_fix_stops_it(device):
+    weight = nn.Parameter(torch.ones(4))
+    total = torch.zeros(())
+    detector = LeakDetector(device.holds, warn_after=3, find_names=names_of_variables)
+    for _ in range(4):
+        total = total + weight.sum()
+        owned = owned_by(nn.Module(), [], device.holds)
+        report = detector.read(0, owned)
+    assert report is not None
+    assert "- total in test_a_sum_in_a_local_variable" in report.text(device="cpu", readings="epochs")
+    assert how_to_free(report.findings[0]) == "Add up values without their graphs: `total += loss.detach()`"
 
 
 class Hoarder(Model):
