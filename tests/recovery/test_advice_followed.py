@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,8 +76,8 @@ ADVICE = [
     *(
         Advice(
             words,
-            lambda options=options: on_graphs(**options),
-            lambda: on_graphs(split=parts_of, loss_weight=n_graphs),
+            partial(on_graphs, **options),
+            partial(on_graphs, split=parts_of, loss_weight=n_graphs),
             UNEQUAL,
         )
         for words, options in (

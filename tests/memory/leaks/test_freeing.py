@@ -166,10 +166,11 @@ def running_mean() -> Any:
 
 
 def generator(model: Model) -> Names:
-    model.stream = running_mean()
+    stream: Any = running_mean()
     for value in (None, mib(), mib()):
-        model.stream.send(value)
-    return {"stream": model.stream}
+        stream.send(value)
+    model.stream = stream
+    return {"stream": stream}
 
 
 def in_model(name: str, make: Callable[[], Any]) -> Callable[[Model], None]:
