@@ -282,7 +282,7 @@ def copies_of_the_model(fit: FitOn, *, mended: bool) -> None:
 @exhibit("`checkpoint in main", "holds", advice=("`del checkpoint`",))
 def a_checkpoint_that_stays(fit: FitOn, *, mended: bool) -> None:
     def main() -> None:
-        checkpoint = {"epoch": 3, "ema": torch.zeros(6 * MIB, device=fit.device)}
+        checkpoint = {"epoch": 3, "moments": [torch.zeros(3 * MIB, device=fit.device) for _ in range(2)]}
         net = Net(2)
         assert checkpoint["epoch"] == 3
         if mended:

@@ -43,7 +43,7 @@ def _release(holding: Holding) -> str:
         ),
         (is_a(holder.root, Dataset), f"Let the data set not keep what it has yielded ({path})"),
         (is_a(holder.root, GeneratorType), f"Close {holder.name} with `close()`"),
-        (is_variable and not holding.piles_up, f"`del {variable}` once it is no longer needed"),
+        (is_variable, f"`del {variable}` once it is no longer needed, or clear it when the epoch ends"),
         (any(step.is_element for step in holder.steps), f"Clear {path} when the epoch ends"),
     )
     return next((words for applies, words in ways if applies), f"`del {path}` when the epoch ends")
