@@ -42,7 +42,6 @@ class DoctorRun:
         self.report = DoctorReport(checks=tuple(names))
         case = TrainingCase(
             model=module,
-            accumulate=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
             local_ranks=min(trainer.num_devices, trainer.world_size),
             sharded=why_unsupported("TrainingDoctor", type(trainer.strategy)) is not None,
@@ -63,6 +62,8 @@ class DoctorRun:
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
         case.evaluation_loaders = validation if isinstance(validation, (list, tuple)) else [validation]
+        if trainer.max_steps >= 0:  # they may end before an epoch does
+            n_batches = min(n_batches, trainer.max_steps * trainer.accumulate_grad_batches)
         case.n_train_batches = None if n_batches == float("inf") else int(n_batches)
         if trainer.lightning_module.automatic_optimization and trainer.max_epochs is not None:
             n_updates, n_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
@@ -78,14 +79,14 @@ class DoctorRun:
             True once nothing is left to watch.
         """
         examination = self._examination
+        examination.case.accumulate = trainer.accumulate_grad_batches  # a schedule sets it when an epoch starts
         was_concluded = examination.is_concluded
         examination.tell(event, argument)
         # The same points on every rank, which wait for each other here.
         has_ended = examination.is_concluded and (not was_concluded or event == "evaluations_end")
         if not has_ended and not (event == "batch_end" and examination.case.n_steps == 1):
             return self._is_stopped
-        have_all_evaluated = self.publish(trainer)
-        return has_ended and (have_all_evaluated or not trainer.enable_validation)
+        return (self.publish(trainer) or not trainer.enable_validation) and has_ended
 
     def publish(self, trainer: Trainer) -> bool:
         """Collect the findings of all ranks and report the new ones. Called at the same points on every rank.

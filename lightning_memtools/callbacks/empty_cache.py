@@ -16,7 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_memtools._lightning import callbacks_of, running_stage, training_step
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
+from lightning_memtools.memory.leaks.holder_search import names_of_run, names_of_variables
+from lightning_memtools.memory.leaks.leak_detector import LeakDetector
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
@@ -103,12 +104,11 @@ class EmptyCache(WatchingCallback):
             return
         on_device, detector = on_device_of(reader, device), None
         if self.ledger and stage == TrainerFn.FITTING:
-            others = [*callbacks_of(trainer), getattr(trainer, "datamodule", None)]
+            others = [*callbacks_of(trainer), getattr(trainer, "datamodule", None), trainer]
             detector = LeakDetector(
                 on_device,
                 warn_after=self.warn_after,
-                # The model first, then what else belongs to the user.
-                find_scope=lambda: SearchScope.around(pl_module, others, stop_at=trainer),
+                find_names=lambda: names_of_variables() | names_of_run(pl_module, others),
                 may_wait=lambda per_epoch: self._may_wait(trainer, reader, per_epoch),
             )
         threshold = ReleaseThreshold(self.min_reclaimable)

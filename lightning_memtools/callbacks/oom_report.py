@@ -21,8 +21,7 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.notice_board import NoticeBoard
-from lightning_memtools.oom.oom_reporter import OOMReporter
+from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 
@@ -166,7 +165,7 @@ class OOMReport(WatchingCallback):
             untoggle_all(pl_module)
             run = partial(failed_run_of, trainer, facts.batch)
             page = reporter.report(facts, capture, run, error=exception)
-            self.advice = tuple(page.actions)
+            self.advice = tuple(page.advice.actions)
             _log(trainer, page.markdown())
         finally:
             if ran_out:

@@ -38,7 +38,7 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("devices", "start", module_checks.devices),
     ("reproducibility", "start", module_checks.reproducibility),
     ("scheduler_interval", "start", loader_checks.scheduler_interval),
-    ("last_window", "start", loader_checks.last_window),
+    ("last_window", "first batch_start", loader_checks.last_window),
     ("checkpointing_switch", "first gradients", module_checks.checkpointing_switch),
     ("missing_gradients", "update", parameter_checks.note_update),
     ("missing_gradients", "end", parameter_checks.missing_gradients),

@@ -14,8 +14,8 @@ from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock
+from lightning_memtools.memory.leaks.holder_search import names_of_run
 from lightning_memtools.memory.leaks.holders import all_tensors, find_holder, is_a
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted
@@ -70,8 +70,7 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
         return "an object that Python's garbage collector does not see", ""
     newest = max(held, key=lambda tensor: node_sequence_number(tensor.grad_fn))
     others = [one for one in case.others if not is_a(one, FunctionType)]  # these have better names of their own
-    names = SearchScope.around(case.model, others, case.stop_at).names
-    holder = find_holder(newest, names, ignore=(held,))
+    holder = find_holder(newest, names_of_run(case.model, [*others, case.stop_at]), ignore=(held,))
     place = "a local variable" if holder is None else f"{holder.container_path}{holder.place}"
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
     return place, f", held through {counted(len(held), 'tensor', 'tensors')} with {format_size(n_bytes)}"

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_memtools.checkpointing.loss_head import possible_heads
+from lightning_memtools.estimate import MemoryEstimate
+from lightning_memtools.memory.peak_holders import held_by
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom import cause_checks as causes
 from lightning_memtools.oom import change_checks as changes
 from lightning_memtools.oom.actions import Action, ranked
 from lightning_memtools.oom.failed_step import FailedStep
-from lightning_memtools.oom.step_trials import StepTrials, why_not_checked
+from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials, why_not_checked
 from lightning_memtools.reporting.phrases import in_series
 
 _LARGE_STATE = 0.2  # of a step's peak
@@ -72,12 +74,14 @@ class Advice:
         actions: The actions found, the best first.
         unchecked: A sentence for each reason why changes could not be checked, which names these.
         modules: Bytes of activations that the traced step keeps, by module, largest first.
+        lines: Bytes at the peak of the traced step by line of code, of what no module and no optimizer owns.
         notes: Further remarks.
     """
 
     actions: Sequence[Action] = ()
     unchecked: Sequence[str] = ()
     modules: Sequence[tuple[str, int]] = ()
+    lines: Sequence[tuple[str, int]] = ()
     notes: Sequence[str] = ()
 
 
@@ -92,15 +96,15 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
         for check in (*OF_CAUSES, *OF_CHANGES):
             try:
                 if check.applies(failed):
-                    if check in OF_CHANGES:
-                        trials.require_trace()
+                    if check in OF_CHANGES and trials.why_not:
+                        raise NotCheckedError(trials.why_not)  # noqa: TRY301, as a check says it
                     actions += check.run(trials)
             except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fakes
                 reasons.setdefault(why_not_checked(error), []).append(check.name)
         unchecked = [f"Not checked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
         if trials.why_not:
             return Advice(ranked(actions), unchecked)
-        return Advice(ranked(actions), unchecked, _modules(trials), _notes(trials))
+        return Advice(ranked(actions), unchecked, _modules(trials), _lines(trials.plain), _notes(trials))
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
@@ -111,6 +115,12 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
         for module in trials.plain.modules
     ]
     return sorted(sizes, key=lambda item: -item[1])
+
+
+def _lines(plain: MemoryEstimate) -> list[tuple[str, int]]:
+    """Return what is at the peak outside of modules, such as a loss or an assignment of labels, by line."""
+    outside = [holder for holder in plain.holders if holder.line and holder.module in {"", "(model)"}]
+    return [*held_by(outside, "line").items()]
 
 
 def _notes(trials: StepTrials) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_memtools.memory.allocator import replay
-from lightning_memtools.memory.leaks.holdings import Holding
+from lightning_memtools.memory.leaks.freeing import how_to_free
+from lightning_memtools.memory.leaks.holder_search import Holding
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome
 from lightning_memtools.oom.failure_facts import LEAST_ODD
@@ -40,7 +41,7 @@ def release(trials: StepTrials) -> list[Action]:
     for holding in [holding for holding in held.found if holding.n_bytes > least][:_MOST_HOLDERS]:
         action = Action(kind=ActionKind.HOLDER, title=f"{_verb(holding)} {holding_in_words(holding)}")
         cause = _cause(holding) if is_cause(holding, allocated) else ""
-        actions.append(_freed(trials, action, holding.n_bytes, _how(holding), cause))
+        actions.append(_freed(trials, action, holding.n_bytes, how_to_free(holding), cause))
     if held.garbage_bytes > 5 * least:
         size = format_size(held.garbage_bytes)
         title = f"Collect garbage: {size} were held by objects that refer to each other, and that nobody uses"
@@ -53,15 +54,6 @@ def _verb(holding: Holding) -> str:
     if holding.owners:
         return "Delete what is left of another run:" if holding.is_left_over else "Keep on the host, or do without:"
     return "Delete or detach" if holding.piles_up else "Keep on the host, if it is not needed here:"
-
-
-def _how(holding: Holding) -> str:
-    if holding.is_left_over:
-        return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
-    if not holding.piles_up:
-        return ""
-    how = "`.detach().cpu()`" if holding.finding.with_graph else "`.cpu()`"
-    return f"Keep numbers, or tensors on the host ({how}), and clear it when the epoch ends"
 
 
 def _cause(holding: Holding) -> str:
@@ -90,7 +82,7 @@ def odd_batch(trials: StepTrials) -> list[Action]:
     facts, recovery = trials.failed.facts, trials.failed.run.recovery
     before, fits, detail = facts.before, None, ""
     if not trials.why_not:
-        usual = trials.with_batch(before.largest)
+        usual = trials.having(batch=before.largest)
         is_far_larger = trials.plain.peak_allocated >= LEAST_ODD * usual.peak_allocated
         if not (is_far_larger if trials.limit is None else trials.fits(usual)):
             return []

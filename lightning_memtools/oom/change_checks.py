@@ -103,7 +103,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
     if not any(chain.ranges for chain in plan.chains):
         return []  # It only computes the loss in chunks, which is advice of its own.
-    estimate, extra = trials.with_plan(plan), plan.extra_operations
+    estimate, extra = trials.having(plan=plan), plan.extra_operations
     title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
     title += ", and compute the loss in chunks" if plan.heads else ""
     action = Action(kind=ActionKind.CHECKPOINTING, title=title, code=code)
@@ -132,8 +132,7 @@ def chunked_loss(trials: StepTrials) -> list[Action]:
 
 def bfloat16(trials: StepTrials) -> list[Action]:
     """Compute in bfloat16."""
-    trials.check_time()
-    estimate = trials.failed.estimate(precision=_BF16)
+    estimate = trials.having(precision=_BF16)
     action = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
     return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate))]
 

@@ -115,12 +115,8 @@ class FailedStep:
     @property
     def untraced(self) -> int:
         """The bytes that this process holds and that a trace of the step does not show."""
-        split = self.facts.split
-        if split is None:
-            return 0
-        if self.stage == "train":
-            return split.older
-        return split.older + split.by_category["gradients"] + split.by_category["optimizer"]
+        names = ["other"] if self.stage == "train" else ["other", "gradients", "optimizer"]
+        return 0 if self.facts.split is None else sum(self.facts.split[name] for name in names)
 
     def why_not_traced(self) -> str:
         """Return the reason why the step cannot be traced; "" if it can."""

@@ -16,7 +16,7 @@ from lightning_memtools._torch import attach_cuda_oom_observer, without_dispatch
 from lightning_memtools.memory.history_recording import record
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
-from lightning_memtools.memory.owned import OnDevice, bytes_on_device, on_device_of
+from lightning_memtools.memory.owned import OnDevice, bytes_on_device, on_device_of, owned_by
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -28,6 +28,7 @@ from lightning_memtools.oom.failure_facts import (
     MemoryGrowth,
     sizes_only,
     split_memory,
+    variables_of_step,
 )
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
@@ -92,11 +93,9 @@ class FailureCapture:
         snapshot: Record the allocator's history.
 
     Attributes:
-        device: As given.
         reader: Reads the device; None where it keeps no statistics.
         virtual: The reader, if it is a simulated device.
         on_device: Tells which tensors are on the device.
-        snapshot: As given.
         recording: The recording; None where there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
@@ -196,7 +195,7 @@ class FailureCapture:
         with suppress(Exception), without_dispatch_modes():
             self.captured = self._capture(requested=n_bytes, free=free)
 
-    def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
+    def _capture(self, *, requested: int | None, free: int | None = None) -> FailureFacts:
         place, reader = self._place(), self.reader
         stage, phase = (place.stage if self._stage else "setup"), ("" if place.hook else self.phase)
         facts = FailureFacts(
@@ -208,6 +207,7 @@ class FailureCapture:
         )
         if reader is None:
             return facts
+        owned = owned_by(self._model, self._optimizers(), self.on_device, inputs=self.batch).storages
         stats, fraction, split, others = reader.stats(), _fraction(reader), None, None
         if free is not None and stats.capacity is not None and fraction < 1:
             free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
@@ -225,6 +225,7 @@ class FailureCapture:
             split=split,
             grown=self._grown(stats),
             before=self._ran[self._stage],
+            variables=variables_of_step(self.on_device, {*owned}),
         )
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:

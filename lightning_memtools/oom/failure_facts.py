@@ -5,35 +5,25 @@ They are captured in the middle of the failing step, so nothing here allocates o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors, named_tensors
-from lightning_memtools.memory.owned import OnDevice, composition_of, owned_by
+from lightning_memtools.memory.error_frames import variables_of
+from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors, named_tensors, tensors_in
+from lightning_memtools.memory.owned import OnDevice, bytes_on_device, composition_of, owned_by
 from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, owner_of, short_path
 
 # A batch that is in a dimension so many times as large as the largest of at least so many before it is an odd one.
 LEAST_ODD = 1.5
 _LEAST_BEFORE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySplit:
-    """The allocated bytes by category, each counted once.
-
-    Attributes:
-        by_category: The bytes of parameters, gradients, optimizer, activations, inputs and other. They add up to the
-            allocated bytes.
-        older: The part of "other" that was allocated before the batch; the rest of it are the model's buffers.
-    """
-
-    by_category: Mapping[str, int]
-    older: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +51,10 @@ def split_memory(
     *,
     batch: Any = None,
     before: MemoryAtBatchStart | None = None,
-) -> MemorySplit:
-    """Add up what belongs to the model, its optimizers and the batch, and divide the rest by its age.
+) -> dict[str, int]:
+    """Return the allocated bytes by category: what model, optimizers and batch own, and the rest by its age.
+
+    The rest are activations, if it was allocated since the batch began, and else "other".
 
     Args:
         allocated: The bytes allocated now; the categories add up to them.
@@ -70,7 +62,7 @@ def split_memory(
         optimizers: Their state is counted.
         on_device: Tells which tensors count.
         batch: The inputs.
-        before: The state when the batch began. Without it, the rest counts as activations.
+        before: The state when the batch began. Without it, all of the rest counts as activations.
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     older = 0
@@ -82,7 +74,7 @@ def split_memory(
         state = known["optimizer"] if before.had_state else 0
         older = before.allocated - known["parameters"] - known["buffers"] - known["inputs"] - gradients - state
     older = max(0, min(older, allocated - owned.total_bytes))
-    return MemorySplit(composition_of(owned, allocated, older=older), older)
+    return composition_of(owned, allocated, older=older) | {"buffers": owned.by_category["buffers"], "other": older}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +168,39 @@ def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, sum(map(torch.numel, tensors.values()))
 
 
+class StepVariable(NamedTuple):
+    """A variable with the place of its function, "`scores` in assign (model.py:33)", and the tensors that it holds."""
+
+    where: str
+    tensors: str
+    n_bytes: int
+
+
+def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
+    """Return the variables of the user's functions that Lightning has called, each storage once, the largest first.
+
+    Args:
+        on_device: Tells which tensors count.
+        seen: The identities of storages that are left out.
+    """
+    found = []
+    frame = inspect.currentframe()
+    while frame is not None and LIGHTNING_PACKAGES.isdisjoint(Path(file := frame.f_code.co_filename).parts):
+        inner, frame = frame, frame.f_back
+        if owner_of(file) != "user":
+            continue
+        place = f"{inner.f_code.co_name} ({short_path(file)}:{inner.f_lineno})"
+        for variable, value in variables_of(inner).items():
+            tensors = [*tensors_in(value)] if isinstance(value, (torch.Tensor, list, tuple, dict)) else []
+            sizes = [(tensor, bytes_on_device([tensor], on_device, seen)) for tensor in tensors]
+            new = [tensor for tensor, n_bytes in sizes if n_bytes]
+            if new:
+                number = f"{len(new)} tensors, " if len(new) > 1 else ""
+                shape = f"{number}{str(new[0].dtype).removeprefix('torch.')} {list(new[0].shape)}"
+                found.append(StepVariable(f"`{variable}` in {place}", shape, sum(n_bytes for _, n_bytes in sizes)))
+    return sorted(found, key=lambda one: -one.n_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
     """The facts captured when memory ran out: plain data that holds no tensor of the device. Sizes in bytes.
@@ -191,6 +216,7 @@ class FailureFacts:
         split: The allocated bytes by category; None where nothing is known of them.
         grown: Memory that has accumulated over the batches; None where it is little, or not known.
         before: The batches of the stage before the failed one.
+        variables: The variables of the step that held tensors of the device, the largest first.
         batch: The batch on the meta device (sizes without values); None where none was running.
     """
 
@@ -201,9 +227,10 @@ class FailureFacts:
     free: int | None = None
     used_by_others: int | None = None
     fraction: float = 1.0
-    split: MemorySplit | None = None
+    split: Mapping[str, int] | None = None
     grown: MemoryGrowth | None = None
     before: BatchesBefore = field(default_factory=BatchesBefore)
+    variables: Sequence[StepVariable] = ()
     batch: Any = None
 
     @property

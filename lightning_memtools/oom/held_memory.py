@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_memtools.memory.leaks.holder_search import names_of_run
 from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_holdings
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address
 from lightning_memtools.memory.release_failed_step import uncounted
-from lightning_memtools.memory.user_code import CodeLine, owner_of
+from lightning_memtools.memory.user_code import line_of_frames
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import FailureCapture
 
@@ -38,7 +38,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
         run.model,
         run.optimizers,
         capture.batch,
-        SearchScope.around(run.model, run.others, run.trainer),
+        names_of_run(run.model, [*run.others, run.trainer]),
         notes=BlockNotes() if snapshot is None else _notes(capture, snapshot),
         seconds=HOLDERS_S,
     )
@@ -74,10 +74,8 @@ def _maker(frames: Any) -> str:
     It is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules in place
     of lines, such as "in net.0".
     """
-    for frame in frames:
-        file, name = frame["filename"], frame["name"]
-        if file and owner_of(file) == "user" and file.endswith(".py"):
-            return f"at {CodeLine(file, frame['line'], name)}"
-        if not file and not name.startswith("("):
-            return f"in {name}"
-    return ""
+    module = next((frame["name"] for frame in frames if not frame["filename"]), "(")
+    if not module.startswith("("):
+        return f"in {module}"
+    line = line_of_frames([frame for frame in frames if frame["filename"]])
+    return "" if line is None else f"at {line}"

@@ -21,7 +21,6 @@ from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
 from lightning_memtools.oom.held_memory import held_memory
-from lightning_memtools.oom.notice_board import NoticeBoard
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
@@ -31,6 +30,35 @@ T = TypeVar("T")
 # A report may take ten seconds of the processor. When this time is over, what is running may still take a trace or a
 # plan.
 CHECKS_S = 8.0
+
+
+class NoticeBoard:
+    """Keeps a text in a file for the other ranks of a failed call: they only see a closed connection.
+
+    Args:
+        directory: The directory of the reports; None for the system's temporary one.
+        token: Distinguishes this call of the Trainer from others; the same on every rank.
+    """
+
+    def __init__(self, directory: Path | None, token: str) -> None:
+        self._path = (directory or Path(tempfile.gettempdir())) / f".oom-{token}.txt"
+
+    def leave(self, text: str) -> bool:
+        """Leave a text, and return True if this rank is the first to do so."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:  # it is there, or no file can be written
+            return not self._path.is_file()
+        return True
+
+    def read(self) -> str:
+        """Return the text; "" if no rank has left one."""
+        try:
+            return self._path.read_text(encoding="utf-8")
+        except OSError:
+            return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +168,7 @@ def _advise(
     failed = failed_step(run, page.facts, capture, snapshot, page.held)
     virtual = capture.virtual
     with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
-        advice = advice_for(failed, end - time.thread_time())
-    page.actions, page.unchecked, page.modules = advice.actions, advice.unchecked, advice.modules
-    page.notes += advice.notes
+        page.advice = advice_for(failed, end - time.thread_time())
 
 
 def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:

@@ -33,19 +33,21 @@ class RecordedHistory:
     used_by_others: int
     device: int = 0
 
+    @property
+    def _limits(self) -> dict[str, int]:
+        return {"capacity": self.capacity, "used_by_others": self.used_by_others, "device": self.device}
+
     @cached_property
     def failed(self) -> FailedRequest | None:
         """The request that found no memory; None where the history does not hold it."""
-        limits = {"capacity": self.capacity, "used_by_others": self.used_by_others}
-        return failed_request(self.snapshot, self.config, **limits, device=self.device)
+        return failed_request(self.snapshot, self.config, **self._limits)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
         """Return the allocator as it was at a time of the history; None where the history does not reach back to it."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None
-        limits = {"capacity": self.capacity, "used_by_others": self.used_by_others}
-        done = replay(trace_until(self.snapshot, self.config, **limits, until=time, device=self.device))
+        done = replay(trace_until(self.snapshot, self.config, **self._limits, until=time))
         return done.allocator if done.completed else None
 
     def with_expandable_segments(self) -> tuple[bool | None, str]:

@@ -11,7 +11,7 @@ from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.memory.user_code import short_path
-from lightning_memtools.oom.actions import Action
+from lightning_memtools.oom.advice_checks import Advice
 from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.held_words import holding_in_words
@@ -34,9 +34,7 @@ class ReportPage:
         done: What was done about it, where the run goes on.
         where: The user's line of code; "" where it is not known.
         held: Who holds what the step does not need.
-        actions: The suggested actions, the best first.
-        unchecked: Sentences on the changes that could not be checked.
-        modules: Bytes of activations by module in the traced step, largest first.
+        advice: The result of the checks.
         processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
         notes: Further remarks.
         top: The number of modules that are listed.
@@ -50,9 +48,7 @@ class ReportPage:
     done: str = ""
     where: str = ""
     held: Holdings = field(default_factory=Holdings)
-    actions: Sequence[Action] = ()
-    unchecked: Sequence[str] = ()
-    modules: Sequence[tuple[str, int]] = ()
+    advice: Advice = field(default_factory=Advice)
     processes: Sequence[GpuProcess] | str | None = None
     notes: list[str] = field(default_factory=list)
     top: int = 10
@@ -69,7 +65,7 @@ class ReportPage:
         if facts.requested is not None:
             request = f": tried to allocate {format_size(facts.requested)}"
             request += "" if facts.free is None else f" with {format_size(facts.free)} free"
-        cause = next((action.cause for action in self.actions if action.cause), "") or self._largest_category()
+        cause = next((action.cause for action in self.advice.actions if action.cause), "") or self._largest_category()
         return f"Out of memory on {facts.device} ({facts.moment}){request}.{cause and f' {cause}.'}"
 
     def _largest_category(self) -> str:
@@ -83,13 +79,12 @@ class ReportPage:
 
     def _categories(self) -> list[tuple[str, int]]:
         """Return the allocated bytes by category, the largest first."""
-        split = {} if self.facts.split is None else self.facts.split.by_category
-        return sorted(split.items(), key=lambda item: -item[1])
+        return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
         """Return what failed, what to do first, and the path of the report; the whole of it where it has no file."""
-        helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.actions else "")
-        lines = [self.headline, self._what_was_done(), helping, *self.unchecked]
+        helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
+        lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
             lines.append(self.markdown())
         return "\n".join(line for line in [*lines, self.file_line()] if line)
@@ -115,6 +110,7 @@ class ReportPage:
             "## What filled the device": self._what_filled_the_device(),
             "## Who holds the rest": self._holders(),
             "## Modules with the most activations": self._modules(),
+            "## Tensors outside of modules": self._outside(),
             "## Other processes on the device": self._others(),
             "## Files": self._files(),
         }
@@ -128,19 +124,19 @@ class ReportPage:
         return f"The run goes on. {self.done}" if self.done else ""
 
     def _helping(self, most: int | None = None) -> str:
-        helping = [action for action in self.actions if action.helps][:most]
+        helping = [action for action in self.advice.actions if action.helps][:most]
         return "\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1))
 
     def _what_to_do(self) -> list[str]:
         helping = self._helping()
-        useless = "\n".join(f"- {action}" for action in self.actions if not action.helps)
+        useless = "\n".join(f"- {action}" for action in self.advice.actions if not action.helps)
         how = (
             "Each peak was found by tracing the step with that change on fake tensors. The available memory is the "
             "capacity of the device, less what other processes hold, and less what this process holds beside the step."
         )
-        notes = [note if note.endswith(".") else f"{note}." for note in self.notes]
+        notes = [note if note.endswith(".") else f"{note}." for note in (*self.notes, *self.advice.notes)]
         useless = useless and f"These changes were checked, but do not help:\n\n{useless}"
-        return [helping, helping and how, *self.unchecked, useless, *notes]
+        return [helping, helping and how, *self.advice.unchecked, useless, *notes]
 
     def _what_happened(self) -> list[str]:
         facts, stats = self.facts, self.facts.stats
@@ -172,20 +168,15 @@ class ReportPage:
         split = self.facts.split
         if split is None:
             return ["Not known: the device keeps no statistics."]
-        total = sum(split.by_category.values())
+        total = sum(split.values())
         rows = [
             (name, format_size(n), format_share(n, total)) for name, n in [*self._categories(), ("allocated", total)]
         ]
-        older = (
-            f"{format_size(split.older)} of this were allocated before the batch began and belong neither to the model "
-            "nor to its optimizers or inputs."
-        )
         what = (
             "Activations are everything that was allocated since the batch began and has no other owner, which "
-            "includes temporary memory of the backward pass. The model's buffers are among the other tensors."
+            "includes temporary memory of the backward pass. What is left of earlier, without an owner, is other."
         )
-        table = markdown_table(Table(("category", "size", "share"), rows))
-        return [table, older if split.older > _WORTH_A_LINE * total else "", what]
+        return [markdown_table(Table(("category", "size", "share"), rows)), what]
 
     def _holders(self) -> list[str]:
         split, least = self.facts.split, _WORTH_A_LINE * (self.facts.stats.allocated or 0)
@@ -194,7 +185,7 @@ class ReportPage:
         if self.held.garbage_bytes > least:
             lines.append(f"- garbage that Python had not collected, {format_size(self.held.garbage_bytes)}")
         known = sum(holding.n_bytes for holding in self.held.found) + self.held.garbage_bytes
-        rest = 0 if split is None else split.older - known
+        rest = 0 if split is None else split["other"] - known
         unknown = (
             f"Of what was there before the batch, {format_size(rest)} were not found: autograd graphs, workspaces of "
             "libraries, buffers of the strategy and other threads can hold memory that no Python object shows."
@@ -202,11 +193,19 @@ class ReportPage:
         return ["\n".join(lines), unknown if rest > least else ""]
 
     def _modules(self) -> list[str]:
-        rows = [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in self.modules if n_bytes][: self.top]
+        rows = [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in self.advice.modules if n_bytes][: self.top]
         in_training = self.facts.moment.stage == "train"
         when = "keeps for the backward pass in" if in_training else "holds at the peak of"
         text = f"These are the activations that each module {when} the traced step."
         return [text, markdown_table(Table(("module", "activations"), rows))] if rows else []
+
+    def _outside(self) -> list[str]:
+        least = _WORTH_A_LINE * (self.facts.stats.allocated or 0)
+        lines = [(line, format_size(n)) for line, n in self.advice.lines if n > least][: self.top]
+        variables = [(where, what, format_size(n)) for where, what, n in self.facts.variables if n > least][: self.top]
+        of_variables = Table(("variable when memory ran out", "tensor", "size"), variables, "llr")
+        of_lines = Table(("line, at the peak of the traced step", "size"), lines)
+        return [markdown_table(table) for table in (of_variables, of_lines) if table.rows]
 
     def _others(self) -> list[str]:
         text = "" if self.processes is None else in_words(self.processes)

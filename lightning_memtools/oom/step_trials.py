@@ -6,7 +6,6 @@ import time
 from functools import cached_property
 from typing import Any
 
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
@@ -48,15 +47,6 @@ class StepTrials:
             except Exception as error:  # noqa: BLE001, the user's own step may raise anything on fake tensors
                 self.why_not = why_not_checked(error)
 
-    def require_trace(self) -> None:
-        """Return if the step could be traced.
-
-        Raises:
-            NotCheckedError: It could not.
-        """
-        if self.why_not:
-            raise NotCheckedError(self.why_not)
-
     def check_time(self) -> None:
         """Return if there is time for another trial.
 
@@ -93,15 +83,10 @@ class StepTrials:
             self._estimates[key] = self.failed.estimate(size, accumulate=accumulate)
         return self._estimates[key]
 
-    def with_batch(self, batch: Any) -> MemoryEstimate:
-        """Return the estimate of the step with another batch."""
+    def having(self, **changes: Any) -> MemoryEstimate:
+        """Return the estimate of the step with changes that `FailedStep.estimate` knows."""
         self.check_time()
-        return self.failed.estimate(batch=batch)
-
-    def with_plan(self, plan: CheckpointPlan) -> MemoryEstimate:
-        """Return the estimate of the step with a checkpoint plan."""
-        self.check_time()
-        return self.failed.estimate(plan=plan)
+        return self.failed.estimate(**changes)
 
     def saving(self, peak: int) -> int:
         """Return by how many bytes a peak is lower than the plain one; 0 where that is not worth a line."""

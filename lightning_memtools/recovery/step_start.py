@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,6 @@ from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
 from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.recovery.batch_parts import copied_containers
-from lightning_memtools.recovery.logged_values import LoggedValues
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import RandomState
 
@@ -55,8 +56,7 @@ class StepStart:
         self._step = step
         self._state = state
         self._random = RandomState.now(device=state.device)
-        self._log = LoggedValues(step.results)
-        self._take_back_log = self._log.save()
+        self._take_back_log = _log_restorer(step.results)
         self._metrics = [(metric, _copied(vars(metric))) for metric in state.metrics]
         state.buffers.keep()
         self._tensors = [(tensor, write_count_or_none(tensor)) for tensor in tensors_in(step.batch)]
@@ -75,7 +75,7 @@ class StepStart:
 
     def run_part(self, part: Any, factor: float) -> Any:
         """Run forward and backward of a part, and return its result with the loss multiplied by a factor."""
-        with self._log.of_part(part):
+        with _logging_for(part, self._step.results):
             result = self._run(part, factor)
         loss = result.closure_loss
         return result if loss is None else replace(result, closure_loss=loss.detach() * factor)
@@ -162,6 +162,32 @@ class StepStart:
     def _note_accumulated(self) -> None:
         gradients = [(parameter, parameter.grad) for parameter in self._state.parameters]
         self._accumulated = [(p, grad, 0 if grad is None else WRITE_COUNT(grad)) for p, grad in gradients]
+
+
+def _log_restorer(results: Any) -> Callable[[], None]:
+    """Return the function that takes back what `self.log` adds from now on; Lightning offers no way to do so."""
+    saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
+    batch, size = results.batch, results.batch_size
+
+    def restore() -> None:
+        for key in [key for key in results if key not in saved]:
+            del results[key]
+        for metric, values in saved.values():
+            vars(metric).clear()
+            vars(metric).update(values)
+        results.batch, results.batch_size = batch, size
+
+    return restore
+
+
+@contextmanager
+def _logging_for(part: Any, results: Any) -> Iterator[None]:
+    """Inside, logged values have the batch size of a part, so that the means of an epoch weight it rightly."""
+    whole, results.batch, results.batch_size = results.batch, part, None
+    try:
+        yield
+    finally:
+        results.batch, results.batch_size = whole, None
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:

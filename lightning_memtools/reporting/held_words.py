@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_memtools.memory.leaks.holdings import Holding
+from lightning_memtools.memory.leaks.holder_search import Holding
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted, in_series
 
@@ -14,11 +14,10 @@ _LEAST_OF_A_CAUSE = 0.05
 
 def holding_in_words(holding: Holding) -> str:
     """Return a holding: "`Net.outs`, a list of 240 tensors, 240 MiB; made at train.py:31"."""
-    finding = holding.finding
     graph = ""
-    if finding.with_graph:
-        n_tensors = sum(finding.tensors.values())
-        some = "" if finding.with_graph >= n_tensors else f"{finding.with_graph} of them "
+    if holding.with_graph:
+        n_tensors = sum(holding.tensors.values())
+        some = "" if holding.with_graph >= n_tensors else f"{holding.with_graph} of them "
         one = "its autograd graph and what that saved" if n_tensors == 1 else "autograd graphs and what these saved"
         graph = f", {some}with {one}"
     made = f"; made {holding.made_at}" if holding.made_at else ""
@@ -27,13 +26,11 @@ def holding_in_words(holding: Holding) -> str:
 
 def _contents(holding: Holding) -> str:
     """Return the container and what is in it, such as "a list of 240 tensors"."""
-    finding, holder = holding.finding, holding.finding.holder
-    n_tensors = sum(finding.tensors.values())
-    assert holder is not None
+    holder, n_tensors = holding.holder, sum(holding.tensors.values())
     container = holder.container
     what = owners_in_words(holding)
     if holder.container_path == holder.path and not holding.owners:
-        shape = next(iter(finding.tensors))
+        shape = next(iter(holding.tensors))
         return f"a tensor of {list(shape[0])} {shape[1]}" if n_tensors == 1 else counted(n_tensors, "tensor", "tensors")
     if isinstance(container, nn.Module) and holding.owners:
         return what

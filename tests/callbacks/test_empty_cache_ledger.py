@@ -136,7 +136,7 @@ LEAKS = [
         CatchesTensorsInAClosure,
         (
             "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | 20 tensors of shape (8, 1) "
-            "float32 | 10.0 KiB | 12 of them with an autograd graph | Clear seen"
+            "float32 | 10.0 KiB | 12 of them with an autograd graph | handle.remove()"
         ),
     ),
 ]
@@ -214,8 +214,18 @@ class LogsMetrics(Regression):
         self.everything.reset()
 
 
+class AddsUpDetachedLosses(AddsUpLosses):
+    """As the warning on the other says."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.total += loss.detach()
+        return loss
+
+
 # tests/memory/leaks has more.
 HEALTHY: dict[str, Any] = {
+    "sum_without_graphs": (AddsUpDetachedLosses, list, {}),
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()], {}),
     "optimizer_state_made_late": (ThawsALayerPerEpoch, list, {}),
     "bounded_history": (KeepsTheLastHundred, list, {}),

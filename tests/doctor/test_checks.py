@@ -93,11 +93,6 @@ def with_zero_head():
     return model
 
 
-def frozen_in_eval_mode():
-    part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(requires_grad=False)
-    return nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 1))
-
-
 def with_fixed_statistics():
     model = network(norm=True)
     model[1].eval()
@@ -151,7 +146,6 @@ HEALTHY = {
     "distances to fixed places": lambda: found(network(), rows(), to_fixed_places),
     "all pairs": lambda: found(network(), rows(flat=True), all_pairs),
     "each prediction and each target": lambda: found(network(), rows(flat=True), to_all_targets),
-    "a frozen part in eval mode": lambda: found(frozen_in_eval_mode(), rows()),
     "a BatchNorm with fixed statistics": lambda: found(with_fixed_statistics(), rows()),
     "a penalty on weights": lambda: found(network(), rows(), penalized),
     "a weighted mean": lambda: found(network(), rows(), weighted),

@@ -10,8 +10,10 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_memtools import TrainingDoctor
@@ -53,7 +55,8 @@ def doctored(root: Any, model: Any, data: Any, **options: Any) -> list[Any]:
     doctor = TrainingDoctor(ignore="reproducibility")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(root, doctor, **({"logger": False, "max_epochs": 2} | options)).fit(model, data)
+        callbacks = options.pop("callbacks", [])
+        trainer(root, doctor, *callbacks, **({"logger": False, "max_epochs": 2} | options)).fit(model, data)
     return list(doctor.report.findings)
 
 
@@ -223,22 +226,102 @@ def test_schedules_at_their_pace_are_left_alone(make, how, tmp_path):
     assert not serious(doctored(tmp_path, Paced(make, **how), loader(64)))
 
 
+# --- a last window that is shorter
+
+
+LAST_WINDOWS = [
+    ({"accumulate_grad_batches": 2, "limit_train_batches": 5}, "5 batches in windows of 2 leave 1"),
+    ({"accumulate_grad_batches": 2, "limit_train_batches": 0.65}, "5 batches in windows of 2 leave 1"),
+    ({"accumulate_grad_batches": 16}, "8 batches in windows of 16 leave 8"),
+    ({"callbacks": [GradientAccumulationScheduler({0: 3})]}, "8 batches in windows of 3 leave 2"),
+    ({"accumulate_grad_batches": 3, "max_epochs": -1, "max_steps": 5}, "8 batches in windows of 3 leave 2"),
+    ({}, ""),
+    ({"accumulate_grad_batches": 4}, ""),
+    ({"accumulate_grad_batches": 3, "limit_train_batches": 6}, ""),
+    ({"accumulate_grad_batches": 3, "max_steps": 2}, ""),  # ends before the first epoch does
+    ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, ""),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), LAST_WINDOWS)
+def test_last_windows(options, said, tmp_path):
+    findings = doctored(tmp_path, Regression(), loader(64), **options)
+    assert [one.evidence.startswith(said) for one in findings] == [True] * bool(said)
+
+
+def test_a_stream_of_unknown_length_has_no_last_window(tmp_path):
+    data = DataLoader(Stream(samples), 4)
+    assert not doctored(tmp_path, Regression(), data, accumulate_grad_batches=4, limit_train_batches=1.0)
+
+
 # --- a switch without effect
 
 
-@pytest.mark.filterwarnings("ignore:.*checkpointing_enable")
-@pytest.mark.parametrize("training", [False, True])
-def test_the_switch_of_a_model_of_transformers(training):
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+LANGUAGE_MODELS = {
+    "GPT2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "Bert": ("BertForMaskedLM", SMALL),
+    "Llama": ("LlamaForCausalLM", SMALL),
+    "DistilBert": (
+        "DistilBertForMaskedLM",
+        {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
+    ),
+}
+
+
+def language_model(kind: str) -> Any:
     transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    name, settings = LANGUAGE_MODELS[kind]
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**settings))
+
+
+def switched_on(kind: str) -> Any:
+    model = language_model(kind)
     model.gradient_checkpointing_enable()
+    return model
+
+
+def with_one_trained_layer(kind: str) -> Any:
+    """All but a part is frozen, as under adapters."""
+    model = frozen(switched_on(kind))
+    [*model.parameters()][4].requires_grad_()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing_enable")
+@pytest.mark.parametrize(
+    ("make", "kind", "training", "is_idle"),
+    [
+        *((switched_on, kind, False, True) for kind in LANGUAGE_MODELS),
+        (with_one_trained_layer, "GPT2", False, True),
+        (switched_on, "GPT2", True, False),
+        (switched_on, "Bert", True, False),
+        (language_model, "GPT2", False, False),  # it is off
+        (lambda kind: frozen(switched_on(kind)), "GPT2", False, False),  # nothing of it is kept
+    ],
+)
+def test_the_switch_of_models_of_transformers(make, kind, training, is_idle):
+    model = make(kind).train(training)
     ids = torch.randint(0, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-    model.train(training)
     whole = nn.ModuleDict({"language": model, "scale": nn.Linear(1, 1)})  # in train mode as a whole
 
     def step(whole: Any, batch: Any) -> Any:
-        return whole["scale"](whole["language"](input_ids=batch[0], labels=batch[0], use_cache=False).loss[None]).mean()
+        return whole["scale"](whole["language"](input_ids=batch[0], labels=batch[0]).loss[None]).mean()
 
     findings = found(whole, [ids], step, steps=2)
-    names = {one.check for one in findings if one.is_serious}
-    assert ("checkpointing_switch" in names) is not training
+    assert ("checkpointing_switch" in {one.check for one in findings if one.is_serious}) is is_idle
+
+
+class OwnSwitch(nn.Module):
+    """Looks at a switch of its own, in eval mode too, as timm's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.grad_checkpointing = network(), True
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.net, x, use_reentrant=False) if self.grad_checkpointing else self.net(x)
+
+
+def test_a_switch_that_works_in_eval_mode_is_left_alone():
+    assert not serious(found(nn.Sequential(OwnSwitch().eval(), nn.Linear(1, 1)), rows()))

@@ -1,7 +1,8 @@
 """The articles' mistakes (SOURCES.md), as the articles make them; each test is named after its row.
 
 The rows on broadcasting, constant weights, reduction="sum", no_grad() in evaluation, detach() between two models,
-shared memory, num_batches_tracked and a last batch of one sample are in test_fixes.py, which makes the same mistakes.
+total_loss += loss, an unseeded run, shared memory, num_batches_tracked and a last batch of one sample are in
+test_fixes.py, which makes the same mistakes.
 The row on `module.cuda()` and `tensor.cuda()` needs CUDA's code: it is in test_checks_on_cuda.py.
 """
 
@@ -17,23 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import TrainingDoctor
-from tests.doctor.specimens import HalfUsed, ZeroesGradients, found, network, only, rows, squared
+from tests.doctor.specimens import HalfUsed, ZeroesGradients, found, only, rows, squared
 from tests.lightning_models import trainer
 from tests.zoo import torchvision_models
-
-
-def test_total_loss_plus_loss_keeps_every_steps_autograd_graph_alive():
-    total_loss: Any = 0
-
-    def step(model: nn.Module, batch: Any) -> Any:
-        nonlocal total_loss
-        loss = squared(model, batch)
-        total_loss += loss
-        return loss
-
-    finding = only(found(network(), rows(), step), "retained_graphs")
-    assert "total_loss" in finding.place
-    assert "6 of 6 earlier steps are alive at step 8" in finding.evidence
 
 
 @pytest.mark.parametrize(("reduction", "is_found"), [("sum", True), ("mean", False)])
@@ -45,15 +32,6 @@ def test_loss_reduction_parameters(reduction, is_found):
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 8)
     findings = found(nn.Linear(4, 2), loader, step, steps=1)
     assert [one.check for one in findings if one.is_serious] == ["loss_sum"] * is_found
-
-
-def test_reproducibility_an_unseeded_run(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    model, loader = network(), rows()
-    torch.seed()
-    finding = only(found(model, loader, steps=1), "reproducibility")
-    assert f"torch drew {torch.initial_seed()} " in finding.evidence
-    assert "seed_everything" in finding.fix
 
 
 class WithoutLayer4(nn.Module):

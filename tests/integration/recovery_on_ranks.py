@@ -54,11 +54,11 @@ class Net(L.LightningModule):
 
     count: Tensor
 
-    def __init__(self, failures: Failures, *, sync_dist: bool = False) -> None:
+    def __init__(self, failures: Failures, *, sync_dist: bool = False, on_step: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.register_buffer("count", torch.zeros(()))
-        self.failures, self.sync_dist = failures, sync_dist
+        self.failures, self.sync_dist, self.on_step = failures, sync_dist, on_step
         self.seen: list[int] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -76,7 +76,7 @@ class Net(L.LightningModule):
         if fails and place == "forward":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         loss: Tensor = (x - batch).square().mean()
-        self.log("loss", loss, sync_dist=self.sync_dist)
+        self.log("loss", loss, sync_dist=self.sync_dist, on_step=self.on_step, on_epoch=not self.on_step)
         return loss
 
     last_sample: list[Tensor]
@@ -110,6 +110,8 @@ SCENARIOS: dict[str, Scenario] = {
     "accumulation_in_backward": (
         {(1, 1): (1, WHOLE), (0, 2): (2, WHOLE)}, {}, lambda: {"accumulate_grad_batches": 3}
     ),
+    # As the error on the step that "talks" advises.
+    "talks_when_the_epoch_ends": ({(1, 2): (1, WHOLE)}, {"sync_dist": True, "on_step": False}, dict),
     "gives_up": ({(1, 2): (1, tuple(range(9)))}, {}, dict),
     "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, dict),
 }  # fmt: skip

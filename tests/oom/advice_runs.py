@@ -11,7 +11,7 @@ from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.actions import Action, ActionKind
 from lightning_memtools.oom.advice_checks import Advice, advice_for
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep
-from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, MemorySplit, sizes_only
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 
@@ -24,7 +24,7 @@ def failed_on(
     model: nn.Module, batch: torch.Tensor, capacity: int | None, *, cuda: bool = False, facts: Any = None, **run: Any
 ) -> FailedStep:
     stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
-    split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0))
+    split = None if capacity is None else dict.fromkeys(CATEGORIES, 0)
     more: dict[str, Any] = {
         "moment": FailureMoment("train", 0, 0, "forward"),
         "device": "here",

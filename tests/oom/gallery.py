@@ -262,6 +262,36 @@ class KeepsPredictions(Case):
         return out.square().mean()
 
 
+class Snapshots(L.Callback):
+    """Keeps a copy of the weights of each epoch: 4 MiB each."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.copies: list[nn.Module] = []
+        self.keeps = keeps
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.keeps:
+            self.copies.append(LargeNet().to(pl_module.device))
+
+
+@exhibit("`Snapshots.copies` holds", advice=("Keep on the host, or do without", "LargeNet"))
+def copies_of_the_model(fit: FitOn, *, mended: bool) -> None:
+    fit(Net(2), Snapshots(keeps=not mended), max_epochs=9)
+
+
+@exhibit("`checkpoint in main", "holds", advice=("`del checkpoint`",))
+def a_checkpoint_that_stays(fit: FitOn, *, mended: bool) -> None:
+    def main() -> None:
+        checkpoint = {"epoch": 3, "moments": [torch.zeros(3 * MIB, device=fit.device) for _ in range(2)]}
+        net = Net(2)
+        assert checkpoint["epoch"] == 3
+        if mended:
+            del checkpoint
+        fit(net)
+
+    main()
+
+
 class DataOnDevice(L.LightningDataModule):
     """Keeps its data on the device."""
 

@@ -44,11 +44,11 @@ class Watched:
             allocated, self.model, [self.optimizer], self.device.holds, batch=self.batch, before=self.before
         )
         known = self.device.composition().by_category
-        assert sum(split.by_category.values()) == allocated
-        assert split.by_category["other"] - split.older == known["buffer"]
+        assert sum(split.values()) == allocated
+        assert split["buffers"] == known["buffer"]
         for name, its_name in KNOWN.items():
-            assert split.by_category[name] == pytest.approx(known[its_name], abs=0.01 * allocated), name
-        assert split.older == pytest.approx(sum(tensor.nbytes for tensor in self.leak), abs=0.01 * allocated)
+            assert split[name] == pytest.approx(known[its_name], abs=0.01 * allocated), name
+        assert split["other"] == pytest.approx(sum(tensor.nbytes for tensor in self.leak), abs=0.01 * allocated)
         self.compared += 1
 
     def step(self) -> None:
@@ -80,5 +80,5 @@ def test_without_a_start_of_the_batch_the_rest_counts_as_activations():
     with VirtualDevice() as device:
         model, rest = nn.Linear(8, 8), torch.empty(MIB)
         split = split_memory(device.stats().allocated or 0, model, [], device.holds)
-        assert split.by_category["activations"] == rest.nbytes
-        assert split.by_category["other"] == split.older == 0
+        assert split["activations"] == rest.nbytes
+        assert split["other"] == split["buffers"] == 0

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lightning_memtools.oom.notice_board import NoticeBoard
+from lightning_memtools.oom.oom_reporter import NoticeBoard
 
 
 def test_the_first_notice_stands_and_others_read_it(tmp_path):

@@ -25,23 +25,6 @@ def attached(monkeypatch) -> list[Any]:
     return found
 
 
-def test_cudas_observer_is_attached_once_and_switched(attached):
-    heard: list[tuple[str, int]] = []
-    first = observe(CUDA, lambda _device, n_bytes, *_: heard.append(("first", n_bytes)))
-    second = observe(CUDA, lambda _device, n_bytes, *_: heard.append(("second", n_bytes)))
-    (tell,) = attached
-    tell(0, 1, 10, 5)
-    first()
-    first()  # twice does no harm
-    tell(0, 2, 10, 5)
-    second()
-    tell(0, 3, 10, 5)
-    assert observe(CUDA, lambda *_: heard.append(("third", 0))) is not None
-    assert len(attached) == 1
-    tell(0, 4, 10, 5)
-    assert heard == [("first", 1), ("second", 1), ("second", 2), ("third", 0)]
-
-
 def test_an_error_of_a_listener_does_not_replace_the_out_of_memory_error(attached) -> None:
     heard: list[int] = []
 

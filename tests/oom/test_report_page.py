@@ -7,6 +7,7 @@ import torch
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome, ranked
+from lightning_memtools.oom.advice_checks import Advice
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
 from lightning_memtools.oom.report_page import ReportPage
 
@@ -71,6 +72,6 @@ def test_the_cause_comes_first_then_what_is_enough_and_what_was_not_checked_has_
         action("useless", Outcome.USELESS),
     ]
     assert ranked(reversed(order)) == order
-    text = ReportPage(facts=FACTS, actions=order).markdown()
+    text = ReportPage(facts=FACTS, advice=Advice(order)).markdown()
     assert "4. least intrusive. detail of least intrusive.\n5. enough (`n=1`). detail of enough.\n6. may" in text
     assert "do not help:\n\n- useless. " in text

@@ -133,21 +133,6 @@ def on_graphs(**options: Any) -> Steps:
     return Steps(OverGraphs(), n_graphs, fits=4, **options)
 
 
-def test_graphs_are_split_by_the_users_function_and_counted_by_another():
-    run = on_graphs(split=parts_of, loss_weight=n_graphs)
-    assert run.step(UNEQUAL) < 1e-4
-    assert run.told == []
-
-
-@pytest.mark.parametrize("options", [{}, {"split": parts_of}, {"loss_weight": n_graphs}])
-def test_without_either_they_are_refused_with_the_words_to_pass(options):
-    run = on_graphs(**options)
-    run.run(graphs(1, 2))
-    assert run.told[0] == refusal(run, UNEQUAL)[:-1]  # without the full stop
-    assert "split_batch=" in run.told[0]
-    assert "loss_weight=" in run.told[0]
-
-
 @pytest.mark.parametrize(
     ("split", "loss", "reason"),
     [
@@ -249,11 +234,6 @@ def test_items_and_attributes_that_a_failed_attempt_changed_are_restored(change,
     net = run.model.net
     right = torch.autograd.grad(F.mse_loss(net(x / 255), y), net.weight)
     torch.testing.assert_close(net.weight.grad, *right, rtol=1e-5, atol=1e-7)
-
-
-def test_a_tensor_of_the_batch_that_was_written_in_place_is_named():
-    run = Steps(Changes(lambda batch: (batch["x"].div_(255), batch["y"])), lambda _: 0, 99)
-    assert 'wrote batch["x"] in place' in refusal(run, {"x": torch.rand(8, 3), "y": torch.rand(8, 1)})
 
 
 class Frozen(nn.Module):

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_memtools._torch import node_sequence_number, saved_tensors_of
-from lightning_memtools.memory.leaks.holders import content_of, is_a, namespace_of
 
 # Leaves have no place in the order: autograd gives them the largest number.
 _LEAF = 2**64 - 1
 # A sum over 100,000 steps has about as many. Visiting them takes a second or two, and happens only for such a sum.
 MAX_NODES = 200_000
-MAX_OBJECTS = 50_000
-MAX_ELEMENTS = 1000
 
 
 def graph_clock() -> int:
@@ -76,48 +69,3 @@ def tensors_saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
         seen.add(node)
         yield from saved_tensors_of(node)
         waiting += [before for before, _ in node.next_functions]
-
-
-def tensors_with_graph(roots: Iterable[Any], *, stop_at: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """Yield the tensors with a graph that the roots hold in attributes, directly or through containers and closures.
-
-    It looks at no more than `MAX_OBJECTS` objects, and at the first `MAX_ELEMENTS` elements of each container, so that
-    it is cheap enough for every epoch, whatever datasets the roots hold.
-
-    Args:
-        roots: Modules, callbacks and other objects with attributes.
-        stop_at: Objects that are not searched.
-    """
-    queue = deque(roots)
-    # Objects are kept, not only their identities: some attributes are created anew at each access.
-    seen = {id(one): one for one in (*stop_at, *queue)}
-    while queue and len(seen) < MAX_OBJECTS:
-        for held in _contents(queue.popleft()):
-            if type(held) in _PLAIN or id(held) in seen:
-                continue
-            seen[id(held)] = held
-            if is_a(held, Tensor):
-                if held.grad_fn is not None:
-                    yield held
-            elif not is_a(held, (type, ModuleType)):
-                queue.append(held)
-
-
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
-
-
-def _contents(holder: Any) -> Iterable[Any]:
-    contents: Iterable[Any]
-    if is_a(holder, dict):
-        contents = islice(holder.values(), MAX_ELEMENTS)
-    elif is_a(holder, (list, tuple, set, frozenset, deque)):
-        contents = islice(holder, MAX_ELEMENTS)
-    elif is_a(holder, FunctionType):
-        contents = (*map(content_of, holder.__closure__ or ()), *(holder.__defaults__ or ()))
-    elif is_a(holder, MethodType):
-        contents = (holder.__self__, holder.__func__)
-    elif is_a(holder, partial):
-        contents = (holder.func, holder.args, holder.keywords)
-    else:
-        contents = islice((namespace_of(holder) or {}).values(), MAX_ELEMENTS)
-    return contents

@@ -2,27 +2,95 @@
 
 from __future__ import annotations
 
-import functools
+import gc
+import inspect
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType, GeneratorType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_memtools.memory.leaks.holders import TensorHolder, find_holder, first_held, is_a
-from lightning_memtools.memory.leaks.leak_report import LeakFinding
-from lightning_memtools.memory.leaks.tensor_census import LivingTensor, bytes_of, count_by_kind
+from lightning_memtools.memory.error_frames import variables_of
+from lightning_memtools.memory.leaks.holders import (
+    GRADIENT,
+    LruCache,
+    ReferenceKind,
+    ReferenceStep,
+    TensorHolder,
+    find_holder,
+    first_held,
+    is_a,
+    names_of_modules,
+)
+from lightning_memtools.memory.leaks.tensor_census import (
+    LivingTensor,
+    bytes_of,
+    count_by_kind,
+    largest_signatures,
+)
 from lightning_memtools.memory.owned import storage_of
+from lightning_memtools.memory.user_code import owner_of
 
-# Finding one holder takes a pass over all Python objects for every link of the way to it, so it is done only for the
-# few kinds of tensors that occupy the most memory.
+# Finding a holder takes a pass over all Python objects for every link of the way to it, so it is done only for the few
+# kinds of tensors that occupy the most memory.
 MAX_LOOKUPS = 8
-MAX_CANDIDATES = 64
+_MAX_CANDIDATES = 64
+LEAST_SHARE = 0.01  # of all bytes that are searched for: smaller kinds are not worth the time
 # The small tensors that Lightning's own callbacks keep, such as the scores of the best checkpoints, are no leak.
-MAX_BOOKKEEPING_BYTES = 2**20
-_LruCache = type(functools.lru_cache(lambda: None))
+_MAX_BOOKKEEPING_BYTES = 2**20
 _BOOKKEEPERS = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Tensors that one object holds, and that belong neither to the model in training nor to its optimizers.
+
+    Attributes:
+        holder: The object.
+        tensors: The number of tensors of each shape and type.
+        n_bytes: The memory that they occupy on the device, with what their graphs have saved.
+        with_graph: The number of tensors that hold an autograd graph.
+        graph_grows: True if their graph grows, and not their number.
+        owners: The number of models and optimizers of other runs among what it holds, by name: {"model Net": 3}.
+        piles_up: True if several tensors are in a container without a limit of its own, or carry autograd graphs.
+        is_of_run: True if the model, its callbacks or its Trainer hold it.
+        made_at: Where the largest of the tensors was made, such as "at train.py:31"; "" where it is not known.
+    """
+
+    holder: TensorHolder
+    tensors: Mapping[tuple[tuple[int, ...], str], int]
+    n_bytes: int = 0
+    with_graph: int = 0
+    graph_grows: bool = False
+    owners: dict[str, int] = field(default_factory=dict)
+    piles_up: bool = False
+    is_of_run: bool = True
+    made_at: str = ""
+
+    @classmethod
+    def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
+        """Return the holding of a pile, with the bytes that its graphs have saved."""
+        kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
+        is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
+        piles_up = is_pile and not is_expected(holder, pile)
+        return cls(holder, kinds, bytes_of(pile) + saved_bytes, with_graph, piles_up=piles_up)
+
+    @property
+    def is_left_over(self) -> bool:
+        """True if a model or optimizer is held that does not belong to the run."""
+        return bool(self.owners) and not self.is_of_run
+
+    @property
+    def path(self) -> str:
+        """The expression for the container, or for the tensor itself: "MyModel.outs"."""
+        holder = self.holder
+        grad = f"[...].{GRADIENT}" if holder.container_path != holder.path and holder.is_gradient else ""
+        return f"{holder.container_path}{grad}{holder.place}"
 
 
 class HolderSearch:
@@ -40,30 +108,47 @@ class HolderSearch:
         self.remaining = {one.key: one for one in living}
         self._names = names
 
-    def take_pile(
-        self, keys: Sequence[int], is_pile: Callable[[list[LivingTensor]], bool]
-    ) -> tuple[TensorHolder | None, list[LivingTensor]] | None:
-        """Find who holds one of these tensors, and take all that it holds in the same place.
+    def piles(
+        self, among: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool], *, end: float = math.inf
+    ) -> Iterator[tuple[TensorHolder | None, list[LivingTensor]]]:
+        """Take tensors out of `remaining`, the kinds with the most bytes first, and yield them with who holds them.
+
+        The holder is None for those that no Python object holds.
 
         Args:
-            keys: The remaining tensors to choose from. Only the last 64 are tried.
+            among: The tensors to search for; what lies in the same place as one of them is taken too.
             is_pile: Returns whether the tensors that a function or generator holds are many enough to name it.
                 Otherwise what holds the function is named, since each of many functions may hold one.
-
-        Returns:
-            The holder, None if it has no name, and the tensors; None if Python holds none of those that were tried.
+            end: The processor time of this thread after which no further holder is looked for.
         """
-        tried = [tensor for key in keys[-MAX_CANDIDATES:] for tensor in self.remaining[key].tensors]
-        ignore = (tried, *(one.tensors for one in self.remaining.values()))
-        held = next((one for one in tried if id(one) in self._names), None)
-        if held is None and (held := first_held(tried, ignore=ignore)) is None:
-            return None
-        holder = self.holder_of(held, ignore=ignore)
-        is_function = holder is not None and is_a(holder.root, (FunctionType, GeneratorType))
-        if is_function and not is_pile(self._in_place_of(holder, held)):
-            holder = None  # it refers to what is searched for
-            holder = self.holder_of(held, ignore=ignore, past_functions=True)
-        pile = self._in_place_of(holder, held)
+        least = LEAST_SHARE * bytes_of(among)
+        for signature in largest_signatures(among):
+            for _ in range(MAX_LOOKUPS):
+                left = [one for one in among if one.signature == signature and one.key in self.remaining]
+                if bytes_of(left) <= least or time.thread_time() > end:
+                    break
+                yield self._take_pile(left[-_MAX_CANDIDATES:], is_pile)
+
+    def _take_pile(
+        self, tried: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool]
+    ) -> tuple[TensorHolder | None, list[LivingTensor]]:
+        candidates = [tensor for one in tried for tensor in one.tensors]
+        ignore = (candidates, *(own for one in self.remaining.values() for own in (one.tensors, one.owners)))
+        held = next((one for one in candidates if id(one) in self._names), None)
+        held = first_held(candidates, ignore=ignore) if held is None else held
+        if held is not None:
+            holder = self.holder_of(held, ignore=ignore)
+            is_function = holder is not None and is_a(holder.root, (FunctionType, GeneratorType))
+            if is_function and not is_pile(self._in_place_of(holder, held)):
+                holder = self.holder_of(held, ignore=ignore, past_functions=True)
+        elif (owner := next((owner for one in tried for owner in one.owners), None)) is not None:
+            held, holder = owner.grad, self.holder_of(owner, ignore=ignore)
+            if holder is not None:
+                steps = (*holder.steps, ReferenceStep(ReferenceKind.ATTRIBUTE, GRADIENT))
+                holder = replace(holder, steps=steps, links=(*holder.links, owner))
+        else:
+            holder = None
+        pile = [*tried] if held is None else self._in_place_of(holder, held)
         for one in pile:
             del self.remaining[one.key]
         return holder, pile
@@ -74,7 +159,7 @@ class HolderSearch:
             return TensorHolder(held, self._names[id(held)], (), ())
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)
 
-    def _in_place_of(self, holder: TensorHolder | None, held: Tensor) -> list[LivingTensor]:
+    def _in_place_of(self, holder: TensorHolder | None, held: Any) -> list[LivingTensor]:
         """Return the remaining tensors that are held for the same reason as this one, itself among them."""
         there = [held] if holder is None else [held, *holder.holds()]
         found = (storage_of(one) for one in there if is_a(one, Tensor))
@@ -82,22 +167,34 @@ class HolderSearch:
         return [self.remaining[key] for key in keys if key in self.remaining]
 
 
-def is_expected(holder: TensorHolder | None, pile: Sequence[LivingTensor]) -> bool:
+def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
     """Return whether growth in a place is expected: it has a limit, or it is bookkeeping of Lightning."""
-    if holder is None:
-        return False
     owner = type(holder.root).__module__
-    bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= MAX_BOOKKEEPING_BYTES
+    bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)
 
 
 def _has_limit(container: Any) -> bool:
     if is_a(container, deque):
         return container.maxlen is not None
-    return is_a(container, _LruCache) and container.cache_parameters()["maxsize"] is not None
+    return is_a(container, LruCache) and container.cache_parameters()["maxsize"] is not None
 
 
-def finding_of(holder: TensorHolder | None, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> LeakFinding:
-    """Return the finding of a pile, with the bytes that its graphs have saved."""
-    kinds = count_by_kind(one.tensors[0] for one in pile)
-    return LeakFinding(holder, kinds, bytes_of(pile) + saved_bytes, sum(one.has_graph for one in pile))
+def names_of_run(model: nn.Module, others: Iterable[Any]) -> dict[int, str]:
+    """Return the names of a model with its modules, and of the other objects of a run, by identity."""
+    return {id(one): type(one).__name__ for one in others if one is not None} | names_of_modules(model)
+
+
+def names_of_variables() -> dict[int, str]:
+    """Return the names of local variables of the user's running functions, by the id of the object in each."""
+    names: dict[int, str] = {}
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if owner_of(code.co_filename) == "user" and code.co_name != "<module>":
+            place = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+            for name, value in variables_of(frame).items():
+                if is_a(value, Tensor) or (gc.is_tracked(value) and not is_a(value, (type, ModuleType, FunctionType))):
+                    names.setdefault(id(value), f"{name} in {place}")
+        frame = frame.f_back
+    return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import sys
@@ -14,6 +15,7 @@ from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType, 
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS, backward_hooks_of
 from lightning_memtools.memory.nested_tensors import slot_names
@@ -24,6 +26,10 @@ MAX_LINKS = 12
 # gc.get_referrers compares every reference with every object asked for.
 MAX_ASKED_AT_ONCE = 16
 _MAX_KEY_LENGTH = 40
+LruCache = type(functools.lru_cache(lambda: None))
+GRADIENT = "grad"
+_OURS = "lightning_memtools."
+_OF_THE_SEARCH = __name__.rpartition(".")[0]
 
 
 class ReferenceKind(Enum):
@@ -63,10 +69,6 @@ class ReferenceStep:
         return ""
 
 
-_SEQUENCES = (list, tuple, deque)
-_SETS = (set, frozenset)
-
-
 def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
     """Like isinstance, but without asking the object: a proxy or lazy object would run its own code."""
     return issubclass(type(one), kinds)
@@ -81,9 +83,10 @@ def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
     steps: list[ReferenceStep] = []
     at = 0
     while at + 1 < len(chain):
-        step, links = _next_step(chain[at:])
+        ahead = {id(link): at + n for n, link in enumerate(chain[at + 1 : at + 4], 1)}
+        found = [(ahead[id(held)], step) for step, held in _references(chain[at]) if id(held) in ahead]
+        at, step = max(found, key=lambda one: one[0], default=(at + 1, ReferenceStep(ReferenceKind.OTHER)))
         steps.append(step)
-        at += links
     return steps
 
 
@@ -92,66 +95,38 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
     if not steps:
         yield root
         return
-    for held in _held(root, steps[0]):
-        yield from follow(held, steps[1:])
+    first, *rest = steps
+    if first.key == GRADIENT and is_a(root, Tensor):
+        held = [root.grad]
+    elif first.kind is ReferenceKind.OTHER:
+        held = gc.get_referents(root)
+    else:
+        held = [one for step, one in _references(root) if step == first or (first.is_element and step.is_element)]
+    for one in held:
+        yield from follow(one, rest)
 
 
-def _next_step(chain: Sequence[Any]) -> tuple[ReferenceStep, int]:
-    """Return the first step of a chain, and the number of links that it takes."""
-    holder, held, *rest = chain
-    if is_a(holder, FunctionType):
-        return _step_of_function(holder, held, rest)
-    if is_a(held, dict) and rest and _is_namespace(holder, held):
-        name = _key_of(held, rest[0])
-        if name in MODULE_REGISTERS and is_a(holder, nn.Module) and len(rest) > 1:
-            return ReferenceStep(ReferenceKind.ATTRIBUTE, _key_of(rest[0], rest[1])), 3
-        return ReferenceStep(ReferenceKind.ATTRIBUTE, name), 2
-    # Python may keep attributes without making a dict of them.
-    if rest and is_a(holder, nn.Module) and any(held is getattr(holder, name, None) for name in MODULE_REGISTERS):
-        return ReferenceStep(ReferenceKind.ATTRIBUTE, _key_of(held, rest[0])), 2
-    return _direct_step(holder, held), 1
-
-
-def _direct_step(holder: Any, held: Any) -> ReferenceStep:
+def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
+    """Yield the references that an object's code can spell, with what they lead to."""
     if is_a(holder, dict):
-        return ReferenceStep(ReferenceKind.KEY, _key_of(holder, held))
-    if is_a(holder, _SEQUENCES):
-        return ReferenceStep(ReferenceKind.INDEX, next((i for i, value in enumerate(holder) if value is held), None))
-    if is_a(holder, _SETS):
-        return ReferenceStep(ReferenceKind.MEMBER)
-    if is_a(holder, Tensor) and held is backward_hooks_of(holder):
-        return ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS)
-    for name in (*(namespace_of(holder) or ()), *slot_names(type(holder))):
-        if getattr(holder, name, None) is held:
-            return ReferenceStep(ReferenceKind.ATTRIBUTE, name)
-    return ReferenceStep(ReferenceKind.OTHER)
-
-
-def _step_of_function(function: FunctionType, held: Any, rest: Sequence[Any]) -> tuple[ReferenceStep, int]:
-    if held is function.__closure__ and len(rest) > 1:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if cell is rest[0]:
-                return ReferenceStep(ReferenceKind.VARIABLE, name), 3
-    if held is function.__defaults__ and rest:
-        return ReferenceStep(ReferenceKind.DEFAULT), 2
-    if held is function.__dict__ and rest:
-        return ReferenceStep(ReferenceKind.ATTRIBUTE, _key_of(function.__dict__, rest[0])), 2
-    return ReferenceStep(ReferenceKind.OTHER), 1
-
-
-def _held(holder: Any, step: ReferenceStep) -> list[Any]:
-    if step.is_element:
-        if is_a(holder, dict):
-            return list(holder.values())
-        return list(holder) if is_a(holder, (*_SEQUENCES, *_SETS)) else []
-    if step.kind is ReferenceKind.ATTRIBUTE:
-        return [getattr(holder, step.key, None)]
-    if is_a(holder, FunctionType) and step.kind is ReferenceKind.DEFAULT:
-        return list(holder.__defaults__ or ())
-    if is_a(holder, FunctionType) and step.kind is ReferenceKind.VARIABLE:
-        cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
-        return [content_of(cell) for name, cell in cells if name == step.key]
-    return gc.get_referents(holder)
+        yield from ((ReferenceStep(ReferenceKind.KEY, key), held) for key, held in list(holder.items()))
+    elif is_a(holder, (list, tuple, deque)):
+        yield from ((ReferenceStep(ReferenceKind.INDEX, index), held) for index, held in enumerate(list(holder)))
+    elif is_a(holder, (set, frozenset)):
+        yield from ((ReferenceStep(ReferenceKind.MEMBER), held) for held in list(holder))
+    elif is_a(holder, FunctionType):
+        for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
+            yield ReferenceStep(ReferenceKind.VARIABLE, name), content_of(cell)
+        for default in (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()):
+            yield ReferenceStep(ReferenceKind.DEFAULT), default
+    if is_a(holder, Tensor):
+        yield ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS), backward_hooks_of(holder)
+    attributes = dict(vars(holder)) if is_a(holder, type) else {**(namespace_of(holder) or {})}
+    attributes |= {name: getattr(holder, name, None) for name in slot_names(type(holder))}
+    for name, held in attributes.items():
+        yield ReferenceStep(ReferenceKind.ATTRIBUTE, name), held
+        if name in MODULE_REGISTERS and is_a(holder, nn.Module):
+            yield from ((ReferenceStep(ReferenceKind.ATTRIBUTE, key), part) for key, part in list(held.items()))
 
 
 def namespace_of(holder: Any) -> dict[str, Any] | None:
@@ -163,15 +138,6 @@ def namespace_of(holder: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return namespace if is_a(namespace, dict) else None
-
-
-def _is_namespace(holder: Any, held: dict[Any, Any]) -> bool:
-    # A class shows its dict through a proxy only, so it cannot be compared; it holds no other dict itself.
-    return is_a(holder, type) or namespace_of(holder) is held
-
-
-def _key_of(mapping: dict[Any, Any], held: Any) -> Any:
-    return next((key for key, value in mapping.items() if value is held), None)
 
 
 def content_of(cell: CellType) -> Any:
@@ -221,6 +187,11 @@ class TensorHolder:
         return ""
 
     @property
+    def is_gradient(self) -> bool:
+        """True if the tensor is the gradient of another one."""
+        return bool(self.steps) and self.steps[-1].key == GRADIENT
+
+    @property
     def container(self) -> Any:
         """The object at `container_path`."""
         return next(follow(self.root, self._steps_to_container()), None)
@@ -267,6 +238,7 @@ def find_holder(
     level: list[Any] = [held]
     ignored = {id(one) for one in (level, held_by, ignore, *ignore)} | _running_frames()
     outermost: Any = None
+    ours: TensorHolder | None = None
     for _ in range(MAX_LINKS):
         referrers = _referrers(level)
         ignored |= {id(referrers), id(level)}
@@ -281,7 +253,11 @@ def find_holder(
             held_by[id(referrer)] = (referrer, child)
             is_passed = past_functions and is_a(referrer, (FunctionType, GeneratorType))
             if not is_passed and (name := _name_of(referrer, names)):
-                return _holder(referrer, name, held_by)
+                holder = _holder(referrer, name, held_by)
+                if not is_ours(referrer):
+                    return holder
+                ours = ours or holder
+                continue
             if not is_a(referrer, (dict, list, tuple, set, frozenset, CellType, FrameType, TracebackType)):
                 outermost = referrer
             found.append(referrer)
@@ -289,7 +265,16 @@ def find_holder(
         ignored.add(id(level))
         if not level:
             break
-    return None if outermost is None else _holder(outermost, type(outermost).__name__, held_by)
+    if ours is not None or outermost is None:
+        return ours
+    return _holder(outermost, type(outermost).__name__, held_by)
+
+
+def is_ours(root: Any) -> bool:
+    """Return whether an object with a name is of this package, so that the user's own are named before it."""
+    kind = root if is_a(root, (FunctionType, type)) else type(root)
+    name = root.get("__name__") if is_a(root, dict) else kind.__module__
+    return str(name).startswith(_OURS)
 
 
 def all_tensors() -> list[Tensor]:
@@ -346,8 +331,8 @@ def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
         return f"{candidate.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
     if is_a(candidate, GeneratorType):
         return f"the generator {candidate.__qualname__}"
-    if is_a(candidate, type):
-        return str(candidate.__qualname__)
+    if is_a(candidate, (type, Dataset)):
+        return str((candidate if is_a(candidate, type) else type(candidate)).__qualname__)
     if is_a(candidate, dict) and "__name__" in candidate:
         name = candidate["__name__"]
         module = sys.modules.get(name) if is_a(name, str) else None
@@ -374,7 +359,9 @@ def _referrers(held: Sequence[Any]) -> list[Any]:
 
 def _counts(referrer: Any) -> bool:
     # A module is found through its globals.
-    return not is_a(referrer, ModuleType) and type(referrer).__name__ not in {
+    if is_a(referrer, ModuleType) or str(type(referrer).__module__).startswith(_OF_THE_SEARCH):
+        return False
+    return type(referrer).__name__ not in {
         "list_iterator",
         "tuple_iterator",
         "dict_valueiterator",

@@ -3,72 +3,21 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.error_frames import variables_of
 from lightning_memtools.memory.leaks.growing_graphs import tensors_saved_by
-from lightning_memtools.memory.leaks.holder_search import (
-    MAX_CANDIDATES,
-    MAX_LOOKUPS,
-    HolderSearch,
-    finding_of,
-    is_expected,
-)
-from lightning_memtools.memory.leaks.holders import TensorHolder, is_a
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
-from lightning_memtools.memory.leaks.leak_report import LeakFinding
-from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of, largest_signatures
+from lightning_memtools.memory.leaks.holder_search import LEAST_SHARE, HolderSearch, Holding, names_of_variables
+from lightning_memtools.memory.leaks.holders import TensorHolder, is_a, is_ours
+from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of
 from lightning_memtools.memory.living_objects import instances_of, outermost
 from lightning_memtools.memory.owned import OnDevice, block_bytes, owned_by, storage_of
-from lightning_memtools.memory.user_code import owner_of
-
-# Smaller shares of what nobody owns are not worth the time of a search.
-_LEAST_SHARE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Tensors that one object holds, and that belong neither to the model in training nor to its optimizers.
-
-    Attributes:
-        finding: The holder, with the number of tensors of each kind and their bytes.
-        owners: The number of models and optimizers of other runs among what it holds, by name: {"model Net": 3}.
-        piles_up: True if several tensors are in a container without a limit of its own, or carry autograd graphs.
-        is_of_run: True if the model, its callbacks or its Trainer hold it.
-        made_at: Where the largest of the tensors was made, such as "at train.py:31"; "" where it is not known.
-    """
-
-    finding: LeakFinding
-    owners: dict[str, int] = field(default_factory=dict)
-    piles_up: bool = False
-    is_of_run: bool = True
-    made_at: str = ""
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes that are held."""
-        return self.finding.n_bytes
-
-    @property
-    def is_left_over(self) -> bool:
-        """True if a model or optimizer is held that does not belong to the run."""
-        return bool(self.owners) and not self.is_of_run
-
-    @property
-    def path(self) -> str:
-        """The expression for the container, or for the tensor itself: "MyModel.outs"."""
-        holder = self.finding.holder
-        return "" if holder is None else f"{holder.container_path}{holder.place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +25,7 @@ class Holdings:
     """All that was found on a device beside what the model and its optimizers own. Sizes in bytes.
 
     Attributes:
-        found: Who holds it, the largest first.
+        found: Who holds it, the user's own objects before those of this package, and the largest first.
         garbage_bytes: Bytes that a collection of garbage freed: nobody held them any more.
         unheld_bytes: Bytes of tensors that no Python object holds, and of those that there was no time to look for.
     """
@@ -104,7 +53,7 @@ def find_holdings(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     batch: Any,
-    scope: SearchScope,
+    names: Mapping[int, str],
     *,
     notes: BlockNotes | None = None,
     seconds: float = 3.0,
@@ -119,7 +68,7 @@ def find_holdings(
         model: The model in training.
         optimizers: Its optimizers.
         batch: Its batch.
-        scope: The objects of the run, with their names.
+        names: The names of the objects of the run, by identity.
         notes: The notes of a recording.
         seconds: The processor time after which no further holder is looked for.
     """
@@ -128,7 +77,7 @@ def find_holdings(
     left_out = owned_by(model, optimizers, on_device, inputs=batch).storages
     before = {one.key: one.n_bytes for one in _settled(on_device, left_out, notes)}
     gc.collect()
-    search = _HoldingSearch(on_device, left_out, scope, notes)
+    search = _HoldingSearch(on_device, left_out, names, notes)
     after = set(search.remaining)
     search.find_owners(optimizers, end)
     search.find_piles(end)
@@ -150,12 +99,14 @@ class _HoldingSearch:
     Those that only C++ holds go to `unheld`. They may be part of a graph, and are then counted with its tensor.
     """
 
-    def __init__(self, on_device: OnDevice, left_out: Collection[int], scope: SearchScope, notes: BlockNotes) -> None:
-        self._scope, self._notes, self._on_device = scope, notes, on_device
-        self._search = HolderSearch(_settled(on_device, left_out, notes), _names_of_variables() | scope.names)
+    def __init__(
+        self, on_device: OnDevice, left_out: Collection[int], names: Mapping[int, str], notes: BlockNotes
+    ) -> None:
+        self._of_run, self._notes, self._on_device = names, notes, on_device
+        self._search = HolderSearch(_settled(on_device, left_out, notes), {**names_of_variables(), **names})
         self.remaining = self._search.remaining
         self._known = {*left_out, *self.remaining}
-        self._least = _LEAST_SHARE * bytes_of([*self.remaining.values()])
+        self._least = LEAST_SHARE * bytes_of([*self.remaining.values()])
         self.unheld: dict[int, int] = {}
         self._nodes: set[Any] = set()
         self._found: list[Holding] = []
@@ -171,39 +122,27 @@ class _HoldingSearch:
             owned = self._owned_by(owner)
             if bytes_of(owned) <= self._least or time.thread_time() > end:
                 continue
-            holder = self._search.holder_of(
-                owner, ignore=(living, modules, optimizers, owners, self._found), past_functions=True
-            )
+            holder = self._search.holder_of(owner, ignore=(living, modules, optimizers, owners), past_functions=True)
             kind = f"{'model' if isinstance(owner, nn.Module) else 'optimizer'} {type(owner).__name__}"
             for one in owned:
                 del self.remaining[one.key]
             self._add(holder, owned, {kind: 1})
 
     def _owned_by(self, owner: nn.Module | Optimizer) -> list[LivingTensor]:
-        if isinstance(owner, Optimizer):
-            storages = owned_by(nn.Module(), [owner], lambda _: True).storages
-        else:
-            storages = owned_by(owner, (), lambda _: True).storages
+        module, optimizers = (nn.Module(), [owner]) if isinstance(owner, Optimizer) else (owner, [])
+        storages = owned_by(module, optimizers, lambda _: True).storages
         return [self.remaining[key] for key in storages & self.remaining.keys()]
 
     def find_piles(self, end: float) -> None:
         """Find who holds the rest, the kinds of tensors with the most bytes first."""
-        for signature in largest_signatures(self.remaining.values()):
-            for _ in range(MAX_LOOKUPS):
-                keys = [key for key, one in self.remaining.items() if one.signature == signature]
-                if sum(self.remaining[key].n_bytes for key in keys) <= self._least or time.thread_time() > end:
-                    break
-                found = self._search.take_pile(keys, lambda pile: len(pile) > 1)
-                if found is None:  # more may be held by others, but not among those tried
-                    found = None, [self.remaining.pop(key) for key in keys[-MAX_CANDIDATES:]]
-                self._add(*found)
+        for holder, pile in self._search.piles([*self.remaining.values()], lambda pile: len(pile) > 1, end=end):
+            self._add(holder, pile)
 
     def weigh_graphs(self) -> None:
         """Count what graphs have saved with the remaining tensors, which may be tiny themselves."""
         for key, one in list(self.remaining.items()):
             if n_bytes := self._take_saved_by(one.tensors):
                 self.remaining[key] = replace(one, n_bytes=one.n_bytes + n_bytes)
-        self._least = _LEAST_SHARE * sum(one.n_bytes for one in self.remaining.values())
 
     def _add(
         self, holder: TensorHolder | None, pile: Sequence[LivingTensor], owners: dict[str, int] | None = None
@@ -211,16 +150,14 @@ class _HoldingSearch:
         if holder is None:
             self.unheld |= {one.key: one.n_bytes for one in pile}
             return
-        saved = sum(self._take_saved_by(one.tensors) for one in pile)
-        finding = finding_of(holder, pile, saved_bytes=saved)
-        is_pile = finding.with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
+        holding = Holding.of(holder, pile, saved_bytes=sum(self._take_saved_by(one.tensors) for one in pile))
         largest = max(pile, key=lambda one: one.n_bytes)
         self._found.append(
-            Holding(
-                finding,
-                owners or {},
-                piles_up=is_pile and not owners and not is_expected(holder, pile),
-                is_of_run=id(holder.root) in self._scope.names,
+            replace(
+                holding,
+                owners=owners or {},
+                piles_up=holding.piles_up and not owners,
+                is_of_run=id(holder.root) in self._of_run,
                 made_at=next(filter(None, map(self._notes.made_at, largest.tensors)), ""),
             )
         )
@@ -239,11 +176,16 @@ class _HoldingSearch:
         return total
 
     def joined(self) -> list[Holding]:
-        """Return one holding for each container, the largest first."""
+        """Return one holding for each container, the user's own before ours, and the largest first."""
         by_path: dict[str, list[Holding]] = {}
         for one in self._found:
             by_path.setdefault(one.path, []).append(one)
-        return sorted(map(_joined, by_path.values()), key=lambda one: -one.n_bytes)
+
+        def rank(one: Holding) -> tuple[bool, int, bool]:
+            # A gradient is easier to do without than the tensor that it belongs to.
+            return is_ours(one.holder.root), -one.n_bytes, not one.holder.is_gradient
+
+        return sorted(map(_joined, by_path.values()), key=rank)
 
 
 def _joined(holdings: Sequence[Holding]) -> Holding:
@@ -253,28 +195,13 @@ def _joined(holdings: Sequence[Holding]) -> Holding:
     tensors: Counter[Any] = Counter()
     owners: Counter[str] = Counter()
     for one in holdings:
-        tensors.update(one.finding.tensors)
+        tensors.update(one.tensors)
         owners.update(one.owners)
-    finding = LeakFinding(
-        largest.finding.holder,
-        dict(tensors.most_common()),
-        sum(one.n_bytes for one in holdings),
-        sum(one.finding.with_graph for one in holdings),
+    return replace(
+        largest,
+        tensors=dict(tensors.most_common()),
+        n_bytes=sum(one.n_bytes for one in holdings),
+        with_graph=sum(one.with_graph for one in holdings),
+        owners=dict(owners),
+        piles_up=any(one.piles_up for one in holdings),
     )
-    piles_up = any(one.piles_up for one in holdings)
-    return replace(largest, finding=finding, owners=dict(owners), piles_up=piles_up)
-
-
-def _names_of_variables() -> dict[int, str]:
-    """Return the names of local variables of the user's running functions, by the id of the object in each."""
-    names: dict[int, str] = {}
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if owner_of(code.co_filename) == "user" and code.co_name != "<module>":
-            place = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
-            for name, value in variables_of(frame).items():
-                if is_a(value, Tensor) or (gc.is_tracked(value) and not is_a(value, (type, ModuleType, FunctionType))):
-                    names.setdefault(id(value), f"{name} in {place}")
-        frame = frame.f_back
-    return names

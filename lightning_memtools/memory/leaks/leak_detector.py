@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from torch import nn
-
-from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans, tensors_with_graph
-from lightning_memtools.memory.leaks.holder_search import (
-    MAX_BOOKKEEPING_BYTES,
-    MAX_LOOKUPS,
-    HolderSearch,
-    finding_of,
-    is_expected,
-)
-from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
-from lightning_memtools.memory.leaks.leak_report import LeakFinding, LeakReport
-from lightning_memtools.memory.leaks.tensor_census import (
-    LivingTensor,
-    TensorCensus,
-    bytes_of,
-    count_by_kind,
-    largest_signatures,
-)
+from lightning_memtools._torch import node_sequence_number
+from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans
+from lightning_memtools.memory.leaks.holder_search import MAX_LOOKUPS, HolderSearch, Holding, is_expected
+from lightning_memtools.memory.leaks.holders import all_tensors
+from lightning_memtools.memory.leaks.leak_report import LeakReport
+from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of, count_by_kind
 from lightning_memtools.memory.owned import OnDevice, Owned
 
-_MIN_SHARE = 0.01
 # Readings of growth after which even what fits is reported: a cache may fill for ten epochs.
 _LONGEST_WAIT = 12
-
-
-@dataclass(slots=True)
-class SearchScope:
-    """The objects among which holders are searched for, with their names.
-
-    Attributes:
-        roots: Objects whose attributes are searched for graphs: the model, callbacks, the data module.
-        names: The names of all objects that have one, by identity.
-        stop_at: Objects that are not searched.
-    """
-
-    roots: list[Any] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    stop_at: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def around(cls, model: nn.Module, others: Iterable[Any], stop_at: Any) -> SearchScope:
-        """Return the scope that consists of a model, what else belongs to the user, and a named object to stop at."""
-        others = [other for other in others if other is not None]
-        names = {id(other): type(other).__name__ for other in (*others, stop_at)}
-        return cls([model, *others], names | names_of_modules(model), [stop_at])
+_MOST_GRAPHS = 200
 
 
 class LeakDetector:
@@ -63,16 +26,16 @@ class LeakDetector:
       is reported, whatever its size: the last batch, the last outputs, running means.
     * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
       of the growth: sizes that vary by chance sometimes rise three times in a row too.
-    * A graph counts if it has nodes from each interval.
-    * Where no holder is found, tensors of one shape and type count after twice as many readings, if some from each
-      interval are still there.
+    * A graph counts if it has nodes from each interval. Graphs are looked for after `warn_after` readings, and then
+      after twice, four times as many and so on, because a look visits all Python objects.
+    * What no Python object holds does not count: its own place is not known, and nothing could be advised.
     * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
     * Tensors that pile up and may wait count after twelve readings: a cache that fills in ten epochs has stopped then.
 
     Args:
         on_device: Tells which tensors count.
         warn_after: The number of readings in a row.
-        find_scope: Called when a holder has to be found.
+        find_names: Returns the names of known objects by identity; called when a holder has to be found.
         may_wait: Returns whether growth by so many bytes in each reading can wait for the next one.
     """
 
@@ -81,17 +44,18 @@ class LeakDetector:
         on_device: OnDevice,
         *,
         warn_after: int,
-        find_scope: Callable[[], SearchScope] = SearchScope,
+        find_names: Callable[[], Mapping[int, str]] = dict,
         may_wait: Callable[[float], bool] = lambda _bytes_per_reading: False,
     ) -> None:
         self._warn_after = warn_after
-        self._find_scope = find_scope
+        self._find_names = find_names
         self._may_wait = may_wait
         self._census = TensorCensus(on_device)
         self._levels: list[int] = []
         self._next_look = warn_after
         # Readings of `graph_clock`.
         self._clocks: deque[int] = deque(maxlen=warn_after + 1)
+        self._n_readings, self._next_graph_look = 0, warn_after + 1
         self.has_reported = False
 
     def read(
@@ -137,7 +101,7 @@ class LeakDetector:
         self._census.restart()
         return False
 
-    def _find_growing_tensors(self, owned: Owned) -> list[LeakFinding]:
+    def _find_growing_tensors(self, owned: Owned) -> list[Holding]:
         """Take a census, and once growth has gone on for long enough, find the tensors that pile up."""
         n_growths = len(self._levels) - 1
         # If the wait for the next look is longer, only the last readings matter.
@@ -149,59 +113,30 @@ class LeakDetector:
         self._next_look += self._next_look
         return self._piles(survivors)
 
-    def _growing_graphs(self) -> list[LeakFinding]:
-        if len(self._clocks) <= self._warn_after:
+    def _growing_graphs(self) -> list[Holding]:
+        self._n_readings += 1
+        if self._n_readings < self._next_graph_look:
             return []
-        scope = self._find_scope()
-        findings = []
-        clocks = tuple(self._clocks)
-        growing = [t for t in tensors_with_graph(scope.roots, stop_at=scope.stop_at) if spans(t, clocks)]
-        for tensor in growing[:MAX_LOOKUPS]:
-            holder = find_holder(tensor, scope.names, ignore=(growing,))
-            findings.append(LeakFinding(holder, count_by_kind([tensor]), 0, 1, graph_grows=True))
-        return findings
+        self._next_graph_look += self._next_graph_look - 1
+        clocks, search = tuple(self._clocks), HolderSearch([], self._find_names())
+        with_graph = [tensor for tensor in all_tensors() if tensor.grad_fn is not None]
+        with_graph.sort(key=lambda tensor: -node_sequence_number(tensor.grad_fn))  # one that grows is among the latest
+        growing = [tensor for tensor in with_graph[:_MOST_GRAPHS] if spans(tensor, clocks)][:MAX_LOOKUPS]
+        holders = [(tensor, search.holder_of(tensor, ignore=(with_graph, growing))) for tensor in growing]
+        return [
+            Holding(holder, count_by_kind([tensor]), 0, 1, graph_grows=True) for tensor, holder in holders if holder
+        ]
 
-    def _piles(self, survivors: list[LivingTensor]) -> list[LeakFinding]:
+    def _piles(self, survivors: list[LivingTensor]) -> list[Holding]:
         """Return the places where tensors piled up since growth began."""
-        search = HolderSearch(survivors, self._find_scope().names)
-        findings: list[LeakFinding] = []
-        unplaced: list[LivingTensor] = []
         newest = [one for one in survivors if one.born == self._census.number]
-        n_lookups = 0
-        for signature in largest_signatures(newest):
-            alike = [one for one in newest if one.signature == signature]
-            # Every lookup takes many passes over all objects: it is not done for what is tiny beside a leak.
-            if findings and bytes_of(alike) < _MIN_SHARE * bytes_of(newest):
-                break
-            while n_lookups < MAX_LOOKUPS:
-                keys = [one.key for one in alike if one.key in search.remaining]
-                n_lookups += bool(keys)
-                found = search.take_pile(keys, self._is_growing)
-                if found is None:  # all were found in another place already, or only a graph holds them
-                    break
-                holder, pile = found
-                if is_expected(holder, pile):
-                    continue
-                if self._is_growing(pile):
-                    findings.append(finding_of(holder, pile))
-                else:
-                    unplaced += pile
-        if not findings:
-            findings = self._without_holders([*search.remaining.values(), *unplaced])
-        return sorted(findings, key=lambda finding: -finding.n_bytes)
-
-    def _without_holders(self, survivors: list[LivingTensor]) -> list[LeakFinding]:
-        """Return the kinds of tensors that grew for twice as long as usual in places that nobody knows."""
-        if len(self._levels) <= 2 * self._warn_after:
-            return []
-        findings = []
-        for signature in largest_signatures(survivors):
-            pile = [survivor for survivor in survivors if survivor.signature == signature]
-            # Where the holder is not known, it may be Lightning's bookkeeping too.
-            is_much = bytes_of(pile) > MAX_BOOKKEEPING_BYTES and len(pile) > self._warn_after
-            if is_much and self._is_growing(pile):
-                findings.append(finding_of(None, pile))
-        return findings
+        piles = HolderSearch(survivors, self._find_names()).piles(newest, self._is_growing)
+        holdings = [
+            Holding.of(holder, pile)
+            for holder, pile in piles
+            if holder is not None and not is_expected(holder, pile) and self._is_growing(pile)
+        ]
+        return sorted(holdings, key=lambda holding: -holding.n_bytes)
 
     def _is_growing(self, pile: list[LivingTensor]) -> bool:
         latest = self._census.number

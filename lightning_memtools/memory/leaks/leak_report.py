@@ -1,34 +1,14 @@
-"""The findings of the leak detector, and the warning that reports them."""
+"""The warning that reports what piles up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from lightning_memtools.memory.leaks.holders import ReferenceKind, TensorHolder
+from lightning_memtools.memory.leaks.freeing import how_to_free
+from lightning_memtools.memory.leaks.holder_search import Holding
 from lightning_memtools.memory.sizes import format_size
 
 _MAX_KINDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class LeakFinding:
-    """Tensors that pile up in one place.
-
-    Attributes:
-        holder: The object that holds them; None if Python does not know it.
-        tensors: The number of tensors of each shape and type.
-        n_bytes: The memory that they occupy on the device; 0 where their graph grows.
-        with_graph: The number of tensors that hold an autograd graph.
-        graph_grows: Whether their graph grows and not their number.
-    """
-
-    holder: TensorHolder | None
-    tensors: Mapping[tuple[tuple[int, ...], str], int]
-    n_bytes: int
-    with_graph: int
-    graph_grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +23,7 @@ class LeakReport:
 
     in_a_row: int
     grown_bytes: int
-    findings: list[LeakFinding]
+    findings: list[Holding]
 
     def text(self, *, device: str, readings: str) -> str:
         """Return the warning: what grows, how fast, what holds it, and what to do.
@@ -62,32 +42,30 @@ class LeakReport:
         rate = "" if only_graphs else f" ({format_size(self.grown_bytes // self.in_a_row)} in each)"
         lines = [f"{subject} in {self.in_a_row} {readings} in a row{rate}. What piles up:"]
         for finding in self.findings:
-            lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {_fix(finding)}"]
+            lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {how_to_free(finding)}."]
         if any(_may_be_filling_up(finding) for finding in self.findings):
             lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
         lines.append("This warning is given once.")
         return "\n".join(lines)
 
 
-def _place(finding: LeakFinding) -> str:
+def _place(finding: Holding) -> str:
     holder = finding.holder
-    if holder is None:
-        return "Holder not found: something Python's garbage collector does not know (C++, or a local variable)"
     if holder.container_path == holder.path:
-        return holder.path + holder.place
+        return finding.path
     container = holder.container
     size = f" of {len(container)}" if hasattr(container, "__len__") else ""
     one = f"; one is {holder.path}" if holder.place or holder.path.startswith(holder.container_path) else ""
     return f"{holder.container_path}{holder.place} (a {type(container).__name__}{size}{one})"
 
 
-def _may_be_filling_up(finding: LeakFinding) -> bool:
+def _may_be_filling_up(finding: Holding) -> bool:
     """Return whether a container holds plain tensors, as a buffer of a fixed length does until it is full."""
-    is_element = finding.holder is not None and any(step.is_element for step in finding.holder.steps)
+    is_element = any(step.is_element for step in finding.holder.steps)
     return is_element and not finding.with_graph and not finding.graph_grows
 
 
-def _contents(finding: LeakFinding) -> str:
+def _contents(finding: Holding) -> str:
     kinds = [f"{count} of shape {shape} {dtype}" for (shape, dtype), count in finding.tensors.items()]
     count = sum(finding.tensors.values())
     tensors = f"{count} tensor{'s' if count > 1 else ''}"
@@ -103,25 +81,3 @@ def _contents(finding: LeakFinding) -> str:
     else:
         graph = "without autograd graphs"
     return f"{tensors}, {format_size(finding.n_bytes)}, {graph}"
-
-
-def _fix(finding: LeakFinding) -> str:
-    holder = finding.holder
-    if finding.graph_grows:
-        name = holder.steps[-1].key if holder is not None and holder.steps and holder.steps[-1].key else "total"
-        target = f"self.{name}" if holder is not None and holder.steps[-1].kind is ReferenceKind.ATTRIBUTE else name
-        return f"Add up values without their graphs: `{target} += loss.detach()`."
-    if holder is not None and any(_is_metric(link) for link in holder.links):
-        advice = "Reset the metric when the epoch ends (self.log does it for a metric that it is given)"
-    elif holder is not None and any(step.is_element for step in holder.steps):
-        advice = f"Clear {holder.container_path} when the epoch ends"
-    elif holder is not None:
-        advice = f"Drop {holder.path} when the epoch ends"
-    else:
-        advice = "Look for what keeps the outputs or batches of every step"
-    instead = "`.detach().cpu()`" if finding.with_graph else "`.cpu()` or `.item()`"
-    return f"{advice}, or keep only what is needed, off the device: {instead}."
-
-
-def _is_metric(link: Any) -> bool:
-    return all(callable(getattr(type(link), name, None)) for name in ("update", "compute", "reset"))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.leaks.holdings import BlockNotes, Holding, Holdings, find_holdings
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
+from lightning_memtools.memory.leaks.holder_search import Holding, names_of_run
+from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_holdings
 from lightning_memtools.reporting.held_words import holding_in_words
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def mib(n: int) -> Tensor:
 
 
 def held_by(model: Model, device: VirtualDevice, **options: Any) -> Holdings:
-    return find_holdings(device.holds, model, [], None, SearchScope.around(model, [], None), **options)
+    return find_holdings(device.holds, model, [], None, names_of_run(model, []), **options)
 
 
 def only(held: Holdings) -> Holding:
@@ -53,7 +53,7 @@ def test_what_a_graph_has_saved_counts_with_the_tensor_that_carries_it():
         model.weight = weight
         model.kept = [(weight * 2).exp().sum() for _ in range(2)]  # each saves the 1 MiB of its exponential
         one = only(held_by(model, device))
-    assert one.finding.with_graph == 2
+    assert one.with_graph == 2
     assert 2 * MIB <= one.n_bytes < 3 * MIB
     assert "with autograd graphs" in holding_in_words(one)
 
@@ -85,7 +85,7 @@ def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
             model,
             [],
             batch,
-            SearchScope.around(model, [], None),
+            names_of_run(model, []),
             notes=BlockNotes(lambda one: one is young),
         )
     assert [(one.path, one.n_bytes) for one in held.found] == [("Model.kept", 2 * MIB)]

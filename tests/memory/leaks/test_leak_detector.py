@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import weakref
 
 import pytest
@@ -9,8 +8,10 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.gc_frozen import gc_frozen
+from lightning_memtools.memory.leaks.freeing import how_to_free
+from lightning_memtools.memory.leaks.holder_search import names_of_variables
 from lightning_memtools.memory.leaks.holders import names_of_modules
-from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
+from lightning_memtools.memory.leaks.leak_detector import LeakDetector
 from lightning_memtools.memory.owned import owned_by
 
 
@@ -33,8 +34,7 @@ def new(n: int = 128) -> torch.Tensor:
 
 def epochs(device, model, *steps, warn_after=3):
     """Let the detector read after each step, and once before; return its reports, each with the number of its step."""
-    scope = SearchScope([model], names_of_modules(model))
-    detector = LeakDetector(device.holds, warn_after=warn_after, find_scope=lambda: scope)
+    detector = LeakDetector(device.holds, warn_after=warn_after, find_names=lambda: names_of_modules(model))
     reports = []
     for i, step in enumerate([lambda: None, *steps]):
         step()
@@ -107,9 +107,17 @@ def test_the_detector_keeps_nothing_alive(device):
     assert [reference() for reference in watched] == [None, None, None]
 
 
-def text_of(device, model, *steps):
-    ((_, report),) = epochs(device, model, *steps)
-    return report.text(device=device.name, readings="epochs")
+def test_a_sum_in_a_local_variable_is_named_and_its_fix_stops_it(device):
+    weight = nn.Parameter(torch.ones(4))
+    total = torch.zeros(())
+    detector = LeakDetector(device.holds, warn_after=3, find_names=names_of_variables)
+    for _ in range(4):
+        total = total + weight.sum()
+        owned = owned_by(nn.Module(), [], device.holds)
+        report = detector.read(0, owned)
+    assert report is not None
+    assert "- total in test_a_sum_in_a_local_variable" in report.text(device="cpu", readings="epochs")
+    assert how_to_free(report.findings[0]) == "Add up values without their graphs: `total += loss.detach()`"
 
 
 class Hoarder(Model):
@@ -166,30 +174,3 @@ def test_what_holds_the_holders_is_named(device, way, holder):
     (finding,) = report.findings
     assert finding.holder.container_path == holder
     assert finding.tensors == {((128,), "float32"): 3}
-
-
-def test_without_a_holder_the_tensors_are_told(device):
-    model = Model()
-
-    def grow():
-        hidden.append(hide(new(2**18)))
-
-    hidden: list[int] = []
-    try:
-        text = text_of(device, model, *[grow] * 7)
-    finally:
-        for one in hidden:
-            reveal(one)
-    assert "in 6 epochs in a row (" in text
-    assert "Holder not found" in text
-    assert "of shape (262144,) float32" in text
-
-
-def hide(one: object) -> int:
-    """Take a reference that Python's garbage collector cannot see, as C++ does."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-    return id(one)
-
-
-def reveal(address: int) -> None:
-    ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
