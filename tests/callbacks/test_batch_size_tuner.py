@@ -161,14 +161,14 @@ def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp
         def on_train_batch_end(self, *args):
             peaks.append(VirtualDevice.current().stats().peak_reserved)
 
-    peaks, tuner = [], Tuner(stages=("train",), init_val=150, max_trials=4)
+    peaks, tuner = [], Tuner(stages=("train",), init_val=150, max_trials=4, margin="24MiB")
     with VirtualDevice(f"{capacity}MiB", used_by_others="32MiB", context=f"{context}MiB"):
         L.seed_everything(0, verbose=False)
         run = trainer(tmp_path, tuner, Reserved(), logger=False, limit_val_batches=0)
         run.fit(Small())
     result = tuner.result
     assert result.peaks["train"] == max(peaks[-3:])
-    assert result.trials[0].readings[0].limit == int(0.95 * capacity * MIB) - (32 + context) * MIB
+    assert result.trials[0].readings[0].limit == (capacity - 32 - context) * MIB - 24 * MIB
     assert "| out of memory | over " in result.table()
 
 
