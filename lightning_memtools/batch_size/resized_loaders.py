@@ -23,8 +23,8 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
-# Reading samples may take this long per data set.
-_SECONDS = 2.0
+# Reading samples may take this long per data set. Most data sets have samples of one size, and wait for nothing.
+_SECONDS = 1.0
 # More than any trial runs.
 _MOST_BATCHES = 1000
 

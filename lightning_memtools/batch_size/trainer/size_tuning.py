@@ -18,7 +18,7 @@ from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult, SizeTrial, explain_that_nothing_fits
 from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
-from lightning_memtools.batch_size.trainer.batch_sizes import BatchSizes, has_data, stages_of
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, stages_of
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
 from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, TrialRunner, takes_part
 from lightning_memtools.memory.gc_frozen import gc_frozen
@@ -55,7 +55,7 @@ class SizeTuning:
         self.found: dict[Stage, int] = {}
         self.accumulate: int | None = None
         self.cache_releaser: CacheReleaser | None = None
-        self._sizes: BatchSizes | None = None
+        self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
         """Search before a fit trains, or use the sizes that are known; return the result of a search.
@@ -102,7 +102,7 @@ class SizeTuning:
     def _begin(
         self, trainer: Trainer, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult | None:
-        self._sizes = BatchSizes(trainer, self.settings.names)
+        self._sizes = StageSizes(trainer, self.settings.names)
         if stages[0] not in self.found:
             return self._search(trainer, self._sizes, stages, hooks)
         stages = [stage for stage in stages if stage in self.found]
@@ -111,7 +111,7 @@ class SizeTuning:
         return None
 
     def _search(
-        self, trainer: Trainer, sizes: BatchSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
+        self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult:
         """Search for the sizes of the stages that have data, put them into effect, and report them.
 
@@ -170,7 +170,7 @@ class SizeTuning:
             print_on_console("\n  ".join([f"BatchSizeTuner: {result.summary()}", *result.notes]))
         return result
 
-    def _samples_per_rank(self, trainer: Trainer, sizes: BatchSizes) -> int | None:
+    def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
         """Return the samples per optimizer step and rank that a fit has to keep; None for any number.
 
         Raises:
@@ -219,7 +219,7 @@ class SizeTuning:
             avoid_single=is_train and any(norm.training for norm in norms),
         )
 
-    def _apply(self, trainer: Trainer, sizes: BatchSizes, stages: Sequence[Stage]) -> None:
+    def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
         """Write the sizes, and have the loaders made for them; in a fit the optimizers and schedulers too."""
         for stage in stages:
             # Attributes that several stages share get training's size.

@@ -34,7 +34,7 @@ from lightning_memtools._lightning import (
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, SampleSizes, known_sizes, worst_first
 from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings
-from lightning_memtools.batch_size.trainer.batch_sizes import BatchSizes, has_data, hint_to_leave_out
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, hint_to_leave_out
 from lightning_memtools.batch_size.trainer.trial_probe import (
     ANOTHER_ERROR,
     STEPS,
@@ -121,7 +121,7 @@ class TrialRunner:
         self,
         trainer: Trainer,
         settings: TunerSettings,
-        batch_sizes: BatchSizes,
+        batch_sizes: StageSizes,
         per_rank: int | None,
         *,
         hooks: Sequence[Callable[[], None]],

@@ -24,7 +24,7 @@ from lightning_memtools.memory.loader_sizes import batch_size_of
 from lightning_memtools.memory.peaks import STAGES, Stage
 
 
-class BatchSizes:
+class StageSizes:
     """The batch sizes of a Trainer's stages, read and set.
 
     A size stands in attributes or hyperparameters of the model or the data module, which the `*_dataloader` hooks read,
@@ -142,7 +142,7 @@ class BatchSizes:
 class _SizedHook:
     """Stands in for the `dataloader` method of a loop's source."""
 
-    def __init__(self, source: Any, stage: Stage, sizes: BatchSizes, size: int) -> None:
+    def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
         self._source, self._stage, self._sizes, self._size = source, stage, sizes, size
 
     def __call__(self) -> Any:
