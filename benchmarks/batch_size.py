@@ -8,7 +8,8 @@ sizes that fill 8 GiB can be run by the thousand. The cost of a search is theref
 samples that they took; a few rows are also run on real tensors, for CPU seconds.
 
 The true maximum is found without the tuner: a size fits if a plain `Trainer.fit` of six steps ends without an
-allocation retry on a device whose capacity is reduced by the margin. The maximum is found by bisection. As the peak of
+allocation retry on a device whose capacity is reduced by the margin, unless that is smaller than a segment of the
+allocator. The maximum is found by bisection. As the peak of
 reserved memory is not monotonic in the size, all sizes beyond it are then run too, up to 5% larger or eight more. The
 largest that fits is the true maximum.
 
@@ -40,6 +41,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from machine import known, save
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.batch_size.size_limits import SEGMENT_BYTES
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
 from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import MODELS, Sized, trainer_for
@@ -160,7 +162,9 @@ def row(name: str, kind: type[Sized], capacity: str, others: str) -> dict[str, A
         "BatchSizeFinder power": lightnings("power", kind, device()),
         "BatchSizeFinder binsearch": lightnings("binsearch", kind, device()),
     }
-    n_bytes = int(parse_size(capacity) * (1 - MARGIN))
+    n_bytes = parse_size(capacity)
+    if n_bytes * MARGIN >= SEGMENT_BYTES:
+        n_bytes = int(n_bytes * (1 - MARGIN))
     truth = true_maximum(kind, STEP.get(name, 1), found["BatchSizeTuner"]["size"], n_bytes, others)
     return {"capacity": capacity, "used_by_others": others, "true_maximum": truth,
             "fit_of_50_steps_on_cuda": fit_on_cuda(name, capacity, others), **found}  # fmt: skip

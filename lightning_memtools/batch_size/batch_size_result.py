@@ -21,6 +21,7 @@ class RankReading:
         peak: The most that this process's allocator had reserved.
         limit: The most that it may reserve: the capacity less the margin, and less what is held outside of it (by other
             processes, and by the CUDA context).
+        spare: What tensors have to leave of the limit: a margin that is smaller than a segment of the allocator.
         peak_allocated: The most that tensors held.
         batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
             An optimizer that makes temporary copies has a peak of its own, which does not.
@@ -30,6 +31,7 @@ class RankReading:
 
     peak: int | None = None
     limit: int | None = None
+    spare: int = 0
     peak_allocated: int | None = None
     batch_allocated: int | None = None
     base_allocated: int | None = None
@@ -38,7 +40,9 @@ class RankReading:
     @property
     def fits(self) -> bool:
         """True if the trial ran to its end within the limit."""
-        return not self.failure and (self.peak is None or self.limit is None or self.peak <= self.limit)
+        if self.failure or self.peak is None or self.limit is None:
+            return not self.failure
+        return max(self.peak, (self.peak_allocated or 0) + self.spare) <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

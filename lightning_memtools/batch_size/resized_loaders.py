@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import heapq
-import inspect
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Sampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_memtools._torch import loader_with_batch_sampler, tree_leaves
 from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
@@ -24,9 +23,10 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
-# Reading samples may take this long per data set; and this long where all samples so far have one size.
-_SECONDS = 2.0
-_SECONDS_OF_EQUALS = 0.5
+# Reading samples may take this long per data set. Most data sets have samples of one size, and wait for nothing.
+_SECONDS = 1.0
+# More than any trial runs.
+_MOST_BATCHES = 1000
 
 WorstCase = Callable[[Any, int], Sequence[int]]
 """Return the indices of the n samples of a data set that take the most memory, largest first."""
@@ -65,13 +65,12 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None if they are not needed or not known."""
+    """Return the sizes of a loader's samples, as far as they could be read; None if they are not needed."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
         return None
-    lengths = _lengths(loader.dataset)
-    return _measured(loader.dataset) if lengths is None else SampleSizes(dict(enumerate(lengths)), len(lengths))
+    return _measured(loader.dataset)
 
 
 def worst_first(loader: Any, worst_case: WorstCase | None, sizes: SampleSizes | None) -> Any:
@@ -92,40 +91,20 @@ def worst_first(loader: Any, worst_case: WorstCase | None, sizes: SampleSizes | 
         indices = sizes.largest(n) if sizes is not None and sizes.vary else []
     if not indices:
         return loader
-    n_batches = math.ceil(max(n_samples_of(loader) or 0, n) / n)
-    return loader_with_batch_sampler(loader, _Again(indices[:n], n_batches, n), loader.batch_size)
-
-
-class _Again(Sampler[list[int]]):
-    """Repeats one batch."""
-
-    def __init__(self, batch: Sequence[int], n_batches: int, batch_size: int) -> None:
-        self.batch = list(batch)
-        self.n_batches = n_batches
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return self.n_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self.batch for _ in range(self.n_batches))
+    n_batches = min(math.ceil(max(n_samples_of(loader) or 0, n) / n), _MOST_BATCHES)
+    return loader_with_batch_sampler(loader, [indices[:n]] * n_batches, n)
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a user's batch sampler with a new size: constructed anew if its arguments are known, copied otherwise."""
+    """Return a copy of a user's batch sampler with a new size."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
             f"The batch size of {described} cannot be set: its batch_sampler {kind} has no batch_size. Give it an int "
             "attribute batch_size that its batches follow."
         )
-    names = [name for name in inspect.signature(type(batch_sampler).__init__).parameters if name != "self"]
-    if "batch_size" in names and all(hasattr(batch_sampler, name) for name in names):
-        given = {name: getattr(batch_sampler, name) for name in names}
-        new = type(batch_sampler)(**(given | {"batch_size": size}))
-    else:
-        new = copy.copy(batch_sampler)
-        new.batch_size = size
+    new = copy.copy(batch_sampler)
+    new.batch_size = size
     # Only a batch shows that the size had an effect: the batches may have been formed in the constructor.
     before = StateSnapshot([batch_sampler])
     first = len(list(next(iter(new), [])))
@@ -143,28 +122,26 @@ def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, des
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """The known sizes of the samples of one data set.
+    """The sizes of the samples of one data set that were read.
 
     Attributes:
-        of: The size of each known sample by its index: the declared size, or the number of its values.
+        of: The number of values of each sample, by its index.
+        shapes: The shape of the largest tensor of each sample, by its index; without samples that have none.
         n_samples: The number of samples in the data set.
-        shapes: The shape of the largest tensor of each measured sample, by its index.
-        are_measured: False if the data set declares the sizes.
     """
 
     of: Mapping[int, float]
+    shapes: Mapping[int, tuple[int, ...]]
     n_samples: int
-    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    are_measured: bool = False
 
     @property
     def vary(self) -> bool:
-        """True if not all known samples have the same size."""
+        """True if not all samples that were read have the same size."""
         return len(set(self.of.values())) > 1 or len(set(self.shapes.values())) > 1
 
     @property
     def are_complete(self) -> bool:
-        """True if the size of every sample is known."""
+        """True if every sample was read."""
         return len(self.of) >= self.n_samples
 
     def largest(self, n: int) -> list[int]:
@@ -178,24 +155,10 @@ class SampleSizes:
         return list(dict.fromkeys([*first, *heapq.nlargest(n, self.of, key=self.of.__getitem__)]))[:n]
 
     def described(self) -> str:
-        """Return a sentence about the samples that are known."""
+        """Return a sentence about the samples that were read."""
         sizes = self.of.values()
         read = "all" if self.are_complete else f"{len(self.of):,} of {self.n_samples:,}"
         return f"samples vary in size, from {min(sizes):g} to {max(sizes):g} values ({read} samples were looked at)"
-
-
-def _lengths(dataset: Any) -> list[float] | None:
-    """Return the sizes that a data set declares by its attribute `lengths`, also through Subset and ConcatDataset."""
-    lengths = getattr(dataset, "lengths", None)
-    if lengths is not None and hasattr(lengths, "__len__") and len(lengths) == len(dataset):
-        return list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-    if isinstance(dataset, Subset):
-        inner = _lengths(dataset.dataset)
-        return None if inner is None else [inner[index] for index in dataset.indices]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_lengths(part) for part in dataset.datasets]
-        return None if None in parts else [length for part in parts for length in part or ()]
-    return None
 
 
 def _measured(dataset: Any) -> SampleSizes | None:
@@ -210,22 +173,19 @@ def _measured(dataset: Any) -> SampleSizes | None:
     order = random.Random(0).sample(range(n_samples), min(n_samples, 10**5))  # noqa: S311, no secret
     sizes: dict[int, float] = {}
     shapes: dict[int, tuple[int, ...]] = {}
-    kinds: set[tuple[float, tuple[int, ...] | None]] = set()
     device = VirtualDevice.current()
     begin = time.perf_counter()
     with random_streams_restored(), torch.no_grad(), nullcontext() if device is None else device.host():
         for index in order:
             try:
-                kind = _size_of(dataset[index])
+                sizes[index], shape = _size_of(dataset[index])
             except Exception:  # noqa: BLE001, the user's code: the run itself will raise it where it matters
                 return None
-            kinds.add(kind)
-            sizes[index], shape = kind
             if shape is not None:
                 shapes[index] = shape
-            if time.perf_counter() - begin > (_SECONDS_OF_EQUALS if len(kinds) == 1 else _SECONDS):
+            if time.perf_counter() - begin > _SECONDS:
                 break
-    return SampleSizes(sizes, n_samples, shapes, are_measured=True)
+    return SampleSizes(sizes, shapes, n_samples)
 
 
 def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:

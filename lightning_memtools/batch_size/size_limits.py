@@ -12,6 +12,8 @@ from lightning_memtools.memory.peaks import STAGES
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.memory.stats import MemoryReader
 
+SEGMENT_BYTES = 20 * 2**20
+"""The size of most segments of CUDA's caching allocator (kLargeBuffer in c10/core/AllocatorConfig.h)."""
 _CHOICES = {"keep": ("learning_rate", "effective"), "on_failure": ("raise", "warn")}
 
 
@@ -58,15 +60,6 @@ class SizeLimits:
             f"No batch size is possible: {self.n_samples} samples per rank, multiple_of={self.multiple_of}, "
             f"max_val={self.max_val}, effective batch size per rank {self.per_rank}. Relax one of them."
         )
-
-    def reasons_against(self, size: int) -> list[str]:
-        """Return why a size is not admitted, in words for a report. `max_val` and `multiple_of` are not listed."""
-        reasons = {
-            "a last batch of one sample in front of BatchNorm": self._leaves_single_sample(size),
-            "the effective batch size": self._splits_unevenly(size),
-            "the number of samples": size > self._most_by_data,
-        }
-        return [reason for reason, holds in reasons.items() if holds]
 
     @property
     def _most_by_data(self) -> float:
@@ -124,10 +117,17 @@ class TunerSettings:
         """The attributes that hold a batch size."""
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
-    def limit(self, reader: MemoryReader | None) -> int | None:
-        """Return how many bytes of the device all processes together may use; None if its capacity is not known."""
+    def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
+        """Return how many bytes all processes together may reserve, and how many of them tensors have to leave.
+
+        Memory is reserved by segments, so a margin smaller than a segment is kept within what is reserved. Without a
+        capacity, the first is None.
+        """
         capacity = None if reader is None else reader.stats().capacity
-        return None if capacity is None else self._most_of(capacity)
+        if capacity is None:
+            return None, 0
+        margin = capacity - self._most_of(capacity)
+        return (capacity - margin, 0) if margin >= SEGMENT_BYTES else (capacity, margin)
 
     def _most_of(self, capacity: int) -> int:
         if isinstance(self.margin, str):

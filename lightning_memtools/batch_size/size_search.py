@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
-from lightning_memtools.batch_size.size_limits import SizeLimits
+from lightning_memtools.batch_size.size_limits import SEGMENT_BYTES, SizeLimits
 
 # The search ends at this share of the largest size that can fit.
 _NEAR = 0.95
@@ -20,8 +20,6 @@ _SECOND = 0.35
 _AIM = 0.99
 # No jump goes farther than this many times the size that has run.
 _FARTHEST = 128
-# Segments of CUDA's caching allocator have 20 MiB (kLargeBuffer in c10/core/AllocatorConfig.h).
-_SEGMENT = 20 * 2**20
 # Between sizes closer than this, rounding would determine the slope.
 _APART = 0.8
 # A slope that grows by less than this factor is rounding and no curvature.
@@ -101,7 +99,7 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 def _is_precise(trial: SizeTrial) -> bool:
     """Return True if a segment of the allocator is small beside the memory that a batch may take."""
     rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
-    return all((1 - _NEAR) * room >= _SEGMENT for room in rooms)
+    return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
 
 
 def _predict(trials: Sequence[SizeTrial]) -> float:

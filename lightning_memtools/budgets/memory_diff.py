@@ -97,20 +97,16 @@ class MemoryDiff:
             if before != after and (name != "gpu" or (before and after))
         ]
 
-    def tables(self, most: int | None = _MOST_ROWS) -> Iterator[Table]:
-        """Yield the tables, without those in which nothing changed.
-
-        Args:
-            most: The most rows of modules and of lines; None for all.
-        """
+    def tables(self) -> Iterator[Table]:
+        """Yield the tables, without those in which nothing changed; of modules and of lines the largest changes."""
         yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
         for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
             if changes:
-                yield Table((head, *self.names, "change"), _rows(changes, None if head == "at the peak" else most))
+                yield Table((head, *self.names, "change"), _rows(changes))
 
-    def to_markdown(self, most: int | None = _MOST_ROWS) -> str:
+    def to_markdown(self) -> str:
         """Return everything for a report, or for the comment on a pull request."""
-        return "\n\n".join([self.headline, *self.remarks, *map(markdown_table, self.tables(most)), *self.moments])
+        return "\n\n".join([self.headline, *self.remarks, *map(markdown_table, self.tables()), *self.moments])
 
     @property
     def headline(self) -> str:
@@ -161,9 +157,9 @@ def _row(one: Change) -> tuple[str, str, str, str]:
     return one.name or "(no module)", format_size(one.before), format_size(one.after), one.sign
 
 
-def _rows(changes: Sequence[Change], most: int | None) -> list[tuple[str, str, str, str]]:
-    shown, rest = changes[:most], changes[len(changes[:most]) :]
-    rows = [_row(one) for one in shown]
+def _rows(changes: Sequence[Change]) -> list[tuple[str, str, str, str]]:
+    rest = changes[_MOST_ROWS:]
+    rows = [_row(one) for one in changes[:_MOST_ROWS]]
     if rest:
         left = Change(f"{len(rest)} more", sum(one.before for one in rest), sum(one.after for one in rest))
         rows.append(_row(left))

@@ -17,7 +17,6 @@ from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_lea
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
-from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from lightning_memtools.warning_categories import DegradedWarning
 
@@ -177,12 +176,7 @@ def tune_batch_size(
 
     Raises:
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
-        TypeError: An argument has a wrong type.
     """
-    if not hasattr(trainer, "fit_loop"):
-        raise TypeError(f"trainer must be a Trainer of Lightning, got {type(trainer).__name__}.")
-    if not is_lightning_module(model):
-        raise TypeError(f"model must be a LightningModule, got {type(model).__name__}.")
     tuner = BatchSizeTuner(**arguments)
     tuner.worst_case, tuner.ends_before_training = worst_case, True
     callbacks, streams = callbacks_of(trainer), StateSnapshot([train_dataloaders, val_dataloaders])

@@ -33,14 +33,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("results", nargs="*", metavar="RESULT", help="the two results; with --git the script")
     parser.add_argument(
         "--git", metavar="A..B",
-        help="dry-run the script that follows -- at two revisions; A alone compares with the files as they are now "
-        "(default: no script)",
+        help="dry-run the script that follows --, with options of `memtools dry-run` before it, at two revisions; A "
+        "alone compares with the files as they are now (default: no script)",
     )  # fmt: skip
-    parser.add_argument("--gpu", metavar="NAME", help="with --git: the GPU of the dry runs (default: an A100 of 1 TiB)")
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="with --git: optimizer steps of the dry runs (default: 3)"
-    )
-    parser.add_argument("--all", action="store_true", help="show all rows (default: the 15 largest of each table)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the difference as JSON (default: tables)")
     form.add_argument("--markdown", action="store_true", help="print markdown, for a comment (default: tables)")
@@ -50,13 +45,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(chosen: argparse.Namespace) -> None:
     """Compare, and print what changed."""
     diff = _diff_of(chosen)
-    most = None if chosen.all else 15
     if chosen.json:
         print(json.dumps(diff.as_json(), indent=1, ensure_ascii=False))  # noqa: T201, a command prints
     elif chosen.markdown:
-        print(diff.to_markdown(most))  # noqa: T201
+        print(diff.to_markdown())  # noqa: T201
     else:
-        _show(diff, most)
+        _show(diff)
 
 
 def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
@@ -72,9 +66,8 @@ def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
             raise UsageError("--git needs a script: memtools diff --git main..HEAD -- train.py.")
         first, dots, second = chosen.git.partition("..")
         revisions = (first or "HEAD", (second or "HEAD") if dots else None)
-        options = [f"--{name}={value}" for name in ("gpu", "steps") if (value := getattr(chosen, name)) is not None]
-        sides = tuple(peak_at_revision(one, chosen.results, options) for one in revisions)
-        return MemoryDiff(sides[0], sides[1], (revisions[0], revisions[1] or "files now"))
+        before, after = (peak_at_revision(revision, chosen.results) for revision in revisions)
+        return MemoryDiff(before, after, (revisions[0], revisions[1] or "files now"))
     if len(chosen.results) != 2:  # noqa: PLR2004, a difference has two sides
         raise UsageError(
             f"memtools diff compares two results, and {len(chosen.results)} were given: memtools diff before.json "
@@ -82,21 +75,14 @@ def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
         )
     with working("The results are read"):
         before, after = (peak_in(Path(one)) for one in chosen.results)
-    return MemoryDiff(before, after, _names(*map(Path, chosen.results)))
+    return MemoryDiff(before, after, (chosen.results[0], chosen.results[1]))
 
 
-def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Return short names of two files that differ."""
-    if first.name != second.name:
-        return first.name, second.name
-    return str(first), str(second)
-
-
-def _show(diff: MemoryDiff, most: int | None) -> None:
+def _show(diff: MemoryDiff) -> None:
     from lightning_memtools.reporting.tables import console_table  # noqa: PLC0415
 
     say(diff.headline, *diff.remarks)
-    say(*map(console_table, diff.tables(most)))
+    say(*map(console_table, diff.tables()))
     say(*diff.moments)
 
 
@@ -128,13 +114,12 @@ def _of_content(content: Mapping[str, Any]) -> PeakMemory:
     return DryRunResult.from_json(content).peak if "stages" in content else PeakMemory.from_json(content)
 
 
-def peak_at_revision(revision: str | None, script: Sequence[str], options: Sequence[str]) -> PeakMemory:
+def peak_at_revision(revision: str | None, script: Sequence[str]) -> PeakMemory:
     """Return the peak of a dry run of a script as it was at a git revision.
 
     Args:
         revision: The revision; None for the files as they are.
-        script: The script and its arguments.
-        options: Those of the dry run.
+        script: Options of the dry run, the script and its arguments.
 
     Raises:
         UsageError: There is no such revision, or the script does not run to its end there.
@@ -156,7 +141,7 @@ def peak_at_revision(revision: str | None, script: Sequence[str], options: Seque
         # The revision's own modules come before those that are installed, as an editable install is.
         folders = [str(here), *([str(here / "src")] if (here / "src").is_dir() else [])]
         paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "lightning_memtools.cli.main", "dry-run", "--json", *options, *script]
+        command = [sys.executable, "-m", "lightning_memtools.cli.main", "dry-run", "--json", *script]
         done = subprocess.run(  # noqa: S603, the user's own script
             command, cwd=here, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
         )

@@ -127,24 +127,33 @@ def test_the_reason_why_a_loader_cannot_be_resized(loader, reason):
     assert any(word in str(caught.value) for word in ("Pass ", "Let ", "Give "))  # what to change
 
 
-class Lengths(Dataset[torch.Tensor]):
-    lengths = (3, 9, 1, 7, 5)
-
+class Texts(Dataset[torch.Tensor]):
     def __len__(self):
         return 5
 
     def __getitem__(self, index):
-        return torch.tensor(self.lengths[index])
+        n_words = (3, 9, 1, 7, 5)[index]
+        return torch.full((n_words,), n_words)
+
+
+class Declared(Texts):
+    def worst_case(self, n):
+        return [3, 1, 4][:n]
+
+
+def firsts(samples):
+    return [int(sample[0]) for sample in samples]
 
 
 def test_the_largest_samples_come_first():
-    for loader in (
-        DataLoader(Lengths(), 2, shuffle=True),
-        DataLoader(Lengths(), batch_sampler=Pairs(SequentialSampler(range(5)), 2)),
-    ):
+    for options in ({"batch_size": 2, "shuffle": True}, {"batch_sampler": Pairs(SequentialSampler(range(5)), 2)}):
+        loader = DataLoader(Texts(), collate_fn=firsts, **options)
         largest = worst_first(loader, None, known_sizes(loader, None))
-        assert [batch.tolist() for batch in largest] == [[9, 7]] * 3
+        assert list(largest) == [[9, 7]] * 3
         by_hook = worst_first(loader, lambda dataset, n: [2, 0, 4][:n], None)
-        assert next(iter(by_hook)).tolist() == [1, 3]
+        assert next(iter(by_hook)) == [1, 3]
+    declared = DataLoader(Declared(), 2, collate_fn=firsts)
+    assert known_sizes(declared, None) is None
+    assert next(iter(worst_first(declared, None, None))) == [7, 9]
     equal = DataLoader(DATA, 2)
     assert worst_first(equal, None, known_sizes(equal, None)) is equal

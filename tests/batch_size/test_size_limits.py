@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from lightning_memtools.batch_size.size_limits import (
@@ -28,19 +26,6 @@ def test_rounding_down_is_the_largest_admitted_size(size):
     ]
     for limits, admitted in cases:
         assert limits.round_down(size) == brute(limits, size, admitted), limits
-
-
-def test_the_reasons_against_a_size():
-    limits = SizeLimits(n_samples=65, avoid_single=True)
-    assert limits.round_down(64) == 63  # 65 = 1 * 64 + 1
-    (reason,) = limits.reasons_against(64)
-    assert "one sample in front of BatchNorm" in reason
-    limits = SizeLimits(n_samples=10, max_val=5)
-    assert limits.round_down(math.inf) == 5
-    assert limits.reasons_against(11) == ["the number of samples"]
-    assert limits.reasons_against(10) == []
-    assert SizeLimits(per_rank=12).reasons_against(5) == ["the effective batch size"]
-    assert SizeLimits(per_rank=12).reasons_against(13) == ["the effective batch size"]
 
 
 def test_ranks_share_an_effective_batch_evenly():

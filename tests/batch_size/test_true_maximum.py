@@ -35,22 +35,27 @@ def test_a_plain_fit_runs_the_size_that_is_found_and_none_a_twentieth_larger(tmp
     assert not fits(int(1.05 * size) // step * step)
 
 
-def test_every_size_of_a_small_device_on_real_tensors(tmp_path):
-    kind, capacity = MODELS["dropout"], 128 << 20
+@pytest.mark.parametrize(("name", "capacity"), [("dropout", "64MiB"), ("dropout", "128MiB"), ("attention", "64MiB")])
+def test_on_a_device_of_few_segments_the_size_is_the_largest_that_trains(tmp_path, name, capacity):
+    """The margin is smaller than a segment of the allocator, which only tensors can leave free."""
+    kind, tuner = MODELS[name], BatchSizeTuner(stages=("train",))
 
     def fits(size):
-        model, device = kind(size), VirtualDevice(f"{int(capacity * 0.95)}B")
-        with device:
+        with VirtualDevice(capacity) as device:
+            model = kind(size)
             device.track(model)
             try:
-                trainer_for(kind, tmp_path, limit_val_batches=0).fit(model)
+                trainer_for(kind, tmp_path, limit_val_batches=0, max_steps=6).fit(model)
             except torch.OutOfMemoryError:
                 return False
         return device.stats().alloc_retries == 0
 
-    *_, truth = (size for size in range(1, 13) if fits(size))
-    assert 4 < truth < 12
-    tuner = BatchSizeTuner(stages=("train",))
-    with VirtualDevice(f"{capacity}B"):
+    with VirtualDevice(capacity):
         trainer_for(kind, tmp_path, tuner, max_steps=0, limit_val_batches=0).fit(kind())
-    assert tuner.result.sizes["train"] == truth
+    size, reading = tuner.result.sizes["train"], tuner.result.trials[0].readings[0]
+    assert fits(size)
+    assert not fits(int(1.05 * size) + 1)
+    assert (reading.limit, reading.spare) == (
+        parse_size(capacity),
+        parse_size(capacity) - int(0.95 * parse_size(capacity)),
+    )

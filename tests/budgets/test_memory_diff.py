@@ -48,12 +48,11 @@ def test_a_peak_without_change_says_so_and_others_than_before_are_remarked_on():
 
 def test_markdown_shows_the_largest_rows_and_the_sum_of_the_others():
     after = peak(lines={f"net.py:{i}: x = f{i}(x)": i * MIB for i in range(1, 21)})
-    text = MemoryDiff(peak(), after, ("main", "HEAD")).to_markdown(most=3)
+    text = MemoryDiff(peak(), after, ("main", "HEAD")).to_markdown()
     table = text[text.index("| line |") :].splitlines()
-    assert [row.split(" | ")[0] for row in table[2:6]] == [
-        *(f"| net.py:{i}: x = f{i}(x)" for i in (20, 19, 18)), "| 17 more",
-    ]  # fmt: skip
-    assert "153 MiB" in table[5]
+    names = [*(f"| net.py:{i}: x = f{i}(x)" for i in range(20, 5, -1)), "| 5 more"]
+    assert [row.split(" | ")[0] for row in table[2:18]] == names
+    assert "15.0 MiB" in table[17]
     assert "| memory | main | HEAD | change |" in text
 
 

@@ -161,14 +161,14 @@ def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp
         def on_train_batch_end(self, *args):
             peaks.append(VirtualDevice.current().stats().peak_reserved)
 
-    peaks, tuner = [], Tuner(stages=("train",), init_val=150, max_trials=4)
+    peaks, tuner = [], Tuner(stages=("train",), init_val=150, max_trials=4, margin="24MiB")
     with VirtualDevice(f"{capacity}MiB", used_by_others="32MiB", context=f"{context}MiB"):
         L.seed_everything(0, verbose=False)
         run = trainer(tmp_path, tuner, Reserved(), logger=False, limit_val_batches=0)
         run.fit(Small())
     result = tuner.result
     assert result.peaks["train"] == max(peaks[-3:])
-    assert result.trials[0].readings[0].limit == int(0.95 * capacity * MIB) - (32 + context) * MIB
+    assert result.trials[0].readings[0].limit == (capacity - 32 - context) * MIB - 24 * MIB
     assert "| out of memory | over " in result.table()
 
 
@@ -215,6 +215,8 @@ def test_a_learning_rate_finder_looks_with_the_batches_that_were_found(tmp_path,
         ({"max_trials": 0}, "max_trials=0 is below 1"),
         ({"stages": ("train", "valid")}, "stages=.*must be a sequence of some of train, val, test, predict"),
         ({"stages": "train"}, "must be a sequence"),
+        ({"keep": "size"}, "keep='size'"),
+        ({"on_failure": "ignore"}, "on_failure='ignore'"),
         ({"max_val": 4, "multiple_of": 8}, "max_val=4 is below multiple_of=8"),
     ],
     ids=str,

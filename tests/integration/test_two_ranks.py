@@ -124,7 +124,7 @@ def sizes(folder):
 
 def test_both_ranks_agree_on_the_size_of_the_smaller_device(sizes):
     first, second = sizes["plain"]
-    assert first["limits"] == [int(128 * MIB * 0.95), int(48 * MIB * 0.95)]
+    assert first["limits"] == [128 * MIB, 48 * MIB]  # a margin of 5% is less than a segment
     assert first["trials"] == second["trials"]
     assert first["trials"][0] == [40, "out of memory (rank 1)"]
     assert 8 < first["size"] < 48 / 0.75  # 0.75 MiB per sample and rank at the least

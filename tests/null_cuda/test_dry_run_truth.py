@@ -56,7 +56,7 @@ def test_a_step_that_depends_on_the_loss_fits_under_a_condition_that_names_its_l
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("condition", ["if loss.item() > 0: continue", "if loss > 0.5: continue", "continue"])
+@pytest.mark.parametrize("condition", ["if loss.item() > 0: continue", "continue"])
 def test_a_run_without_an_optimizer_step_does_not_fit_and_says_so_first(script, condition):
     done = command(str(script(LOOP.format(condition=condition))))
     verdict = next(line for line in done.stdout.splitlines() if "step" in line)
@@ -73,10 +73,11 @@ def test_weights_that_are_drawn_on_the_device_until_all_are_in_range_are_drawn_o
 
 
 def test_peaks_that_the_script_resets_still_count(script, plain):
-    for name in ("torch.cuda.reset_peak_memory_stats()", "torch.cuda.reset_max_memory_allocated()"):
-        reset = LOOP.format(condition="pass") + f"    optimizer.zero_grad(); del loss; {name}\n"
-        (stage,) = dry_run(script(reset)).stages
-        assert stage.peak_allocated_bytes == plain.stages[0].peak_allocated_bytes
+    resets = "torch.cuda.reset_peak_memory_stats(); torch.cuda.reset_max_memory_allocated()"
+    (stage,) = dry_run(
+        script(LOOP.format(condition="pass") + f"    optimizer.zero_grad(); del loss; {resets}\n")
+    ).stages
+    assert stage.peak_allocated_bytes == plain.stages[0].peak_allocated_bytes
 
 
 def test_a_mask_that_comes_from_the_data_is_true_and_one_that_does_not_selects_all_and_is_named(script):

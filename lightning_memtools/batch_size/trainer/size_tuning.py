@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from functools import partial
 from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_memtools import _lightning
-from lightning_memtools._lightning import callbacks_of, forget_loaders, loop_of, source_of
+from lightning_memtools._lightning import callbacks_of, forget_loaders, loop_of, source_of, training_step
 from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult, SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings
+from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
-from lightning_memtools.batch_size.trainer import sized_sources
-from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, SizedSources
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, stages_of
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
 from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, TrialRunner, takes_part
 from lightning_memtools.memory.gc_frozen import gc_frozen
-from lightning_memtools.memory.peaks import STAGES, Stage
+from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import put_on_device
@@ -49,7 +47,7 @@ class SizeTuning:
     Attributes:
         found: The sizes that were found, in this run or in the one that is resumed.
         accumulate: Micro-batches per optimizer step that go with them; None to leave the Trainer's.
-        cache_releaser: Empties the cache between training and validation; None where both fit beside each other.
+        cache_releaser: Empties the cache between training and validation; None where no size is in effect.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
@@ -57,7 +55,7 @@ class SizeTuning:
         self.found: dict[Stage, int] = {}
         self.accumulate: int | None = None
         self.cache_releaser: CacheReleaser | None = None
-        self._sources: SizedSources | None = None
+        self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
         """Search before a fit trains, or use the sizes that are known; return the result of a search.
@@ -66,15 +64,12 @@ class SizeTuning:
             trainer: In its hook that comes before a fit.
             later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
         """
-        stages = [stage for stage in ("train", "val") if stage in self.settings.stages]
+        stages = [stage for stage in stages_of(trainer) if stage in self.settings.stages]
         if not stages or not _can_start(trainer):
             return None
         module = trainer.lightning_module
-        hooks: list[Callable[[], None]] = [
-            *(lambda c=callback: c.on_fit_start(trainer, module) for callback in later if takes_part(callback)),
-            module.on_fit_start,
-        ]
-        result = self._begin(trainer, [stage for stage in STAGES if stage in stages], hooks)
+        hooks = [partial(callback.on_fit_start, trainer, module) for callback in later if takes_part(callback)]
+        result = self._begin(trainer, stages, [*hooks, module.on_fit_start])
         put_on_device(module, trainer.optimizers)
         return result
 
@@ -95,38 +90,28 @@ class SizeTuning:
         """Have the fit or evaluation go on as if there had been no search."""
         self.undo()
         put_on_device(trainer.lightning_module, trainer.optimizers)
-        for stage in _stages_of(trainer):
+        for stage in stages_of(trainer):
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found. Idempotent."""
-        if self._sources is not None:
-            self._sources.undo()
-        self._sources = self.cache_releaser = None
+        if self._sizes is not None:
+            self._sizes.undo()
+        self._sizes = self.cache_releaser = None
 
     def _begin(
         self, trainer: Trainer, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult | None:
-        attributes = BatchSizeAttributes(trainer, self.settings.names)
-        self._sources = SizedSources(trainer, attributes)
-        hooked = [stage for stage in _stages_of(trainer) if source_of(loop_of(trainer, stage)).is_module()]
-        before = {stage: size for stage in hooked if (size := attributes.read(stage)) is not None}
+        self._sizes = StageSizes(trainer, self.settings.names)
         if stages[0] not in self.found:
-            return self._search(trainer, stages, attributes, before, hooks)
+            return self._search(trainer, self._sizes, stages, hooks)
         stages = [stage for stage in stages if stage in self.found]
-        self._apply(trainer, stages, attributes, before)
-        self.cache_releaser = CacheReleaser(reader_for(trainer.strategy.root_device))
-        sizes = ", ".join(f"{stage} {self.found[stage]}" for stage in stages)
-        _say(trainer, f"using the sizes found before: {sizes}.")
+        self._apply(trainer, self._sizes, stages)
+        _say(trainer, f"using the sizes found before: {', '.join(f'{stage} {self.found[stage]}' for stage in stages)}.")
         return None
 
     def _search(
-        self,
-        trainer: Trainer,
-        stages: Sequence[Stage],
-        attributes: BatchSizeAttributes,
-        before: Mapping[Stage, int],
-        hooks: Sequence[Callable[[], None]],
+        self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult:
         """Search for the sizes of the stages that have data, put them into effect, and report them.
 
@@ -136,147 +121,78 @@ class SizeTuning:
         """
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
-        stages = [stage for stage in stages if sized_sources.has_data(trainer, stage)]
-        if any(source_of(loop_of(trainer, stage)).is_module() for stage in stages):
-            attributes.check()
-        passed = {stage: sized_sources.size_of_passed(trainer, stage) for stage in stages}
-        search = _Search(trainer, self.settings, {stage: before.get(stage) or passed[stage] for stage in stages})
-        assert self._sources is not None
+        stages = [stage for stage in stages if has_data(trainer, stage)]
+        sizes.check_names(stages)
+        per_rank = self._samples_per_rank(trainer, sizes)
         gc.collect()
-        is_shown = trainer.is_global_zero
-        shows = progress_printed(lambda: f"BatchSizeTuner is {search.doing}") if is_shown else nullcontext()
-        with shows, _left_out_of_counts(trainer, reader), TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
+        chosen: dict[Stage, SizeTrial] = {}
+        trials: list[SizeTrial] = []
+        notes: list[str] = []
+        with _left_out_of_counts(trainer, reader), TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
             runner = TrialRunner(
-                trainer, search.settings, attributes, self._sources, before, hooks=hooks, root=root,
-                not_restored=SizeTuning,
-            )  # fmt: skip
-            search.run(runner, stages)
-        self.found |= {stage: trial.size for stage, trial in search.found.items()}
-        if search.settings.effective_batch_size is not None and "train" in search.found:
+                trainer, self.settings, sizes, per_rank, hooks=hooks, root=root, not_restored=SizeTuning
+            )
+            shows = progress_printed(lambda: f"BatchSizeTuner is {runner.doing}")
+            with shows if trainer.is_global_zero else nullcontext():
+                for stage in stages:
+                    if stage == "train" and "val" in stages:
+                        # While training is tuned, validation runs with as little as it can.
+                        least = self._limits(trainer, "val").round_down(self.settings.init_val or _FEW)
+                        runner.sizes["val"] = least or self.settings.multiple_of
+                    limits = self._limits(trainer, stage, per_rank)
+                    tried = self._search_stage(runner, stage, limits, sizes.configured.get(stage))
+                    trials += tried
+                    largest = largest_that_fits(tried)
+                    if largest is None:
+                        raise RuntimeError(explain_that_nothing_fits(stage, tried))
+                    runner.sizes[stage] = largest.size
+                    chosen[stage] = largest
+                    notes += self._notes_on_search(largest, tried, limits) + _notes_on_varying_data(stage, runner)
+        self.found |= {stage: trial.size for stage, trial in chosen.items()}
+        if per_rank is not None and "train" in chosen:
             self.accumulate = runner.accumulate_for(self.found["train"])
-        self._apply(trainer, stages, attributes, before)
-        limit, here = self.settings.limit(reader), trainer.global_rank
-        is_tight = limit is None or sum(trial.readings[here].peak or 0 for trial in search.found.values()) > limit
-        self.cache_releaser = CacheReleaser(reader) if is_tight else None
+        self._apply(trainer, sizes, stages)
+        if "train" in chosen:
+            notes += self._notes_on_steps(trainer, sizes.configured.get("train"))
         result = BatchSizeResult(
-            sizes={str(stage): trial.size for stage, trial in search.found.items()},
-            trials=tuple(search.trials),
-            peaks={str(stage): trial.tightest.peak for stage, trial in search.found.items()},
+            sizes={str(stage): trial.size for stage, trial in chosen.items()},
+            trials=tuple(trials),
+            peaks={str(stage): trial.tightest.peak for stage, trial in chosen.items()},
             accumulate=trainer.accumulate_grad_batches,
             seconds=time.perf_counter() - began_at,
             device="" if reader is None else f"On {reader.name}.",
             n_ranks=trainer.world_size,
-            notes=(*search.notes, *self._notes_on_steps(trainer, search)),
+            notes=tuple(notes),
         )
         if trainer.is_global_zero:
             write_report_or_warn(directory, "batch_size.md", result.markdown())
-            log_text(trainer, "memtools/batch_size", result.markdown(), _lightning.training_step(trainer))
+            log_text(trainer, "memtools/batch_size", result.markdown(), training_step(trainer))
             print_on_console("\n  ".join([f"BatchSizeTuner: {result.summary()}", *result.notes]))
         return result
 
-    def _apply(
-        self, trainer: Trainer, stages: Sequence[Stage], attributes: BatchSizeAttributes, before: Mapping[Stage, int]
-    ) -> None:
-        """Write the sizes, and have the loaders made for them; in a fit the optimizers and schedulers too."""
-        assert self._sources is not None
-        for stage in stages:
-            # Attributes that several stages share get training's size.
-            has_own = any(name.startswith(f"{stage}_") for name in attributes.names_for(stage))
-            if has_own or stage == "train" or len(stages) == 1:
-                attributes.write(stage, self.found[stage], for_loggers=True)
-        for stage, size in {**before, **{stage: self.found[stage] for stage in stages}}.items():
-            self._sources.set(stage, size)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if self.accumulate is not None:
-            trainer.accumulate_grad_batches = self.accumulate
-        for stage in _stages_of(trainer):
-            forget_loaders(loop_of(trainer, stage))
-        # A scheduler may depend on the number of steps. To know it, it may have had the loaders made, which draws
-        # random numbers: they are drawn once.
-        sources = [source_of(loop_of(trainer, stage)) for stage in _stages_of(trainer)]
-        streams = StateSnapshot([source.instance for source in sources if not source.is_module()])
-        trainer.strategy.setup_optimizers(trainer)
-        trainer.strategy.setup_precision_plugin()
-        streams.restore()
-
-    def _notes_on_steps(self, trainer: Trainer, search: _Search) -> list[str]:
-        """Return notes on the samples per optimizer step, which the learning rate belongs to."""
-        old, new = search.configured.get("train"), self.found.get("train")
-        if "train" not in search.found or new is None:
-            return []
-        per_size = trainer.accumulate_grad_batches * trainer.world_size
-        if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
-            return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
-        if old in {None, new} or self.accumulate is not None:
-            return []
-        changed = (
-            f"A step went from {(old or 0) * per_size} to {new * per_size} samples. The learning rate is the one of"
-        )
-        return [f'{changed} configure_optimizers; keep="effective" keeps the old number by gradient accumulation.']
-
-
-class _Search:
-    """Searches stage after stage.
-
-    Args:
-        trainer: In its hook that comes before a loop's work.
-        settings: The arguments of BatchSizeTuner.
-        configured: The sizes before the search: no smaller one is chosen if they run.
-
-    Attributes:
-        doing: The trial that is run, in words.
-        found: For each stage the trial whose size is used.
-        trials: All trials, in order.
-        notes: Sentences for the report.
-
-    Raises:
-        ValueError: The samples per step that are to be kept are not known.
-    """
-
-    def __init__(self, trainer: Trainer, settings: TunerSettings, configured: Mapping[Stage, int | None]) -> None:
-        self._trainer, self.settings, self.configured = trainer, settings, configured
-        self.doing = "preparing trials"
-        self.found: dict[Stage, SizeTrial] = {}
-        self.trials: list[SizeTrial] = []
-        self.notes: list[str] = []
-        if settings.keep == "effective" and trainer.state.fn == TrainerFn.FITTING:
-            size = configured.get("train")
-            if size is None:
-                raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
-            kept = size * trainer.accumulate_grad_batches * trainer.world_size
-            self.settings = replace(settings, keep="learning_rate", effective_batch_size=kept)
-
-    def run(self, runner: TrialRunner, stages: Sequence[Stage]) -> None:
-        """Search for the stages' sizes.
+    def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
+        """Return the samples per optimizer step and rank that a fit has to keep; None for any number.
 
         Raises:
-            RuntimeError: Not even the smallest size fits.
+            ValueError: The number that is to be kept is not known, or cannot be shared by the ranks.
         """
-        for stage in stages:
-            limits = self._limits(stage, runner.per_rank)
-            if stage == "train" and "val" in stages:
-                # While training is tuned, validation runs with as little as it can.
-                least = self._limits("val").round_down(self.settings.init_val or _FEW)
-                runner.sizes["val"] = least or self.settings.multiple_of
-            trials = self._search(runner, stage, limits)
-            self.trials += trials
-            chosen = largest_that_fits(trials)
-            if chosen is None:
-                raise RuntimeError(explain_that_nothing_fits(stage, trials))
-            runner.sizes[stage] = chosen.size
-            self.found[stage] = chosen
-            self.notes += self._notes_on_limits(chosen, limits, trials) + _notes_on_varying_data(stage, runner)
+        effective = self.settings.effective_batch_size
+        if self.settings.keep == "effective" and trainer.state.fn == TrainerFn.FITTING:
+            size = sizes.configured.get("train")
+            if size is None:
+                raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
+            return size * trainer.accumulate_grad_batches
+        return None if effective is None else samples_per_rank(effective, trainer.world_size)
 
-    def _search(self, runner: TrialRunner, stage: Stage, limits: SizeLimits) -> list[SizeTrial]:
-        most, configured = self.settings.max_trials, self.configured.get(stage)
+    def _search_stage(
+        self, runner: TrialRunner, stage: Stage, limits: SizeLimits, configured: int | None
+    ) -> list[SizeTrial]:
         ran: list[SizeTrial] = []
 
         def run(size: int) -> SizeTrial:
-            self.doing = f"trying batches of {size} in {stage}, trial {len(ran) + 1} of at most {most}"
-            trial = runner.run(stage, size, limits, is_bound=any(before.ended for before in ran))
-            ran.append(replace(trial, is_configured=trial.size == configured))
-            is_unlimited = all(reading.limit is None and reading.peak is not None for reading in trial.readings)
+            is_bound = any(before.ended for before in ran)
+            ran.append(runner.run(stage, size, limits, is_bound=is_bound, configured=configured))
+            is_unlimited = all(reading.limit is None and reading.peak is not None for reading in ran[-1].readings)
             if is_unlimited and limits.max_val is None and limits.n_samples is None:
                 raise ValueError(
                     "Nothing limits the batch size: the device has no capacity, the data set has no length, and "
@@ -285,34 +201,10 @@ class _Search:
             return ran[-1]
 
         start = [size for size in (self.settings.init_val, configured) if size] or [_FEW]
-        return find_largest(run, start=start, limits=limits, max_trials=most)
+        return find_largest(run, start=start, limits=limits, max_trials=self.settings.max_trials)
 
-    def _notes_on_limits(self, chosen: SizeTrial, limits: SizeLimits, trials: Sequence[SizeTrial]) -> list[str]:
-        """Return notes on limits other than memory and `max_val` that ended the search."""
-        size, stage = chosen.size, chosen.stage
-        reasons = limits.reasons_against(size + self.settings.multiple_of)
-        notes = [f"The size for {stage} is limited by {' and '.join(reasons)}."] if reasons else []
-        if stage == "train" and size == limits.n_samples:
-            notes.append(
-                f"LIMITED BY THE SIZE OF THE DATASET: one batch of {size} is a whole epoch, so weights are updated "
-                "once in it. Set max_val, or effective_batch_size, to the largest batch that you want to train with."
-            )
-        failed = next((trial for trial in trials if trial.outcome.startswith(ANOTHER_ERROR)), None)
-        if failed is not None:
-            notes.append(f"A batch of {failed.size} in {stage} ended with {failed.outcome}. The size stays below.")
-        if chosen.is_within_margin:
-            notes.append(
-                f"Batches of {size} in {stage}, as configured, run but leave less than the margin free. A larger model "
-                "or sample may run out of memory."
-            )
-        following = next_size(trials, limits, left=1) if len(trials) >= self.settings.max_trials else None
-        if following is not None:
-            notes.append(f"The search for {stage} ended with max_trials; the next size to try was {following}.")
-        return notes
-
-    def _limits(self, stage: Stage, per_rank: int | None = None) -> SizeLimits:
-        trainer, is_train = self._trainer, stage == "train"
-        min_batches = 1.0
+    def _limits(self, trainer: Trainer, stage: Stage, per_rank: int | None = None) -> SizeLimits:
+        min_batches, is_train = 1.0, stage == "train"
         share, interval = getattr(trainer, f"limit_{stage}_batches"), trainer.val_check_interval
         if isinstance(share, float) and 0 < share < 1:
             min_batches = 1 / share
@@ -326,6 +218,74 @@ class _Search:
             min_batches=min_batches,
             avoid_single=is_train and any(norm.training for norm in norms),
         )
+
+    def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
+        """Write the sizes, and have the loaders made for them; in a fit the optimizers and schedulers too."""
+        for stage in stages:
+            # Attributes that several stages share get training's size.
+            has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
+            if has_own or stage == "train" or len(stages) == 1:
+                sizes.write(stage, self.found[stage], for_loggers=True)
+        for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
+            sizes.set(stage, size)
+        self.cache_releaser = CacheReleaser(reader_for(trainer.strategy.root_device))
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.accumulate is not None:
+            trainer.accumulate_grad_batches = self.accumulate
+        for stage in stages_of(trainer):
+            forget_loaders(loop_of(trainer, stage))
+        # A scheduler may depend on the number of steps. To know it, it may have had the loaders made, which draws
+        # random numbers: they are drawn once.
+        sources = [source_of(loop_of(trainer, stage)) for stage in stages_of(trainer)]
+        streams = StateSnapshot([source.instance for source in sources if not source.is_module()])
+        trainer.strategy.setup_optimizers(trainer)
+        trainer.strategy.setup_precision_plugin()
+        streams.restore()
+
+    def _notes_on_search(self, chosen: SizeTrial, trials: Sequence[SizeTrial], limits: SizeLimits) -> list[str]:
+        """Return notes on what other than memory and `max_val` ended the search."""
+        size, stage, notes = chosen.size, chosen.stage, list[str]()
+        if stage == "train" and size == limits.n_samples:
+            notes.append(
+                f"LIMITED BY THE SIZE OF THE DATASET: one batch of {size} is a whole epoch, so weights are updated "
+                "once in it. Set max_val, or effective_batch_size, to the largest batch that you want to train with."
+            )
+        failed = next((trial for trial in trials if trial.outcome.startswith(ANOTHER_ERROR)), None)
+        if failed is not None:
+            notes.append(f"A batch of {failed.size} in {stage} ended with {failed.outcome}. The size stays below.")
+        if chosen.is_within_margin:
+            notes.append(
+                f"Batches of {size} in {stage}, as configured, run but leave less than the margin free. A larger model "
+                "or sample may run out of memory."
+            )
+        if len(trials) >= self.settings.max_trials and next_size(trials, limits, left=1) is not None:
+            notes.append(f"The search for {stage} ended with max_trials; a larger size may fit.")
+        return notes
+
+    def _notes_on_steps(self, trainer: Trainer, old: int | None) -> list[str]:
+        """Return notes on the samples per optimizer step, which the learning rate belongs to."""
+        new, per_size = self.found["train"], trainer.accumulate_grad_batches * trainer.world_size
+        if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
+            return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
+        if old in {None, new} or self.accumulate is not None:
+            return []
+        changed = f"A step went from {(old or 0) * per_size} to {new * per_size} samples."
+        advice = 'keep="effective" keeps the old number by gradient accumulation.'
+        return [f"{changed} The learning rate is the one of configure_optimizers; {advice}"]
+
+
+def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
+    """Return notes on data whose sizes vary, and on how to make the result certain."""
+    known = [sizes for (other, _), sizes in runner.sample_sizes.items() if other == stage and sizes is not None]
+    vary = [sizes for sizes in known if sizes.vary]
+    exact = "Give the data set a method worst_case(n) to have the largest batch for certain."
+    notes = [f"The {stage} {sizes.described()}; trials used the largest." for sizes in vary]
+    if not all(sizes.are_complete for sizes in vary):
+        notes.append(exact)
+    if not vary and len(runner.batch_shapes.get(stage, ())) > 1:
+        notes.append(f"The {stage} batches vary in shape, and a larger one than those in trials may not fit. {exact}")
+    return notes
 
 
 def is_learning_rate_finder(callback: Callback) -> bool:
@@ -376,24 +336,6 @@ def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterat
         for callback in callbacks_of(trainer):
             if isinstance(callback, Neighbour):
                 callback.leave_out_of_counts(alloc_retries=retries, ooms=ooms)
-
-
-def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
-    """Return notes on data whose sizes vary without being declared, and on how to make the result certain."""
-    known = [sizes for (other, _), sizes in runner.sample_sizes.items() if other == stage and sizes is not None]
-    measured = [sizes for sizes in known if sizes.vary and sizes.are_measured]
-    exact = "Give the data set an attribute lengths, or a method worst_case(n), to have the largest batch for certain."
-    notes = [f"The {stage} {sizes.described()}; trials used the largest." for sizes in measured]
-    if not all(sizes.are_complete for sizes in measured):
-        notes.append(exact)
-    if not any(sizes.vary for sizes in known) and len(runner.batch_shapes.get(stage, ())) > 1:
-        notes.append(f"The {stage} batches vary in shape, and a larger one than those in trials may not fit. {exact}")
-    return notes
-
-
-def _stages_of(trainer: Trainer) -> tuple[Stage, ...]:
-    """Return the stages whose loops a call of the Trainer runs."""
-    return ("train", "val") if trainer.state.fn == TrainerFn.FITTING else (_lightning.running_stage(trainer),)
 
 
 def _say(trainer: Trainer, text: str) -> None:

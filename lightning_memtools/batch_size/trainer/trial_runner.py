@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,8 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, SampleSizes, known_sizes, worst_first
-from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
-from lightning_memtools.batch_size.trainer.sized_sources import (
-    BatchSizeAttributes,
-    SizedSources,
-    has_data,
-    hint_to_leave_out,
-)
+from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, hint_to_leave_out
 from lightning_memtools.batch_size.trainer.trial_probe import (
     ANOTHER_ERROR,
     STEPS,
@@ -109,9 +104,8 @@ class TrialRunner:
     Args:
         trainer: In its hook that comes before a loop's work.
         settings: The arguments of BatchSizeTuner.
-        attributes: Hold the batch size.
-        sources: Give the loops their loaders.
-        sizes: The present sizes.
+        batch_sizes: Give the loops loaders of other sizes.
+        per_rank: Samples per optimizer step and rank, which accumulation keeps; None for any number.
         hooks: Are called before the loop, as in a real run.
         root: A directory for files that hooks write during trials.
         not_restored: The type of objects that keep the results of trials.
@@ -120,15 +114,15 @@ class TrialRunner:
         sizes: The size of each stage; where none is given, the loaders keep theirs.
         sample_sizes: The sizes of samples, by stage and the loader's position.
         batch_shapes: The shapes of the stages' batches without their first dimension.
+        doing: The trial that is run, in words.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         settings: TunerSettings,
-        attributes: BatchSizeAttributes,
-        sources: SizedSources,
-        sizes: Mapping[Stage, int],
+        batch_sizes: StageSizes,
+        per_rank: int | None,
         *,
         hooks: Sequence[Callable[[], None]],
         root: str,
@@ -136,20 +130,19 @@ class TrialRunner:
     ) -> None:
         self.trainer = trainer
         self._settings = settings
-        self._attributes = attributes
-        self._sources = sources
+        self._batch_sizes = batch_sizes
+        self._per_rank = per_rank
         self._hooks = hooks
         self._root = root
         self._reader = reader = reader_for(trainer.strategy.root_device)
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._validates = self._is_fitting and has_data(trainer, "val")
         self._accumulate = trainer.accumulate_grad_batches
-        effective = settings.effective_batch_size
-        self.per_rank = None if effective is None else samples_per_rank(effective, trainer.world_size)
         self._ranks = RankGather(GROUP_LIMIT)
-        self.sizes = dict(sizes)
+        self.sizes = dict(batch_sizes.of_hooks)
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
+        self.doing = "preparing trials"
         self._reported: dict[Stage, dict[int, int]] = {}  # sizes of loaders, by the sizes that they were asked for
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
@@ -161,9 +154,9 @@ class TrialRunner:
 
     def accumulate_for(self, size: int) -> int:
         """Return the micro-batches per optimizer step that belong to a training size."""
-        return self._accumulate if self.per_rank is None else max(self.per_rank // size, 1)
+        return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
-    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool) -> SizeTrial:
+    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool, configured: int | None) -> SizeTrial:
         """Run a size, or the largest admitted one below it once the loaders have shown how many samples there are.
 
         Args:
@@ -172,30 +165,20 @@ class TrialRunner:
             limits: The admitted sizes.
             is_bound: True if an error that is not about memory is a failure of this size, since a smaller one has run:
                 an index or a kernel's grid may be too large. False raises it.
+            configured: The size that was set before the search.
 
         Raises:
             Exception: The error of the user's code, unchanged.
             ValueError: The loaders do not follow the size.
         """
+        self.doing = f"trying batches of {size} in {stage}"
+        self.sizes[stage] = size
         if self._reader is not None:
             self._reader.empty_cache()
-        before, limit = self._stats(), self._settings.limit(self._reader)
+        before, (limit, spare) = self._stats(), self._settings.limit(self._reader)
         probe = TrialProbe(self._reader, limit, validates=self._validates)
-        error: BaseException | None = None
-        self.sizes[stage] = size
         try:
-            try:
-                # Warnings about the sizes of a trial, and what callbacks print in it, are no use to the user.
-                with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-                    warnings.simplefilter("ignore")
-                    self._prepare(probe)
-                    self._set_up_data(stage, limits)
-                    self._run_loops(stage, probe)
-            except TrialOver as over:
-                forget_frames(over)
-            except BaseException as raised:  # noqa: BLE001, raised again once all ranks know of it
-                forget_frames(raised)
-                error = raised
+            error = self._run_trial(stage, probe, limits)
             probe.end()
             now = self._stats()
             failure = failure_of(probe, stage, error, before=before, now=now, limit=limit or math.inf)
@@ -207,6 +190,7 @@ class TrialRunner:
                 reading = RankReading(
                     peak=peak.reserved,
                     limit=None if limit is None else limit - now.used_by_others,
+                    spare=spare,
                     peak_allocated=peak.allocated,
                     batch_allocated=(probe.batch if stage == "train" else peak).allocated,
                     base_allocated=probe.base_allocated.get(stage),
@@ -227,7 +211,24 @@ class TrialRunner:
                 peak_counter(self._reader).forget()
         readings = self._readings_of_ranks(reading, error, is_bound=is_bound)
         self._check_that_loaders_follow(stage)
-        return SizeTrial(stage=stage, size=self.sizes[stage], readings=readings)
+        ran = self.sizes[stage]
+        return SizeTrial(stage=stage, size=ran, readings=readings, is_configured=ran == configured)
+
+    def _run_trial(self, stage: Stage, probe: TrialProbe, limits: SizeLimits) -> BaseException | None:
+        """Run the loops until the probe has measured enough; return the error that ended them, if one did."""
+        try:
+            # Warnings about the sizes of a trial, and what callbacks print in it, are no use to the user.
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                self._prepare(probe)
+                self._set_up_data(stage, limits)
+                self._run_loops(stage, probe)
+        except TrialOver as over:
+            forget_frames(over)
+        except BaseException as raised:  # noqa: BLE001, raised again once all ranks know of it
+            forget_frames(raised)
+            return raised
+        return None
 
     def _readings_of_ranks(
         self, mine: RankReading, error: BaseException | None, *, is_bound: bool
@@ -303,9 +304,9 @@ class TrialRunner:
     def _load(self, stage: Stage) -> None:
         trainer, loop, size = self.trainer, loop_of(self.trainer, stage), self.sizes.get(stage)
         if size is not None:
-            self._sources.set(stage, size)
-        if stage == "train" and size is not None:
-            self._attributes.write("train", size)
+            self._batch_sizes.set(stage, size)
+            if stage == "train":
+                self._batch_sizes.write("train", size)
         if self._is_fitting:  # more micro-batches take no more memory
             train = self.sizes.get("train")
             trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
@@ -363,7 +364,7 @@ class TrialRunner:
         reported = self._reported.get(stage, {})
         if len(reported) > 1 and len(set(reported.values())) == 1:
             (size,) = set(reported.values())
-            names = self._attributes.names_for(stage)
+            names = self._batch_sizes.names_for(stage)
             raise ValueError(
                 f"The {stage}_dataloader gives batches of {size} whatever {', '.join(names)} is (tried "
                 f"{sorted(reported)}). Let the hook read it, as in DataLoader(..., batch_size=self.{names[0]})."

@@ -54,12 +54,3 @@ def test_a_fit_goes_on_with_the_configured_size_where_no_search_can_be_run(tmp_p
     assert tuner.result is None
     with pytest.raises(ValueError, match="size_of_batch"):
         fit(tmp_path, Tuner(stages=("train",), batch_arg_name="size_of_batch"), Constant(), max_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("keep", "size"), ("on_failure", "ignore"), ("init_val", 0)],
-)
-def test_arguments_out_of_range(argument, value):
-    with pytest.raises(ValueError, match=argument):
-        BatchSizeTuner(**{argument: value})

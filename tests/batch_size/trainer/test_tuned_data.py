@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from tests.lightning_models import assert_same_bits
 from tests.tuner_runs import Data, N, Small, Tuner, everything_of, fit
@@ -48,34 +47,11 @@ def test_loaders_passed_to_fit_are_rebuilt_in_the_same_order(tmp_path):
     assert_same_bits(everything_of(tuned, run), everything_of(by_hand, other))
 
 
-class Backwards(Sampler[list[int]]):
-    """Batches of one's own, from the last sample to the first."""
-
-    def __init__(self, data_source, batch_size):
-        self.data_source, self.batch_size = data_source, batch_size
-
-    def __len__(self):
-        return math.ceil(len(self.data_source) / self.batch_size)
-
-    def __iter__(self):
-        indices = range(len(self.data_source) - 1, -1, -1)
-        return (list(indices[i : i + self.batch_size]) for i in range(0, len(indices), self.batch_size))
-
-
-def test_a_batch_sampler_of_ones_own_makes_batches_of_the_size_that_was_found(tmp_path):
-    tuner = Tuner(stages=("train",))
-    model, _ = fit(tmp_path, tuner, loaders=DataLoader(Data(), batch_sampler=Backwards(Data(), 4)))
-    size = tuner.result.sizes["train"]
-    assert size > 30
-    assert model.seen == [size] * (N // size) + [N % size] * (N % size > 0)
-
-
 def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
     tuner = Tuner()
     _, run = fit(tmp_path, tuner, Small(n=20))
     assert tuner.result.sizes == {"train": 20, "val": 20}
     assert run.global_step == 1
-    assert any("number of samples" in note for note in tuner.result.notes)
     (loud,) = (note for note in tuner.result.notes if note.startswith("LIMITED BY THE SIZE OF THE DATASET"))
     assert "20 is a whole epoch" in loud
     assert "Set max_val" in loud

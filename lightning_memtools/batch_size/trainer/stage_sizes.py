@@ -1,8 +1,8 @@
-"""Attributes that hold a batch size, and the data loaders of a Trainer's stages with another size."""
+"""The batch sizes of a Trainer's stages: where they stand, and loops that ask for loaders of other sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_memtools._lightning import (
     loop_of,
     mode_of,
     part_of_lightning,
+    running_stage,
     source_of,
 )
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
@@ -23,32 +24,46 @@ from lightning_memtools.memory.loader_sizes import batch_size_of
 from lightning_memtools.memory.peaks import STAGES, Stage
 
 
-class BatchSizeAttributes:
-    """Every attribute and hyperparameter of the model and of the data module that holds a batch size.
+class StageSizes:
+    """The batch sizes of a Trainer's stages, read and set.
+
+    A size stands in attributes or hyperparameters of the model or the data module, which the `*_dataloader` hooks read,
+    or in the DataLoaders that were passed to the Trainer. Passed loaders are resized. A hook is called while its
+    attribute holds the stage's size, so that training and validation can have different sizes under the same name.
 
     Args:
-        trainer: Attached to the model and the data module.
+        trainer: In a call of `fit`, `validate`, `test` or `predict`.
         names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
+
+    Attributes:
+        configured: The size of each stage of this call, as it was at first; without those that are not known.
+        of_hooks: Those of them whose loaders come from a hook, which reads an attribute that other stages may share.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
-        self._owners: dict[str, Any] = {"model": trainer.lightning_module}
-        datamodule = getattr(trainer, "datamodule", None)
-        if datamodule is not None:
-            self._owners["datamodule"] = datamodule
-        self._names = list(names)
+        self._trainer, self._names = trainer, list(names)
+        owners = {"model": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
+        self._owners = {name: owner for name, owner in owners.items() if owner is not None}
+        self._passed: dict[Stage, tuple[Any, Any]] = {}  # the source, and the loaders
+        read = {stage: self._read(stage) for stage in stages_of(trainer)}
+        self.configured = {stage: size for stage, size in read.items() if size is not None}
+        self.of_hooks = {stage: size for stage, size in self.configured.items() if self._is_hooked(stage)}
 
-    def check(self) -> None:
-        """Raise for the first name that does not exist.
+    def _is_hooked(self, stage: Stage) -> bool:
+        return bool(source_of(loop_of(self._trainer, stage)).is_module())
+
+    def check_names(self, stages: Sequence[Stage]) -> None:
+        """Raise for the first name that does not exist, if a stage's loaders come from a hook.
 
         Raises:
             ValueError: Names the places that were searched, and similar names there.
         """
-        for name in self._names:
-            if any(self._holders(name)):
+        for name in self._names if any(map(self._is_hooked, stages)) else ():
+            if any(True for _ in self._holders(name)):
                 continue
-            places = [vars(owner) for owner in self._owners.values()]
-            places += [getattr(owner, "hparams", None) or {} for owner in self._owners.values()]
+            places = [
+                place for owner in self._owners.values() for place in (vars(owner), getattr(owner, "hparams", {}))
+            ]
             similar = dict.fromkeys(str(key) for place in places for key in place if "batch" in str(key).lower())
             searched = ", ".join(f"{owner}{part}" for owner in self._owners for part in ("", ".hparams"))
             raise ValueError(
@@ -62,11 +77,6 @@ class BatchSizeAttributes:
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
-    def read(self, stage: Stage) -> int | None:
-        """Return the present size of a stage; None where no attribute holds one."""
-        values = [read() for name in self.names_for(stage) for read, _ in self._holders(name)]
-        return next((value for value in values if isinstance(value, int)), None)
-
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
         """Write a stage's size to all of its attributes and hyperparameters.
 
@@ -74,50 +84,10 @@ class BatchSizeAttributes:
             AttributeError: An attribute cannot be set, such as a property without a setter.
         """
         for name in self.names_for(stage):
-            for _, write in self._holders(name):
-                write(size)
+            for holder in self._holders(name):
+                setattr(holder, name, size)
             for owner in self._owners.values() if for_loggers else ():
                 correct_logged_hparam(owner, name, size)
-
-    @contextmanager
-    def written(self, stage: Stage, size: int) -> Iterator[None]:
-        """Set the attributes of a stage to this size, and restore them at the end."""
-        before = [(write, read()) for name in self.names_for(stage) for read, write in self._holders(name)]
-        self.write(stage, size)
-        try:
-            yield
-        finally:
-            for write, value in before:
-                write(value)
-
-    def _holders(self, name: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
-        """Yield a getter and a setter for each place that has this name."""
-        for owner in self._owners.values():
-            hparams = getattr(owner, "hparams", None)
-            if isinstance(hparams, Mapping) and name in hparams:
-                yield lambda held=hparams: held[name], lambda value, held=hparams: held.__setitem__(name, value)  # type: ignore[misc]
-            if hasattr(owner, name):
-                yield (
-                    lambda owner=owner: getattr(owner, name),  # type: ignore[misc]
-                    lambda value, owner=owner: setattr(owner, name, value),  # type: ignore[misc]
-                )
-
-
-class SizedSources:
-    """Has the loops of a Trainer ask for loaders of the size of their stage.
-
-    Loaders that were passed to the Trainer are resized. A `*_dataloader` hook is called while its attribute holds the
-    stage's size, so that training and validation can have different sizes under the same name.
-
-    Args:
-        trainer: The Trainer, in a call of `fit`, `validate`, `test` or `predict`.
-        attributes: Hold the batch size.
-    """
-
-    def __init__(self, trainer: Trainer, attributes: BatchSizeAttributes) -> None:
-        self._trainer = trainer
-        self._attributes = attributes
-        self._passed: dict[Stage, tuple[Any, Any]] = {}  # the source, and the loaders
 
     def set(self, stage: Stage, size: int) -> None:
         """Give the stage's loop loaders of this size, the next time that it asks for them.
@@ -127,7 +97,7 @@ class SizedSources:
         """
         source = source_of(loop_of(self._trainer, stage))
         if source.is_module():
-            source.dataloader = _SizedHook(source, stage, self._attributes, size)
+            source.dataloader = _SizedHook(source, stage, self, size)
             return
         _, loaders = self._passed.setdefault(stage, (source, source.instance))
         try:
@@ -144,16 +114,54 @@ class SizedSources:
         for loop in (fit, fit.epoch_loop.val_loop, *(getattr(self._trainer, name) for name in other)):
             vars(source_of(loop)).pop("dataloader", None)
 
+    @contextmanager
+    def written(self, stage: Stage, size: int) -> Iterator[None]:
+        """Set the attributes of a stage to this size, and restore them at the end."""
+        holders = [(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
+        before = [getattr(holder, name) for holder, name in holders]
+        self.write(stage, size)
+        try:
+            yield
+        finally:
+            for (holder, name), value in zip(holders, before, strict=True):
+                setattr(holder, name, value)
+
+    def _read(self, stage: Stage) -> int | None:
+        if self._is_hooked(stage):
+            values = [getattr(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
+            return next((value for value in values if isinstance(value, int)), None)
+        loaders = tree_leaves(source_of(loop_of(self._trainer, stage)).instance)
+        return batch_size_of(loaders[0]) if loaders else None
+
+    def _holders(self, name: str) -> Iterator[Any]:
+        """Yield the hyperparameters and the objects that have an attribute of this name."""
+        for owner in self._owners.values():
+            yield from (one for one in (getattr(owner, "hparams", None), owner) if hasattr(one, name))
+
 
 class _SizedHook:
     """Stands in for the `dataloader` method of a loop's source."""
 
-    def __init__(self, source: Any, stage: Stage, attributes: BatchSizeAttributes, size: int) -> None:
-        self._source, self._stage, self._attributes, self._size = source, stage, attributes, size
+    def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
+        self._source, self._stage, self._sizes, self._size = source, stage, sizes, size
 
     def __call__(self) -> Any:
-        with self._attributes.written(self._stage, self._size):
+        with self._sizes.written(self._stage, self._size):
             return type(self._source).dataloader(self._source)
+
+
+def stages_of(trainer: Trainer) -> tuple[Stage, ...]:
+    """Return the stages whose loops a call of the Trainer runs."""
+    return ("train", "val") if trainer.state.fn == TrainerFn.FITTING else (running_stage(trainer),)
+
+
+def has_data(trainer: Trainer, stage: Stage) -> bool:
+    """Return True if a stage has batches to run."""
+    if not source_of(loop_of(trainer, stage)).is_defined():
+        return False
+    if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
+        return bool(trainer.enable_validation)
+    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)
 
 
 def hint_to_leave_out(stage: Stage) -> str:
@@ -171,19 +179,3 @@ def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
     for loader in changed:
         forget_saved_arguments(loader)
     return tree_unflatten(changed, structure)
-
-
-def size_of_passed(trainer: Trainer, stage: Stage) -> int | None:
-    """Return the size of the loaders that were passed to the Trainer; None for those of a hook."""
-    source = source_of(loop_of(trainer, stage))
-    loaders = [] if source.is_module() else tree_leaves(source.instance)
-    return batch_size_of(loaders[0]) if loaders else None
-
-
-def has_data(trainer: Trainer, stage: Stage) -> bool:
-    """Return True if a stage has batches to run."""
-    if not source_of(loop_of(trainer, stage)).is_defined():
-        return False
-    if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
-        return bool(trainer.enable_validation)
-    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)

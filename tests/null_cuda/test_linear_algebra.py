@@ -1,0 +1,76 @@
+"""Linear algebra runs in a dry run: cuSOLVER's stubs ask for workspaces of a plausible size."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memtools.null_cuda.dry_run.api import dry_run
+
+pytestmark = pytest.mark.cuda_memory
+
+FUNCTIONS = {
+    "svd": torch.linalg.svd,
+    "svd gesvd": lambda a: torch.linalg.svd(a, driver="gesvd"),
+    "svd gesvda": lambda a: torch.linalg.svd(a, full_matrices=False, driver="gesvda"),
+    "svdvals": torch.linalg.svdvals,
+    "qr": torch.linalg.qr,
+    "qr complete": lambda a: torch.linalg.qr(a, "complete"),
+    "eigh": torch.linalg.eigh,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "eigvals": torch.linalg.eigvals,
+    "lstsq": lambda a: torch.linalg.lstsq(a, a),
+    "solve": lambda a: torch.linalg.solve(a, a),
+    "inv": torch.linalg.inv,
+    "cholesky": torch.linalg.cholesky,
+    "cholesky_inverse": torch.cholesky_inverse,
+    "cholesky_solve": lambda a: torch.cholesky_solve(a, a),
+    "lu": torch.linalg.lu,
+    "ldl": lambda a: torch.linalg.ldl_solve(*torch.linalg.ldl_factor(a), a),
+    "pinv": torch.linalg.pinv,
+    "matrix_rank": torch.linalg.matrix_rank,
+    "det": torch.linalg.det,
+    "slogdet": torch.linalg.slogdet,
+    "cond": torch.linalg.cond,
+    "matrix_norm": lambda a: torch.linalg.matrix_norm(a, "nuc"),
+    "ormqr": lambda a: torch.ormqr(*torch.geqrf(a), a),
+    "householder_product": lambda a: torch.linalg.householder_product(*torch.geqrf(a)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_ends_and_takes_a_few_times_its_matrices(name):
+    for shape, dtype in product([(300, 300), (16, 24, 24), (3, 300, 300)], [torch.float32, torch.complex128]):
+        matrices = torch.zeros(shape, dtype=dtype, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = FUNCTIONS[name](matrices)
+        assert all(one.is_cuda for one in ([result] if isinstance(result, Tensor) else result))
+        workspaces = 64 << 20  # those of cuBLAS and, for pointers of batches, small ones
+        assert torch.cuda.max_memory_allocated() - before <= 16 * matrices.nbytes + workspaces
+
+
+TRAINED = """
+    import torch
+    layer = torch.nn.Linear(200, 200).cuda()
+    optimizer = torch.optim.Adam(layer.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = layer(torch.rand(200, 200).cuda())
+        singular = torch.linalg.svd(out, full_matrices=False).S
+        solved = torch.linalg.lstsq(out, out).solution
+        whitened = torch.linalg.solve(torch.linalg.cholesky(out @ out.T), out)
+        loss = singular.sum() + torch.linalg.qr(out).R.sum() + torch.linalg.eigh(out).eigenvectors.sum()
+        (loss + solved.sum() + whitened.sum()).backward()
+        optimizer.step()
+"""
+
+
+def test_a_script_trains_through_decompositions(script):
+    result = dry_run(script(TRAINED), gpu="RTX 3060")
+    assert result.fits, result.error
+    assert result.optimizer_steps == 2
+    assert result.peak.allocated < 100 << 20
