@@ -29,14 +29,12 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks.guarded import unless_it_fails
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.user_code import short_path
-from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.bad_step import (
     BadStep,
     HaltStage,
     NonFiniteError,
     bad_optimizer_state,
     bad_state,
-    barely_known,
     culprit_of,
     evaluation_error,
     examine,
@@ -46,7 +44,7 @@ from lightning_memtools.nonfinite.bad_step import (
 )
 from lightning_memtools.nonfinite.explain import run_again
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.guarded_step import HeldBackStep
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.step_file import step_as_plain
 from lightning_memtools.nonfinite.step_guard import ReadingWatch, StepGuard, gradients_under
 from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun
@@ -127,16 +125,16 @@ class HaltRun:
         self._ranks.close()
         self._patient_ranks.close()
 
-    def conclude(self, held_back: HeldBackStep | None) -> None:
+    def conclude(self, bad: GuardedStep | None) -> None:
         """Log the steps that were skipped, and raise if there is a bad step."""
         if len(self.guard.skipped) > self._n_logged:
             self._n_logged = len(self.guard.skipped)
             log_scalars(self._trainer, {"nonfinite/skipped": float(self._n_logged)}, self.guard.skipped[-1][0])
-        if held_back is not None:
+        if bad is not None:
             self._release_checkpoints()
-            bad = self._halt(self.guard, held_back)
-            log_text(self._trainer, "memtools/nonfinite_report", bad.markdown(), bad.step)
-            raise bad.error()
+            told = self._halt(bad)
+            log_text(self._trainer, "memtools/nonfinite_report", told.markdown(), told.step)
+            raise told.error()
 
     def read_rest(self) -> None:
         """Read the results that are still on the device, and raise if one is bad."""
@@ -163,31 +161,36 @@ class HaltRun:
         An update can overflow although its gradients are finite, and buffers are written by forward.
         """
         self.read_rest()
-        guard, step = self.guard, training_step(self._trainer)
-        mine = [[bad for bad in kind if bad.name not in self._bad_at_start] for kind in self._bad_by_kind()]
-        gathered = self._ranks.objects(mine)
-        if not any(kind for theirs in gathered for kind in theirs):
+        step, optimizers = training_step(self._trainer), self._trainer.optimizers
+        weights, states = self._new(bad_state(self._module)), self._new(bad_optimizer_state(self._module, optimizers))
+        gathered = self._ranks.objects((weights, states))
+        if not any(weights or states for weights, states in gathered):
             self._finite_at = step
             return
+        forbid_saving_on_exception(self._trainer)
         # Finite gradients can make Inf of an optimizer's state, but no NaN.
         is_state = any(bad.n_nan for _, states in gathered for bad in states)
         everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
-        weights: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
-        forbid_saving_on_exception(self._trainer)
-        suspects = suspects_of_update(self._module, self._trainer.optimizers, weights)
-        error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=guard.history)
+        first = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
+        suspects = suspects_of_update(self._module, optimizers, first)
+        error = state_error(
+            everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=self.guard.history
+        )
         self._release_checkpoints()
         raise self._reported(error)
+
+    def _new(self, bad: list[BadTensor]) -> list[BadTensor]:
+        return [each for each in bad if each.name not in self._bad_at_start]
 
     def leave_clean_state(self) -> None:
         """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
         if not self.is_training:
             return
         try:
-            held_back = self.guard.drain()
-            if held_back is not None:
-                self.guard.undo(held_back)
-                warnings.warn(f"Step {held_back.step.number} was NaN or Inf too; it was undone.", stacklevel=2)
+            bad = self.guard.drain()
+            if bad is not None:
+                self.guard.undo(bad)
+                warnings.warn(f"Step {bad.number} was NaN or Inf too; it was undone.", stacklevel=2)
             if saves_on_exception(self._trainer) and self._bad_now():
                 forbid_saving_on_exception(self._trainer)
         except RuntimeError as error:  # the device itself may be what failed
@@ -208,12 +211,12 @@ class HaltRun:
                 stacklevel=2,
             )
 
-    def _halt(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
+    def _halt(self, step: GuardedStep) -> BadStep:
         """Undo the step, find its cause, write the step, the last good checkpoint and the report. Collective.
 
         Each piece between two exchanges is guarded: whatever fails in it, all ranks raise, with what is known.
         """
-        mine = unless_it_fails(lambda: self._examined(guard, held_back), lambda error: _unexamined(held_back, error))
+        mine = unless_it_fails(lambda: self._examined(step), lambda error: _unexamined(step, error))
         mine.rank = self._ranks.rank
         everyone = self._ranks.objects(mine)
         culprit = culprit_of(everyone)
@@ -222,7 +225,7 @@ class HaltRun:
             if culprit is None or culprit.rank == mine.rank:
                 is_known = culprit is not None
                 unless_it_fails(
-                    lambda: self._run_again(mine, held_back, checkpoint_path, is_known=is_known),
+                    lambda: self._run_again(mine, step, checkpoint_path, is_known=is_known),
                     lambda error: _not_found(mine, error),
                 )
             everyone = self._patient_ranks.objects(mine)
@@ -232,44 +235,40 @@ class HaltRun:
             next((each for each in everyone if each.rank == rank), mine),
             is_culprit=culprit is not None,
             others=tuple(each for each in everyone if each.rank != rank),
-            n_missing=self._ranks.world_size - len(everyone),
-            skipped=tuple(guard.skipped),
+            skipped=tuple(self.guard.skipped),
             checkpoint_path=checkpoint_path,
             checkpoint_note=checkpoint_note,
         )
         told.report_path, told.report_note = self._write_report(f"nonfinite-step{told.step}-report.md", told.markdown())
         return told
 
-    def _examined(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
-        unrestored = guard.undo(held_back)
+    def _examined(self, step: GuardedStep) -> BadStep:
+        unrestored = self.guard.undo(step)
         untoggle_all(self._module)
         bad = examine(
             self._module,
-            held_back,
+            step,
             self._trainer.optimizers,
-            carries_losses=guard.carries_losses,
-            history=tuple(guard.history),
+            carries_losses=self.guard.carries_losses,
+            history=tuple(self.guard.history),
             bad_at_start=self._bad_at_start,
         )
         bad.unrestored = unrestored
         return bad
 
-    def _run_again(self, bad: BadStep, held_back: HeldBackStep, checkpoint: Path | None, *, is_known: bool) -> None:
+    def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
         """Run the step again, and write its file if it is known to be this rank's that is bad."""
-        is_sharded = self.guard.is_sharded
-        if is_sharded or any(micro.batch is None for micro in held_back.step.micro):
-            why = "no rank has all weights" if is_sharded else "hooks do not see its batch"
+        if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
+            why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
             return
-        parameters = held_back.step.parameters
         rerun = StepRerun(
             self._module,
-            held_back.step.micro,
+            step.micro,
             step_conditions(self._trainer),
             optimizers=self._trainer.optimizers,
-            parameters=parameters,
+            parameters=step.parameters,
             trainer=self._trainer,
-            host=host_memory,
         )
         digests = unless_it_fails(
             lambda: run_again(bad, rerun, explains=self._options.explain), lambda error: _not_found(bad, error) or {}
@@ -280,7 +279,7 @@ class HaltRun:
         if checkpoint is None:
             bad.step_note = "not written: there is no checkpoint that it could begin with"
             return
-        names = names_of(self._module, parameters)
+        names = names_of(self._module, step.parameters)
         saved = step_as_plain(bad, rerun, parameters=names, digests=digests, checkpoint=checkpoint.name)
         name = f"nonfinite-step{bad.step}-rank{bad.rank}.pt"
         written = write_file(self._directory, name, lambda path: torch.save(saved, path))
@@ -310,12 +309,8 @@ class HaltRun:
         failure = self._ranks.objects(unless_it_fails(save, lambda error: f"could not be written: {error}"))[0]
         return (None, failure) if failure else (path, "")
 
-    def _bad_by_kind(self) -> tuple[list[BadTensor], list[BadTensor]]:
-        return bad_state(self._module), bad_optimizer_state(self._module, self._trainer.optimizers)
-
     def _bad_now(self) -> list[BadTensor]:
-        weights, states = self._bad_by_kind()
-        return [*weights, *states]
+        return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
 
     def _release_checkpoints(self) -> None:
         """End the check before each checkpoint."""
@@ -334,8 +329,8 @@ class HaltRun:
         return (None, written.reason) if isinstance(written, NotWritten) else (written, "")
 
 
-def _unexamined(held_back: HeldBackStep, error: str) -> BadStep:
-    bad = barely_known(held_back)
+def _unexamined(step: GuardedStep, error: str) -> BadStep:
+    bad = BadStep.read_from(step)
     infer(bad)
     bad.because = f"the step could not be examined ({error})."
     return bad
@@ -343,7 +338,8 @@ def _unexamined(held_back: HeldBackStep, error: str) -> BadStep:
 
 def _not_found(bad: BadStep, error: str) -> Any:
     """Note why the operation was not found or the step is not written, and return None."""
-    bad.why_no_operation, bad.step_note = f"not found: {error}", f"could not be written: {error}"
+    bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
+    bad.step_note = f"could not be written: {error}"
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools._lightning import LoopMarker, gradient_scaler, is_accumulating, training_step
 from lightning_memtools.memory.virtual import host_memory
-from lightning_memtools.nonfinite.guarded_step import GuardedStep, StepReading
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeDetector
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -61,13 +61,13 @@ class SpikesRun:
         self._n_actions = 0
         self._goes_back = False
 
-    def judge(self, step: GuardedStep, reading: StepReading, *, is_late: bool) -> bool:
+    def judge(self, step: GuardedStep) -> bool:
         """Report a spike, and return whether the step's update is to be held back.
 
         Raises:
             LossSpikeError: There were more spikes than it may act on.
         """
-        options, loss, norm = self._options, reading.worst_loss, reading.norm
+        options, loss, norm = self._options, step.reading.worst_loss, step.reading.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
         loss_spike, norm_spike = self._detector.judge(index, loss, norm)
         if loss_spike is None and norm_spike is None:
@@ -81,7 +81,7 @@ class SpikesRun:
             loss_spike=loss_spike,
             norm_spike=norm_spike,
             learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
-            is_late=is_late,
+            is_late=step.late,
         )
         is_new = self._last_step < 0 or step.number - self._last_step > options.window
         self._last_step = step.number

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, plain_name, tensors_in
 from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
@@ -19,12 +20,15 @@ from lightning_memtools.nonfinite.bad_value_roots import (
     describe_root,
     find_bad_value_root,
 )
-from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
-from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of, mismatches
+from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
+from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of, rows_with
+from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, bad_inputs, list_samples
+from lightning_memtools.nonfinite.operation_trace import BadOperation, OperationTrace, StorageKeys
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of
 from lightning_memtools.reporting.phrases import first_of
+
+# The class of cause, the evidence, and what to do.
+Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
@@ -42,19 +46,11 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
             digests, bad.is_bad_alone = digests_of(plain.gradients), not plain.is_finite
             bad.unrestored = tuple(dict.fromkeys([*bad.unrestored, *rerun.written]))
             bad.doubts = _doubts(bad, rerun)
-            differences = mismatches([loss for _, loss in bad.losses], digests, plain)
-            bad.again = "losses are the same bit for bit."
-            if differences:
-                why = " ".join((*differences, *bad.doubts))
-                bad.again = f"Run again in the training process, the step was not the same. {why}"
-            bad.why_no_operation = "not asked for (explain=False)"
+            bad.why_no_operation = "" if explains else "not asked for (explain=False)"
             if explains:
-                bad.why_no_operation = ""
                 explain(rerun, plain, bad)
         except CannotRerunError as error:
             bad.why_no_operation = f"not found: {error}"
-    if bad.cause is NonFiniteCause.NOT_REPRODUCIBLE:
-        bad.again = ""
     return digests
 
 
@@ -85,8 +81,8 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     if plain.is_finite:
         _not_reproducible(rerun, bad)
         return
-    trace = OperationTrace(rerun.module)
     rerun.reset()
+    trace = OperationTrace(rerun.module)
     leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
     traced = rerun.run(within=trace.watching())
     root = find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
@@ -96,15 +92,19 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         )
     position, event = _position_of_bad(traced, rerun), root.event
     micro = rerun.micro[position]
-    bad.cause, because, bad.advice = _classified(root, rerun, position, bad)
+    is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or any(each.masks for each in trace.events)
+    bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
-    bad.samples = _samples_of(root, rerun, position)
-    changed = with_other_samples(micro.batch, bad.samples)
-    if changed is not None:
-        # A tensor may be as long as the batch for another reason: then this step is still bad.
-        is_finite = _is_finite(rerun, position, changed[0])
-        tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
-        bad.confirmed, bad.samples = (tried, bad.samples) if is_finite else ("", ())
+    if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER}:
+        bad.samples = ()  # they are not to blame
+    else:
+        bad.samples = _samples_of(root, rerun, position)
+        changed = with_other_samples(micro.batch, bad.samples)
+        if changed is not None:
+            # A tensor may be as long as the batch for another reason: then this step is still bad.
+            is_finite = _is_finite(rerun, position, changed[0])
+            tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
+            bad.confirmed, bad.samples = (tried, bad.samples) if is_finite else ("", ())
     bad.what = describe_root(root, type(rerun.module).__name__, bad.samples, micro.index)
     bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
     bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)
@@ -130,20 +130,30 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
-    """Return the position of the first micro-batch with a bad loss; the last where every loss is good."""
+    """Return the position of the first micro-batch with a bad loss; where every loss is good, of the first bad batch.
+
+    It is the last micro-batch where neither tells.
+    """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
         return last
-    return next((i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))), last)
+    bad = [i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))]
+    bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in bad_inputs(micro))]
+    return bad[0] if bad else last
 
 
-def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep) -> tuple[NonFiniteCause, str, str]:
-    """Return the class of cause, the evidence, and what to do."""
+def _classified(
+    root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep, *, is_late_mask: bool
+) -> Finding:
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
     overflows = event.finite_when_wide is True  # the same operation, on the same values, is finite in float64
     if leaf is not None and leaf.origin is ValueOrigin.BATCH:
-        inputs = "; ".join(str(each) for each in bad_inputs(rerun.micro[position]) if not each.is_mask)
-        return NonFiniteCause.DIRTY_DATA, inputs, ADVICE["dirty data"]
+        inputs = bad_inputs(rerun.micro[position])
+        its = "; ".join(str(each) for each in inputs if each.name == leaf.name) or "; ".join(map(str, inputs))
+        if is_late_mask and any(each.n_nan for each in inputs):
+            because = f"{its}, and {public_name(event.operation)} computes with it before its NaN is masked"
+            return NonFiniteCause.LATE_MASK, because, ADVICE["late mask"]
+        return NonFiniteCause.DIRTY_DATA, its, ADVICE["dirty data"]
     if grown and (leaf is not None or overflows):
         because = f"{grown}, until the value was too large for its type"
         return NonFiniteCause.EXPLODING, because, ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
@@ -156,9 +166,39 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
             because += " for a 16-bit type (float16 ends at 65504)"
             return NonFiniteCause.LOW_PRECISION, because, ADVICE["low precision"]
         return NonFiniteCause.OVERFLOW, because, advice_for(event.operation, event.of_forward, overflows=True)
-    because = "the code itself writes it" if event.constant else "the operation is undefined or infinite at its inputs"
-    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward, overflows=False)
+    if event.constant:
+        return NonFiniteCause.DOMAIN, "the code itself writes it", ADVICE["constant"]
+    because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
+    advice = advice_for(event.operation, event.of_forward, overflows=False)
+    if weight:
+        because += f", and the input at fault comes from the parameter {weight}{_rows_at_fault(rerun, weight)}"
+        advice = f"{ADVICE['weight operand'].format(name=weight)} In general: {advice}"
     return NonFiniteCause.DOMAIN, because, advice
+
+
+def _weight_at_fault(event: BadOperation) -> str:
+    """Return the weight whose values an operation is undefined at; "" if they are of the batch, or nothing tells.
+
+    These are zeros, or else numbers below 0, of which all that the operation took come from one weight.
+    """
+    for n_of in (lambda facts: facts.n_zero, lambda facts: facts.n_below_zero, lambda _: 1):
+        weights = {facts.weight for facts in event.took if n_of(facts)}
+        if weights:
+            return weights.pop() if len(weights) == 1 else ""
+    return ""
+
+
+def _rows_at_fault(rerun: StepRerun, name: str) -> str:
+    """Say which rows of a parameter are bad, or else 0 throughout, or else hold a 0; "" if all or none are."""
+    floats = next((floats_of(p) for each, p in rerun.module.named_parameters() if plain_name(each) == name), None)
+    if floats is None or not floats.dim():
+        return ""
+    zero = floats.detach() == 0
+    for marked in (~torch.isfinite(floats), zero.flatten(1).all(1) if zero.dim() > 1 else zero, zero, floats <= 0):
+        rows = rows_with(marked, MAX_SAMPLES + 1)
+        if rows:
+            return f" ({list_samples(rows, 'row')})"
+    return ""
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
@@ -171,7 +211,9 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
         because = f"{leaf.origin} {leaf.name} is no buffer{writes}: it held NaN or Inf when the step began"
         return because, ADVICE["bad attribute"].format(name=leaf.name)
     tensors = [each for each in bad.before if each.name == leaf.name]
-    return already_bad(bad, str(tensors[0]) if tensors else leaf.name), ADVICE["bad weights"]
+    rows = _rows_at_fault(rerun, leaf.name) if leaf.origin is ValueOrigin.PARAMETER else ""
+    advice = bad.suspects[1] or ADVICE["bad weights"]
+    return already_bad(bad, f"{tensors[0] if tensors else leaf.name}{rows}"), advice
 
 
 def n_samples_of(batch: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Finds NaN and Inf: one fused pass over gradients and losses, then tensor by tensor where that pass found some."""
+"""Finds NaN and Inf: one fused pass over gradients and losses, then tensor by tensor where that pass finds some."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
     return positions
 
 
-def is_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor holds 0 and -inf only, as attention masks do. Waits for the device."""
-    return bool(((tensor == 0) | (tensor == -torch.inf)).all())
-
-
 def floats_of(tensor: Tensor) -> Tensor | None:
     """Return the floating-point values that a tensor stores on this rank; None if it has none or they cannot be read.
 
@@ -35,10 +30,6 @@ def floats_of(tensor: Tensor) -> Tensor | None:
     Sparse and nested tensors store their values, distributed tensors their local shard, complex ones pairs of real
     numbers. Zero tensors, meta, fake, quantized and uninitialized tensors, and those whose memory was freed, have none.
     """
-    if type(tensor) is Tensor and tensor.dtype is torch.float32 and tensor.layout is torch.strided:
-        if tensor.is_nested:
-            tensor = tensor.values()
-        return tensor if has_readable_values(tensor) and tensor.numel() else None
     try:
         floats = _stored_floats(tensor)
         return None if floats is None or floats.numel() == 0 else floats
@@ -47,8 +38,8 @@ def floats_of(tensor: Tensor) -> Tensor | None:
 
 
 def _stored_floats(tensor: Tensor) -> Tensor | None:
-    # A missing attribute is slow to look up.
-    if type(tensor) not in {Tensor, Parameter} and hasattr(tensor, "to_local"):
+    is_plain = type(tensor) in {Tensor, Parameter}
+    if not is_plain and hasattr(tensor, "to_local"):  # a missing attribute is slow to look up
         tensor = tensor.to_local()
     if not has_readable_values(tensor) or tensor.is_quantized:
         return None
@@ -64,9 +55,15 @@ def _stored_floats(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.dtype.itemsize == 1:  # there are no norms of 8-bit floats
         tensor = tensor.detach().float()
-    if type(tensor) not in {Tensor, Parameter}:
+    if not is_plain:
         torch.isfinite(tensor.detach())  # a subclass may refuse; better here than in the middle of a check
     return tensor
+
+
+_GRADIENT = attrgetter("grad")
+_KIND = attrgetter("dtype", "layout", "is_nested")
+_PLAIN = frozenset((dtype, torch.strided, False) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+_PLACE = attrgetter("device", "dtype")
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -80,13 +77,6 @@ def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
     return [parameter for parameter, _ in pairs], [floats for _, floats in pairs]
 
 
-_GRADIENT = attrgetter("grad")
-_KIND = attrgetter("dtype", "layout", "is_nested")
-_PLAIN = frozenset((dtype, torch.strided, False) for dtype in (torch.float32, torch.float64, torch.bfloat16))
-_PLACE = attrgetter("device", "dtype")
-_IS_CPU = attrgetter("is_cpu")
-
-
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """Return the L2 norm of each tensor as 0-dim tensors, in the order given: one fused kernel per device and dtype.
@@ -94,23 +84,16 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
     100 values of 1e20 have an infinite norm.
     """
-    if len(set(map(_PLACE, tensors))) == 1:
-        return list(_norms_of_one_kind(tensors, exact=exact))
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
-        groups[tensor.device, tensor.dtype].append(index)
+    for index, place in enumerate(map(_PLACE, tensors)):
+        groups[place].append(index)
     norms: list[Tensor] = [torch.empty(0)] * len(tensors)
-    for indices in groups.values():
-        group = [tensors[index] for index in indices]
-        for index, norm in zip(indices, _norms_of_one_kind(group, exact=exact), strict=True):
+    for (_, dtype), indices in groups.items():
+        # A norm of float16 values would overflow above 65504.
+        wide = torch.float64 if exact else torch.float32 if dtype == torch.float16 else None
+        for index, norm in zip(indices, l2_norm_of_each([tensors[i] for i in indices], wide), strict=True):
             norms[index] = norm
     return norms
-
-
-def _norms_of_one_kind(tensors: Sequence[Tensor], *, exact: bool) -> Sequence[Tensor]:
-    # A norm of float16 values would overflow above 65504.
-    dtype = torch.float64 if exact else torch.float32 if tensors[0].dtype == torch.float16 else None
-    return l2_norm_of_each(list(tensors), dtype)
 
 
 @torch.no_grad()
@@ -143,45 +126,37 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
 
     Waits for the device.
     """
-    if gradients and gradients[0].is_cpu:  # there, to read a number costs less than to compute with a tensor
-        read = list(map(float, losses))
-        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and all(map(_IS_CPU, gradients)):
+    if gradients and {place[0].type for place in set(map(_PLACE, gradients))} == {"cpu"}:
+        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and len(set(map(_PLACE, gradients))) == 1:
             flat = flattened(list(gradients))
-            norm = math.sqrt(flat.dot(flat))
-            if math.isfinite(norm) and all(map(math.isfinite, read)):
-                return [norm, *read]
+            numbers = [math.sqrt(flat.dot(flat)), *map(float, losses)]
+            if all(map(math.isfinite, numbers)):
+                return numbers
         norms = list(map(float, norms_of(gradients)))
-        return [math.hypot(*norms), *read, *norms]
-    numbers = measure(gradients, losses)
-    values: list[float] | None = None if numbers is None else numbers.tolist()
+        return [math.hypot(*norms), *map(float, losses), *norms]
+    numbers_there = measure(gradients, losses)
+    values: list[float] | None = None if numbers_there is None else numbers_there.tolist()
     return values
 
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor that holds NaN or Inf."""
+    """A tensor that holds NaN or Inf. Of a sharded tensor, the elements of this rank's shard are counted."""
 
     name: str  # the parameter's or buffer's name
-    # the number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm is known
-    n_nan: int | None
+    n_nan: int | None  # the number of elements that are NaN; None where only the norm is known
     n_inf: int | None  # the number of elements that are Inf, likewise
-    n_elements: int  # the number of all elements
+    n_elements: int
     norm: float = math.nan  # the L2 norm: NaN if an element is NaN, else inf
-
-    @property
-    def share(self) -> float | None:
-        """The share of elements that are NaN or Inf, where they were counted."""
-        if self.n_nan is None or self.n_inf is None:
-            return None
-        return (self.n_nan + self.n_inf) / self.n_elements
 
     @property
     def amount(self) -> str:
         """The number of bad elements, as text."""
-        if self.share is None:
+        if self.n_nan is None or self.n_inf is None:
             return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
-        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * self.share:.3g}%"
+        share = (self.n_nan + self.n_inf) / self.n_elements
+        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * share:.3g}%"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.amount})"

@@ -104,20 +104,13 @@ def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
 
 @torch.no_grad()
 def over_ranks(
-    numbers: Tensor | None,
-    n_deciding: int,
-    losses: Sequence[Tensor],
-    device: torch.device,
-    *,
-    sharded: bool,
-    has_failed: bool,
+    numbers: Tensor | None, losses: Sequence[Tensor], device: torch.device, *, sharded: bool, has_failed: bool
 ) -> Tensor:
     """Return the numbers of a step with what all ranks have to know of them; one collective, no wait for the device.
 
     Args:
         numbers: What `measure` returned on this rank, the norm first; None if this rank has none.
-        n_deciding: The number of leading numbers that decide.
-        losses: The losses of this rank.
+        losses: The losses of this rank, which decide together with the norm.
         device: The device of training.
         sharded: Whether the norm is that of this rank's shard, to be replaced by the norm over all.
         has_failed: Whether this rank could not read its step.
@@ -130,7 +123,7 @@ def over_ranks(
     if numbers is None:
         numbers = torch.zeros(1, device=device, dtype=dtype)
     mean = torch.stack(list(losses)).mean() if losses else numbers.new_zeros(())
-    is_bad = ~torch.isfinite(numbers[:n_deciding]).all()
+    is_bad = ~torch.isfinite(numbers[: 1 + len(losses)]).all()
     own = [numbers[0].square(), mean, is_bad, torch.full_like(is_bad, has_failed)]
     mine = torch.stack([number.to(device, dtype) for number in own])
     everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]

@@ -31,16 +31,17 @@ def past(norms: list[float]) -> tuple[PastStep, ...]:
 @pytest.mark.parametrize(
     ("seen", "norms", "cause"),
     [
-        (evidence(), CALM, NonFiniteCause.DOMAIN),
-        (evidence(), [math.nan], NonFiniteCause.DOMAIN),
+        (evidence(), CALM, NonFiniteCause.UNKNOWN),
+        (evidence(), [math.nan], NonFiniteCause.UNKNOWN),
+        (evidence(loss=1.0, inputs=(DIRTY,)), CALM, NonFiniteCause.LATE_MASK),
         (evidence(inputs=(DIRTY,)), CALM, NonFiniteCause.DIRTY_DATA),
         (evidence(inputs=(DIRTY,), before=(WEIGHT,)), GROWN, NonFiniteCause.DIRTY_DATA),
-        (evidence(inputs=(MASK,)), CALM, NonFiniteCause.DOMAIN),
+        (evidence(inputs=(MASK,)), CALM, NonFiniteCause.UNKNOWN),
         (evidence(before=(WEIGHT,)), CALM, NonFiniteCause.BAD_PARAMETER),
         (evidence(before=(WEIGHT,)), GROWN, NonFiniteCause.EXPLODING),
         (evidence(), GROWN, NonFiniteCause.EXPLODING),
-        (evidence(float16=True), GROWN, NonFiniteCause.EXPLODING),
-        (evidence(float16=True), CALM, NonFiniteCause.LOW_PRECISION),
+        (evidence(scaler="20 skips"), GROWN, NonFiniteCause.EXPLODING),
+        (evidence(scaler="20 skips"), CALM, NonFiniteCause.LOW_PRECISION),
     ],
 )
 def test_every_class_of_cause_is_recognised(seen, norms, cause):

@@ -99,7 +99,7 @@ def test_a_number_of_the_code_is_named(tmp_path):
     found = explained(Weighted(), good_data(), tmp_path)
     assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.mul")
     assert "and the number nan" in found.what
-    assert "where that number comes from" in found.advice
+    assert "mend what computes that number" in found.advice
 
 
 class Running(Small):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.guarded_step import HeldBackStep
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from tests.nonfinite.observe import differences
 
@@ -27,7 +27,7 @@ class Loop:
         self.guard = StepGuard(self.model, records=reruns, max_skips=max_skips)
         self.n = 0
 
-    def step(self, *micro: Tensor) -> HeldBackStep | None:
+    def step(self, *micro: Tensor) -> GuardedStep | None:
         for position, batch in enumerate(micro):
             self.guard.begin(batch, self.n, self.n, first=position == 0)
             loss = self.model(batch).square().mean() / len(micro)
@@ -79,7 +79,7 @@ def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
         assert loop.step(batch) is None
     monkeypatch.undo()
     trip = loop.guard.drain()
-    assert trip.step.number == 2
+    assert trip.number == 2
     loop.guard.undo(trip)
     assert differences(before, loop.bits()) == []
     assert [past.step for past in loop.guard.history] == [0, 1, 2]
@@ -124,5 +124,5 @@ def test_an_immediate_step_waits_for_the_fused_optimizer_before_it(monkeypatch):
         if trip is not None:
             break
         optimizer.step()
-    assert trip.step.optimizer is fused
+    assert trip.optimizer is fused
     assert torch.equal(two.weight, before)

@@ -83,7 +83,7 @@ def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
         for number, batch in enumerate((dirty, *batches[4:7]), start=3):
             assert step(guard, model, optimizer, batch, number) is None
     trip = guard.drain()
-    assert trip.step.number == 3
+    assert trip.number == 3
     guard.undo(trip)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for entries, kept in zip(optimizer.state.values(), state, strict=True):

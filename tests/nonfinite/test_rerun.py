@@ -165,7 +165,7 @@ def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp
             return loss
 
     error, _ = halt(Changes(), tmp_path, logger=False)
-    assert error.cause == NonFiniteCause.DOMAIN
+    assert error.cause == NonFiniteCause.UNKNOWN
     assert "could not be run exactly: The step writes batch 7" in str(error)
 
 
@@ -182,7 +182,7 @@ def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path,
     error, _ = halt(Once(), tmp_path, logger=False)
     assert error.step == BAD
     assert "KeyError: 'only once'" in str(error)
-    assert "detect_anomaly" in str(error), "then that is the advice again"
+    assert "detect_anomaly" in str(error)
     assert "detect_anomaly" not in str(halt(Everything(), tmp_path, logger=False)[0])
 
 
@@ -210,7 +210,6 @@ def test_a_step_that_recomputes_activations_is_explained(tmp_path):
     error, _ = halt(Recomputed(), tmp_path, logger=False)
     assert (error.explanation.operation, error.explanation.backward) == ("aten.log", False)
     assert Path(error.explanation.file).name == "replay_models.py"
-    assert "Run again: losses are the same bit for bit." in str(error)
 
 
 def test_what_the_trainer_knows_is_there_when_the_step_is_run_again(tmp_path, monkeypatch):
