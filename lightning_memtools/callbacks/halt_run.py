@@ -249,7 +249,6 @@ class HaltRun:
             self._module,
             step,
             self._trainer.optimizers,
-            carries_losses=self.guard.carries_losses,
             history=tuple(self.guard.history),
             bad_at_start=self._bad_at_start,
         )

@@ -47,7 +47,6 @@ class BadStep:
     suspects: tuple[str, str] = ("", "")  # what of the last update can have made bad weights, and what to do
     scaler: str = ""  # what the gradient scaler did, where that is the reason
     late: bool = False  # whether the step was decided late
-    carried: bool = False  # whether the gradients were made NaN to tell the other ranks of this rank's bad loss
     unrestored: tuple[str, ...] = ()  # the names of what could not be restored
     # --- the cause: inferred, until a rerun of the step has found the operation
     cause: NonFiniteCause = NonFiniteCause.UNKNOWN
@@ -126,7 +125,6 @@ class BadStep:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (what, value) of everything that is known; each value is a sentence or shorter."""
-        carried = "; HaltOnNaN made them NaN to tell the other ranks that the loss of this rank is bad" * self.carried
         kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
@@ -135,7 +133,7 @@ class BadStep:
             ("Tried", self.confirmed),
             ("Losses of the step", _losses(self)),
             ("Losses of the other ranks", "; ".join(f"rank {each.rank}: {_losses(each)}" for each in self.others)),
-            ("Bad gradients", named(self.gradients) + carried),
+            ("Bad gradients", named(self.gradients)),
             ("Bad weights before the step", named(self.before)),
             ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
             ("Learning rate", rates_as_text(self.learning_rates)),
@@ -172,16 +170,11 @@ class BadStep:
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
     def markdown(self) -> str:
-        """Return the report: the message as a table, then every bad gradient and the last steps."""
+        """Return the report: the message as a table, and every bad gradient."""
         rows = [("Next", self.next), *self.facts()]
-        parts = [f"# Not finite: {self.headline}", markdown_table(Table(("", ""), rows, "ll"))]
-        for title, bad in (("Bad gradients", self.gradients), ("Bad weights", self.before)):
-            if bad:
-                amounts = [(each.name, each.amount) for each in bad]
-                parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
-        past = [(str(each.step), f"{each.loss:.6g}", f"{each.norm:.6g}") for each in self.history]
-        parts += ["## Last steps", markdown_table(Table(("step", "loss", "gradient norm"), past, "lll"))]
-        return "\n\n".join(parts) + "\n"
+        amounts = [(each.name, each.amount) for each in self.gradients]
+        tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
+        return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables)]) + "\n"
 
     def error(self) -> NonFiniteError:
         """Return the error to raise, which is the same on every rank."""
@@ -244,14 +237,12 @@ def examine(
     step: GuardedStep,
     optimizers: Iterable[Optimizer],
     *,
-    carries_losses: bool = False,
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
     """Return what this rank knows of a step that was undone.
 
-    `carries_losses`: gradients are made NaN to tell the other ranks of a bad loss. `bad_at_start`: the names of the
-    weights and states that were bad before training.
+    `bad_at_start`: the names of the weights and states that were bad before training.
     """
     weights, states = bad_state(model), bad_optimizer_state(model, optimizers)
     groups = [] if step.optimizer is None else step.optimizer.param_groups
@@ -261,7 +252,6 @@ def examine(
     bad.inputs = tuple(each for micro in step.micro for each in bad_inputs(micro))
     bad.history = tuple(history)
     bad.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    bad.carried = carries_losses and bad.has_bad_loss
     bad.suspects = suspects_of_update(model, optimizers, [e for e in weights if e.name not in bad_at_start])
     infer(bad)
     return bad

@@ -32,6 +32,7 @@ ADVICE = {
     "late mask": "keep the samples. Their NaN seems to be meant, but the mask comes after the computation, and 0 times "
     "NaN is NaN, also in backward. Select before you compute: index with the mask (x[mask]) or replace the NaN by a "
     "number (torch.nan_to_num) before this operation, and leave those elements out of the loss as now.",
+    "mask": "no target may point to a masked place, and no row may be masked throughout.",
     "bad weights": "start again from a finite checkpoint; see what wrote these weights.",
     "bad eps": 'pass eps={eps:g} to the optimizer, or train with precision="bf16-mixed" or "32-true", which keep '
     "weights in float32. Then start from an earlier checkpoint.",

@@ -95,7 +95,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or any(each.masks for each in trace.events)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
-    if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER}:
+    if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER} or (root.leaf and root.is_benign):
         bad.samples = ()  # they are not to blame
     else:
         bad.samples = _samples_of(root, rerun, position)
@@ -149,6 +149,8 @@ def _classified(
     overflows = event.finite_when_wide is True  # the same operation, on the same values, is finite in float64
     if leaf is not None and leaf.origin is ValueOrigin.BATCH:
         inputs = bad_inputs(rerun.micro[position])
+        if root.is_benign:  # nothing else is bad
+            return NonFiniteCause.DOMAIN, f"{leaf.name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
         its = "; ".join(str(each) for each in inputs if each.name == leaf.name) or "; ".join(map(str, inputs))
         if is_late_mask and any(each.n_nan for each in inputs):
             because = f"{its}, and {public_name(event.operation)} computes with it before its NaN is masked"
@@ -181,8 +183,9 @@ def _weight_at_fault(event: BadOperation) -> str:
 
     These are zeros, or else numbers below 0, of which all that the operation took come from one weight.
     """
+    took = event.took[1:] if event.operation.startswith("aten.div") else event.took  # it is undefined by its divisor
     for n_of in (lambda facts: facts.n_zero, lambda facts: facts.n_below_zero, lambda _: 1):
-        weights = {facts.weight for facts in event.took if n_of(facts)}
+        weights = {facts.weight for facts in took if n_of(facts)}
         if weights:
             return weights.pop() if len(weights) == 1 else ""
     return ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
+from lightning_memtools._torch import has_readable_values, l2_norm_of_each, sparse_values
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -98,45 +98,20 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
 
 @torch.no_grad()
 def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: bool = False) -> Tensor | None:
-    """Return the norm over all gradients, each loss and each gradient's norm, on the first gradient's device.
+    """Return each loss and the norm of each gradient, on the first gradient's device.
 
     Returns:
-        Shape [1 + losses + gradients], or None where there is neither a gradient nor a loss. With `exact`, a number is
-        NaN or Inf only if an element or loss is.
+        Shape [losses + gradients], or None where there is neither a gradient nor a loss. With `exact`, a number is NaN
+        or Inf only if an element or loss is.
     """
-    if not gradients and not losses:
-        return None
-    device = (gradients or losses)[0].device
-    # MPS has no float64. Elsewhere the combined norm should not overflow where none of the norms does.
-    dtype = torch.float32 if device.type == "mps" else torch.float64
     numbers = [*losses, *norms_of(gradients, exact=exact)]
+    if not numbers:
+        return None
     if len(set(map(_PLACE, numbers))) > 1:
+        device = (gradients or losses)[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         numbers = [number.to(device, dtype, non_blocking=True) for number in numbers]
-    stacked = torch.stack(numbers).to(device, dtype, non_blocking=True)
-    return torch.cat([torch.linalg.vector_norm(stacked[len(losses) :], keepdim=True), stacked])
-
-
-# Below this, a kernel for each tensor costs more than to copy all into one.
-_FEW_ELEMENTS = 2**16
-
-
-@torch.no_grad()
-def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure` on the host; where all are finite, those of single gradients may be left out.
-
-    Waits for the device.
-    """
-    if gradients and {place[0].type for place in set(map(_PLACE, gradients))} == {"cpu"}:
-        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and len(set(map(_PLACE, gradients))) == 1:
-            flat = flattened(list(gradients))
-            numbers = [math.sqrt(flat.dot(flat)), *map(float, losses)]
-            if all(map(math.isfinite, numbers)):
-                return numbers
-        norms = list(map(float, norms_of(gradients)))
-        return [math.hypot(*norms), *map(float, losses), *norms]
-    numbers_there = measure(gradients, losses)
-    values: list[float] | None = None if numbers_there is None else numbers_there.tolist()
-    return values
+    return torch.stack(numbers)
 
 
 @dataclass(frozen=True, slots=True)

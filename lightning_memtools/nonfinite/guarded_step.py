@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import is_in_memory
@@ -58,7 +59,7 @@ class StepReading:
 
     norm: float  # the L2 norm over all gradients, before clipping; of all ranks where no rank has all gradients
     losses: tuple[float, ...]  # this rank's, in the order of `GuardedStep.losses()`
-    norms: tuple[float, ...] = ()  # of each gradient; may be left out where all is finite
+    norms: tuple[float, ...] = ()  # of each gradient
     worst_loss: float = math.nan  # the largest mean loss of all ranks
     is_bad_anywhere: bool = False  # whether a rank's numbers that decide are not finite, where ranks exchange them
 
@@ -140,6 +141,14 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
         is_mask = not n_nan and not bool(torch.isposinf(floats).any())
         inputs.append(BadInput(name, micro.index, n_nan, int(bad.sum()) - n_nan, floats.numel(), samples, is_mask))
     return inputs
+
+
+def trains_weights(loss: Tensor) -> bool:
+    """Return False for a constant, as modules return it that train nothing by gradient (it may be divided by now)."""
+    if loss.grad_fn is None:
+        return isinstance(loss, Parameter)
+    leaves = [getattr(node, "variable", None) for node, _ in loss.grad_fn.next_functions]
+    return all(leaf is None or isinstance(leaf, Parameter) for leaf in leaves)
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:

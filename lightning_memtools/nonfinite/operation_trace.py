@@ -109,8 +109,11 @@ def kinds_of(tensor: Tensor) -> BadKinds:
     return frozenset(kind for kind, test in tests if bool(test(floats).any()))
 
 
-def facts_of(tensor: Tensor, weight: str = "") -> TensorFacts | None:
-    """Describe a tensor, which was computed from this weight alone; return None where it holds no floats."""
+def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
+    """Describe a tensor, which was computed from this weight alone; return None where it holds no floats.
+
+    `only_nan`: infinities in it are meant, and no reason to name a sample.
+    """
     floats = floats_of(tensor)
     if floats is None:
         return None
@@ -124,7 +127,8 @@ def facts_of(tensor: Tensor, weight: str = "") -> TensorFacts | None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{float(floats):.4g}" if not shape and not n_bad else f"{list(shape)} {dtype} ({', '.join(parts)})"
     has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
-    samples = tuple(rows_with(bad if n_bad else zeros, _MOST_SAMPLES)) if has_samples else ()
+    marked = floats.isnan() if only_nan else bad if n_bad else zeros
+    samples = tuple(rows_with(marked, _MOST_SAMPLES)) if has_samples else ()
     return TensorFacts(text, shape, dtype, n_bad, n_zero, n_below, samples, weight)
 
 
@@ -279,7 +283,7 @@ class OperationTrace(DispatchMode):
         place = _line_here(in_backward=backward)
         makes_bad = not inputs or (_hold_nan(outputs) and not _hold_nan(inputs))
         took = [facts_of(each, self._weight_of(each, keys)) for each in tensors] if makes_bad else []
-        gave = [facts_of(each) for each in _tensors(out)] if makes_bad else []
+        gave = [facts_of(each, only_nan=bool(inputs)) for each in _tensors(out)] if makes_bad else []
         self.events.append(
             BadOperation(
                 number=self._n_operations,

@@ -33,7 +33,6 @@ from lightning_memtools.nonfinite.step_rerun import (
 )
 from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_runner import is_lightning_module
-from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
 VERSION = 5
@@ -225,9 +224,8 @@ def replay(path: str | Path, *, model: Any) -> Replay:
             raise StepFileError(f"{path}: {error}") from error
         except Exception as error:
             raise StepFileError(
-                f"{path} cannot be replayed: {type(error).__name__}: {error}. It was changed after it was written, or "
-                "this process differs too much from the one that wrote it.\nNext: copy the file once more, and pass "
-                "the module as the training script makes it: replay(path, model=my_module)."
+                f"{path} cannot be replayed: {type(error).__name__}: {error}\nNext: pass the module as the training "
+                "script makes it, replay(path, model=my_module); or copy the file once more, which may have changed."
             ) from error
 
 
@@ -236,7 +234,7 @@ def _replay(path: Path, model: Any) -> Replay:
     # A file beside it and no other: a step's file must not choose what is opened.
     checkpoint = path.with_name(Path(str(saved["checkpoint"])).name)
     weights = _loaded(checkpoint, "the checkpoint of the last good state")
-    module = _module_of(model, checkpoint, weights, str(saved["module"]))
+    module = _module_of(model, checkpoint, weights)
     doubts, device = list(map(str, saved["doubts"])), torch.device(saved["machine"]["device"])
     try:
         torch.empty(0, device=device)
@@ -294,23 +292,17 @@ def _replay(path: Path, model: Any) -> Replay:
     )
 
 
-def _module_of(model: Any, checkpoint: Path, weights: Any, name: str) -> nn.Module:
-    """Return the module with the weights of a checkpoint."""
-    try:
-        if isinstance(model, nn.Module):
-            module = model
-        elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
-            load: Any = model.load_from_checkpoint
-            # It was opened safely above; versions of Lightning without the argument open it as they do.
-            options = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
-            module = load(checkpoint, map_location="cpu", **options)
-        else:
-            module = model()
-    except Exception as error:
-        raise StepFileError(
-            f"{name} cannot be made: {type(error).__name__}: {error}.\nNext: make the module as the training script "
-            "does and pass it, replay(path, model=my_module), or pass a function that makes it."
-        ) from error
+def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
+    """Return the module with the weights of a checkpoint. Whatever fails is told by `replay`."""
+    if isinstance(model, nn.Module):
+        module = model
+    elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
+        load: Any = model.load_from_checkpoint
+        # It was opened safely above; versions of Lightning without the argument open it as they do.
+        options = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
+        module = load(checkpoint, map_location="cpu", **options)
+    else:
+        module = model()
     if not is_lightning_module(module):
         raise StepFileError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
     saved: Mapping[str, Tensor] = weights["state_dict"]
@@ -322,27 +314,16 @@ def _module_of(model: Any, checkpoint: Path, weights: Any, name: str) -> nn.Modu
     for key, tensor in (*module.named_parameters(), *module.named_buffers()):
         if key in state and state[key].dtype != tensor.dtype and not is_lazy(tensor):
             tensor.data = tensor.data.to(state[key].dtype)  # Trainer(precision="64-true") has converted it
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise StepFileError(
-            f"This is not the module that the step ran with, which is {name}: {error}\n"
-            "Next: make the module as the training script does and pass it: replay(path, model=my_module)."
-        ) from error
+    module.load_state_dict(state)
     return module
 
 
-@torch.no_grad()
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the buffers that the step began with, those that no checkpoint holds among them."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
-        here = buffers_of(parts[owner]).get(key)
-        if here is None or here.shape != value.shape or here.dtype != value.dtype or is_expanded(here):
-            buffers_of(parts[owner])[key] = value.to(device)
-        else:
-            here.copy_(value)
+        buffers_of(parts[owner])[key] = value.to(device)
 
 
 def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:

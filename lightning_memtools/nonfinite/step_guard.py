@@ -17,13 +17,14 @@ from torch.optim import LBFGS, Optimizer
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import names_of
-from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
+from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure
 from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
     StepReading,
     do_nothing,
+    trains_weights,
     undivided_loss,
 )
 from lightning_memtools.nonfinite.update_flag import (
@@ -65,13 +66,11 @@ class Verdict(Enum):
     HALT = auto()  # its update is held back, and training ends
 
 
-def judge(
-    *, bad_loss: bool, bad_gradient: bool, skips_left: int, scale: float | None, n_in_a_row: int, amp_patience: int
-) -> Verdict:
-    """Return the verdict on a step: `n_in_a_row` counts the gradient scaler's skips, this one included."""
+def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
+    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler may skip it, as often as it has by now."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
-    if scale is not None and not bad_loss and n_in_a_row < amp_patience and scale >= 1:
+    if is_scaler_normal and not bad_loss:
         return Verdict.LEFT_TO_SCALER
     return Verdict.SKIP if skips_left > 0 else Verdict.HALT
 
@@ -88,13 +87,12 @@ class StepGuard:
     it one step late, and nothing waits.
 
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
-    `before_update` last. If `check` or `drain` returns a step, it is bad: call `undo` to restore what it has changed,
-    then stop.
+    `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
     Args:
         model: The module that is trained.
-        max_skips: As in HaltOnNaN.
-        amp_patience: As in HaltOnNaN.
+        max_skips: As in HaltOnNaN, and so is `amp_patience`.
+        amp_patience: See there.
         records: Whether to note the random streams of each batch, for a rerun.
         gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
             after backward (replicated), each has a part (sharded).
@@ -106,7 +104,7 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss that was computed from a tensor that requires a gradient.
+        saw_losses: Whether there was any loss that may depend on weights.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
         carries_losses: True if NaN gradients tell the other ranks of a bad loss.
         is_sharded: True if no rank has all weights and gradients.
@@ -165,7 +163,7 @@ class StepGuard:
         """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
-        self.saw_losses = self.saw_losses or loss.grad_fn is not None
+        self.saw_losses = self.saw_losses or trains_weights(loss)
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
         if self.carries_losses:
@@ -186,7 +184,7 @@ class StepGuard:
             if not self.exchanges or self._has_exchanged:  # if after it, the others learn it in the next step
                 raise
             self.failure = self.failure or in_one_line(error)
-            self._exchanged([], [], [], exact=False)
+            self._measured([], [], [], exact=False)
             raise
 
     def _check(self, optimizer: Optimizer, *, scaler: Any, reopen: bool) -> GuardedStep | None:
@@ -252,13 +250,11 @@ class StepGuard:
         # get_scale() would wait for the device once more.
         is_scaled = scaler is not None and bool(gradients) and takes_scaled_gradients(optimizer)
         scales = [scaler.scale(torch.ones((), device=gradients[0].device))] if is_scaled else []
-        if self.exchanges:
-            numbers: list[float] | None = self._exchanged(losses, gradients, [*losses, *scales], exact=False).tolist()
-        else:
-            numbers = measure_and_read(gradients, [*losses, *scales])
-        if numbers is None:
+        measured = self._measured(losses, gradients, [*losses, *scales], exact=False)
+        if measured is None:
             return None
-        scale = numbers.pop(1 + len(losses)) if scales else 1.0
+        numbers: list[float] = measured.tolist()
+        scale = numbers.pop(len(losses)) if scales else 1.0
         step.reading = reading = self._reading(step, numbers)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         mine = (reading.norm,) if self.carries_losses else (reading.norm, *reading.losses)
@@ -288,10 +284,8 @@ class StepGuard:
         verdict = judge(
             bad_loss=bad_loss,
             bad_gradient=bad_gradient,
+            is_scaler_normal=scale is not None and scale >= 1 and n_in_a_row < self._amp_patience,
             skips_left=self._max_skips - len(self.skipped),
-            scale=scale,
-            n_in_a_row=n_in_a_row,
-            amp_patience=self._amp_patience,
         )
         if verdict is Verdict.GOOD:  # the gradients are finite, and only their norm overflows
             self._scaler_skips.pop(optimizer, None)
@@ -327,14 +321,11 @@ class StepGuard:
             return bad
         step.restore_settings = mark_settings(optimizer)
         losses = step.losses()
-        if self.exchanges:
-            numbers: Tensor | None = self._exchanged(losses, gradients, losses, exact=True)
-        else:
-            numbers = measure(gradients, losses, exact=True)
+        numbers = self._measured(losses, gradients, losses, exact=True)
         if numbers is not None:
             self._flag = self._flag or UpdateFlag(numbers.device)
-            n_deciding = 1 if self.carries_losses else 1 + len(losses)
-            self._flag.check(optimizer, numbers.to(self._flag.flag.device, non_blocking=True), n_deciding, step)
+            deciding = slice(len(losses) if self.carries_losses else 0, len(losses) + len(gradients))
+            self._flag.check(optimizer, numbers, deciding, step)
         return None
 
     def _read_flags(self, *, wait: bool) -> GuardedStep | None:
@@ -357,28 +348,33 @@ class StepGuard:
 
     # --- of both
 
-    def _exchanged(
-        self, losses: list[Tensor], gradients: list[Tensor], measured: list[Tensor], *, exact: bool
-    ) -> Tensor:
-        """Return the numbers of the step, and what all ranks have to know of them. Collective."""
-        device, has_failed = next(self._model.parameters()).device, bool(self.failure)
-        numbers = None if has_failed else measure(gradients, measured, exact=exact)
+    def _measured(
+        self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
+    ) -> Tensor | None:
+        """Return the numbers `before` and the norms of gradients, and what ranks have to know of each other's."""
+        has_failed = bool(self.failure)
+        numbers = None if has_failed else measure(gradients, before, exact=exact)
+        if not self.exchanges:
+            return numbers
         self._has_exchanged = True
-        shared = over_ranks(numbers, losses, device, sharded=self.is_sharded, has_failed=has_failed)
+        device = next(self._model.parameters()).device
+        shared = over_ranks(numbers, losses, len(before), device, has_failed=has_failed)
         if has_failed:
             raise ExchangedError(self.failure)
         return shared
 
     def _reading(self, step: GuardedStep, numbers: list[float]) -> StepReading:
-        n = 1 + len(step.losses())
-        reading = StepReading(numbers[0], tuple(numbers[1:n]), tuple(numbers[n:]))
+        n = len(step.losses())
+        losses, shared = tuple(numbers[:n]), numbers[-4:] if self.exchanges else []
+        norms = numbers[n : len(numbers) - len(shared)]
+        reading = StepReading(math.hypot(*norms), losses, tuple(norms))
         reading.worst_loss = reading.mean_loss
-        if self.exchanges:
-            *norms, worst_loss, is_bad, has_failed = numbers[n:]
+        if shared:
+            norm, worst_loss, is_bad, has_failed = shared
             if has_failed:
                 raise ExchangedError("another rank could not read its step")
-            reading.norms, reading.is_bad_anywhere = tuple(norms), bool(is_bad)
-            reading.worst_loss = worst_loss if reading.losses else math.nan
+            reading.norm, reading.is_bad_anywhere = norm if self.is_sharded else reading.norm, bool(is_bad)
+            reading.worst_loss = worst_loss if losses else math.nan
         return reading
 
     def _note_good(self, step: GuardedStep) -> bool:

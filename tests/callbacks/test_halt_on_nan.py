@@ -515,7 +515,7 @@ def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
     assert text.count("could not be written") == 2
     assert "no checkpoint that it could begin with" in text
     assert "batch 9 holds 1 NaN" in text
-    assert "Next: look at those samples" in text
+    assert "Next: repair those samples" in text
 
 
 @pytest.mark.parametrize("arguments", [{"max_skips": -1}, {"amp_patience": 0}])

@@ -48,7 +48,7 @@ def bits(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> di
 
 def take(flag: UpdateFlag, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: Any) -> None:
     numbers = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None])
-    flag.check(optimizer, numbers, len(parameters), note)
+    flag.check(optimizer, numbers, slice(len(parameters)), note)
     optimizer.step()
 
 
@@ -77,7 +77,7 @@ def test_only_the_deciding_numbers_decide():
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
     flag = made()
     parameter.grad = torch.ones(2)
-    flag.check(optimizer, torch.tensor([1.0, torch.nan]), 1, "loss of this rank alone")
+    flag.check(optimizer, torch.tensor([1.0, torch.nan]), slice(1), "loss of this rank alone")
     optimizer.step()
     assert parameter.tolist() == [0, 0]
     ((_, is_held_back, numbers),) = flag.read(wait=True)
