@@ -387,12 +387,15 @@ def state_error(
 ) -> NonFiniteError:
     """Return the error of weights, buffers or optimizer state, by rank, that a checkpoint was about to hold.
 
-    `finite_at`: the step at which all were last known to be finite.
+    `finite_at`: the step at which all were last known to be finite. `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     text, advice = suspects
+    is_large = " of " in bad[0].name and not bad[0].n_nan  # a state, as bad_optimizer_state names it
     cause = NonFiniteCause.BAD_PARAMETER if text else NonFiniteCause.STATE
     made = f"the last update may have made it: {text}" if text else "what wrote it since is not known"
+    if is_large:  # finite gradients can make Inf of an optimizer's state, but no NaN
+        made, advice = "the square of a gradient may be too large for its type", ADVICE["large state"]
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights, buffers and optimizer state: {named(bad)}.",

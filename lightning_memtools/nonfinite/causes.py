@@ -41,6 +41,8 @@ ADVICE = {
     "or what changes gradients after backward, such as clipping and hooks (mend it).",
     "bad state": "mend what writes it, which may be a branch that does not reach the loss, or validation; then start "
     "from an earlier checkpoint.",
+    "large state": "clip gradients (Trainer(gradient_clip_val=1.0)), and start from an earlier checkpoint. If weights are "
+    'float16, precision="bf16-mixed" or "32-true" keeps optimizer state in float32, which may be enough.',
     "bad attribute": "mend what writes {name}, and make it a buffer (register_buffer): buffers are restored to "
     "their values before the step.",
     "bad tensor from elsewhere": "mend what writes that tensor.",
@@ -48,7 +50,7 @@ ADVICE = {
     "evaluation": "look at the evaluation step, its metrics and its data: it may be a log of 0 or a division by 0.",
     "exploding": "lower the learning rate (now {rates}) or clip gradients (Trainer(gradient_clip_val=1.0)). If the "
     "loss is summed over the batch, that may be the reason: take its mean.",
-    "low precision": 'train with precision="bf16-mixed" or "32-true", or keep this operation in float32.',
+    "low precision": 'train with precision="bf16-mixed" or "32-true". Keeping this operation in float32 may be enough.',
     "constant": "mend what computes that number.",
     "weight operand": "it is a weight, and no sample is to blame: keep {name} away from such values, by its "
     "initialization and by a clamp or an eps where it is used.",
@@ -78,7 +80,7 @@ OF_OPERATIONS = {
     "reciprocal": "keep the input of {name} away from 0: add an eps.",
     "sqrt": "keep the input of {name} above 0: torch.sqrt(x + eps). At 0 its derivative is infinite.",
     "rsqrt": "keep the input of {name} above 0: torch.rsqrt(x + eps).",
-    "pow": "keep the base of {name} above 0: clamp it to eps.",
+    "pow": "keep the base of {name} above 0: clamp it to eps, or add an eps. Its derivative may be infinite at 0, too.",
     "acos": _WITHIN_1,
     "asin": _WITHIN_1,
     "atanh": _WITHIN_1,
@@ -93,12 +95,6 @@ OF_OPERATIONS = {
     "var": _FEW_VALUES,
     "std": _FEW_VALUES,
 }
-IN_BACKWARD = {
-    "std": "the derivative of {name} is not defined where all values are the same: torch.sqrt(x.var() + eps).",
-    "pow": "the derivative of {name} is infinite at 0 for exponents below 1: add an eps to its input.",
-    "norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
-    "linalg_vector_norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
-}
 ANY_OPERATION = "keep the inputs of {name} in its domain."
 ANY_OVERFLOW = "keep the inputs of {name} smaller: normalize or clamp them."
 
@@ -111,13 +107,10 @@ def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
         of_forward: The forward operation whose backward it is part of; empty in forward.
         overflows: Whether its result is too large.
     """
-    name = _short(of_forward or operation)
-    advice = (IN_BACKWARD.get(name) if of_forward else None) or OF_OPERATIONS.get(name)
-    if advice is None and _short(operation) in OF_OPERATIONS:
-        name, advice = _short(operation), OF_OPERATIONS[_short(operation)]
-    if overflows and name != "exp":
-        advice = ANY_OVERFLOW
-    return (advice or ANY_OPERATION).format(name=name)
+    names = [_short(each) for each in (of_forward, operation) if each]
+    name = next((each for each in names if each in OF_OPERATIONS), names[0])
+    advice = ANY_OVERFLOW if overflows and name != "exp" else OF_OPERATIONS.get(name, ANY_OPERATION)
+    return advice.format(name=name)
 
 
 def _short(operation: str) -> str:

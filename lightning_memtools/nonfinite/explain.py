@@ -192,7 +192,7 @@ def _weight_at_fault(event: BadOperation) -> str:
 
 
 def _rows_at_fault(rerun: StepRerun, name: str) -> str:
-    """Say which rows of a parameter are bad, or else 0 throughout, or else hold a 0; "" if all or none are."""
+    """Say which rows of a parameter are bad, or else 0 throughout, or else hold a 0; "" if many or none are."""
     floats = next((floats_of(p) for each, p in rerun.module.named_parameters() if plain_name(each) == name), None)
     if floats is None or not floats.dim():
         return ""
@@ -200,7 +200,7 @@ def _rows_at_fault(rerun: StepRerun, name: str) -> str:
     for marked in (~torch.isfinite(floats), zero.flatten(1).all(1) if zero.dim() > 1 else zero, zero, floats <= 0):
         rows = rows_with(marked, MAX_SAMPLES + 1)
         if rows:
-            return f" ({list_samples(rows, 'row')})"
+            return f" ({list_samples(rows, 'row')})" if len(rows) <= MAX_SAMPLES else ""
     return ""
 
 

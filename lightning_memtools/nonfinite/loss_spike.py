@@ -85,7 +85,8 @@ class LossSpike:
                 )
         lines.append(f"Learning rate: {rates_as_text(self.learning_rates)}.")
         lines.append(
-            "Next: look at the samples and labels of its batches; else lower the learning rate, or clip gradients."
+            "Next: look at the samples and labels of its batches. If they are right, a lower learning rate or clipped "
+            "gradients may help."
         )
         return lines
 

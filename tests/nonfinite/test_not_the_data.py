@@ -17,33 +17,8 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.lightning_models import trainer
+from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
 from tests.nonfinite.observe import error_at_halt
-
-N, D, BAD = 6, 4, 2
-Loss = Callable[[Any, Any], Any]
-
-
-class Net(L.LightningModule):
-    """A linear layer and a loss that is given."""
-
-    def __init__(self, loss: Loss, **parts: Any) -> None:
-        super().__init__()
-        self.net, self.loss = nn.Linear(D, D), loss
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(self, batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def batches(**more: Callable[[int], Any]) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    made = [{"x": torch.randn(N, D, generator=generator)} for _ in range(4)]
-    return [batch | {name: make(index) for name, make in more.items()} for index, batch in enumerate(made)]
-
 
 def halted(model: Net, data: list[Any], root: Path, **options: Any) -> NonFiniteError:
     L.seed_everything(0, verbose=False)
