@@ -288,7 +288,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
-    """Say what of the last update can have made bad weights of finite gradients, and what to do; ("", "") if nothing."""
+    """Say what of the last update can have made weights bad, and what to do; ("", "") if nothing."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:

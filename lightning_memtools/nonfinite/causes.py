@@ -41,8 +41,8 @@ ADVICE = {
     "or what changes gradients after backward, such as clipping and hooks (mend it).",
     "bad state": "mend what writes it, which may be a branch that does not reach the loss, or validation; then start "
     "from an earlier checkpoint.",
-    "large state": "clip gradients (Trainer(gradient_clip_val=1.0)), and start from an earlier checkpoint. If weights are "
-    'float16, precision="bf16-mixed" or "32-true" keeps optimizer state in float32, which may be enough.',
+    "large state": "clip gradients (Trainer(gradient_clip_val=1.0)), and start from an earlier checkpoint. If weights "
+    'are float16, precision="bf16-mixed" or "32-true" keeps optimizer state in float32, which may be enough.',
     "bad attribute": "mend what writes {name}, and make it a buffer (register_buffer): buffers are restored to "
     "their values before the step.",
     "bad tensor from elsewhere": "mend what writes that tensor.",
@@ -100,12 +100,9 @@ ANY_OVERFLOW = "keep the inputs of {name} smaller: normalize or clamp them."
 
 
 def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
-    """Return what to do about an operation outside of its domain, or whose result is too large for its type.
+    """Return what to do about an operation such as ``"aten.log"`` that is outside of its domain, or that overflows.
 
-    Args:
-        operation: Its name, such as ``"aten.log"``.
-        of_forward: The forward operation whose backward it is part of; empty in forward.
-        overflows: Whether its result is too large.
+    `of_forward`: the forward operation whose backward it is part of; empty in forward.
     """
     names = [_short(each) for each in (of_forward, operation) if each]
     name = next((each for each in names if each in OF_OPERATIONS), names[0])

@@ -22,7 +22,7 @@ from lightning_memtools.nonfinite.bad_value_roots import (
 )
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of, rows_with
-from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, bad_inputs, list_samples
+from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, BadInput, bad_inputs, list_samples
 from lightning_memtools.nonfinite.operation_trace import BadOperation, OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of
 from lightning_memtools.reporting.phrases import first_of
@@ -34,10 +34,7 @@ Finding = tuple[NonFiniteCause, str, str]
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
     """Run a bad step again, write into `bad` what that shows, and return the digests of its gradients.
 
-    Args:
-        bad: The bad step.
-        rerun: The step to run.
-        explains: Whether to look for the cause.
+    `explains`: look for the cause.
     """
     digests: dict[str, str] = {}
     with rerun:
@@ -70,13 +67,8 @@ def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     """Find the operation that made the first bad value of a step, and write it and its cause into `bad`.
 
-    Args:
-        rerun: The step, entered.
-        plain: What it gave when it was run again.
-        bad: The bad step.
-
-    Raises:
-        CannotRerunError: The step cannot be run again, or what is bad cannot be traced; the message says why.
+    `plain` is what the step gave when it was run again. Raise CannotRerunError if the step cannot be run again, or what
+    is bad cannot be traced.
     """
     if plain.is_finite:
         _not_reproducible(rerun, bad)
@@ -142,40 +134,46 @@ def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
     return bad[0] if bad else last
 
 
-def _classified(
-    root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep, *, is_late_mask: bool
-) -> Finding:
+def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep, *, is_late_mask: bool) -> Finding:
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
-    overflows = event.finite_when_wide is True  # the same operation, on the same values, is finite in float64
     if leaf is not None and leaf.origin is ValueOrigin.BATCH:
-        inputs = bad_inputs(rerun.micro[position])
-        if root.is_benign:  # nothing else is bad
-            return NonFiniteCause.DOMAIN, f"{leaf.name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
-        its = "; ".join(str(each) for each in inputs if each.name == leaf.name) or "; ".join(map(str, inputs))
-        if is_late_mask and any(each.n_nan for each in inputs):
-            because = f"{its}, and {public_name(event.operation)} computes with it before its NaN is masked"
-            return NonFiniteCause.LATE_MASK, because, ADVICE["late mask"]
-        return NonFiniteCause.DIRTY_DATA, its, ADVICE["dirty data"]
-    if grown and (leaf is not None or overflows):
+        return _of_batch(root, leaf.name, bad_inputs(rerun.micro[position]), is_late_mask=is_late_mask)
+    if grown and (leaf is not None or event.finite_when_wide):
         because = f"{grown}, until the value was too large for its type"
         return NonFiniteCause.EXPLODING, because, ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
     if leaf is not None:
         return NonFiniteCause.BAD_PARAMETER, *_of_prior_tensor(leaf, rerun, bad)
-    if overflows:
+    if event.finite_when_wide:  # the same operation, on the same values, is finite in float64
         because = f"{bad.scaler}; " if bad.scaler else ""
         because += "the operation is defined at its inputs (in float64 it is finite), but its result is too large"
         if {"float16", "bfloat16"} & {each.dtype for each in event.gave}:
             because += " for a 16-bit type (float16 ends at 65504)"
             return NonFiniteCause.LOW_PRECISION, because, ADVICE["low precision"]
         return NonFiniteCause.OVERFLOW, because, advice_for(event.operation, event.of_forward, overflows=True)
+    return NonFiniteCause.DOMAIN, *_of_domain(event, rerun)
+
+
+def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
+    """Return the finding where a tensor of the batch held the bad value."""
+    if root.is_benign:  # nothing else is bad
+        return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
+    its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))
+    if is_late_mask and any(each.n_nan for each in inputs):
+        because = f"{its}, and {public_name(root.event.operation)} computes with it before its NaN is masked"
+        return NonFiniteCause.LATE_MASK, because, ADVICE["late mask"]
+    return NonFiniteCause.DIRTY_DATA, its, ADVICE["dirty data"]
+
+
+def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
+    """Return the evidence, and what to do, where an operation is undefined at finite inputs."""
     if event.constant:
-        return NonFiniteCause.DOMAIN, "the code itself writes it", ADVICE["constant"]
+        return "the code itself writes it", ADVICE["constant"]
     because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
     advice = advice_for(event.operation, event.of_forward, overflows=False)
     if weight:
         because += f", and the input at fault comes from the parameter {weight}{_rows_at_fault(rerun, weight)}"
         advice = f"{ADVICE['weight operand'].format(name=weight)} In general: {advice}"
-    return NonFiniteCause.DOMAIN, because, advice
+    return because, advice
 
 
 def _weight_at_fault(event: BadOperation) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -84,15 +83,13 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
     100 values of 1e20 have an infinite norm.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, place in enumerate(map(_PLACE, tensors)):
-        groups[place].append(index)
-    norms: list[Tensor] = [torch.empty(0)] * len(tensors)
-    for (_, dtype), indices in groups.items():
+    kinds, norms = list(map(_PLACE, tensors)), list(tensors)
+    for kind in set(kinds):
         # A norm of float16 values would overflow above 65504.
-        wide = torch.float64 if exact else torch.float32 if dtype == torch.float16 else None
-        for index, norm in zip(indices, l2_norm_of_each([tensors[i] for i in indices], wide), strict=True):
-            norms[index] = norm
+        wide = torch.float64 if exact else torch.float32 if kind[1] == torch.float16 else None
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        for place, norm in zip(places, l2_norm_of_each([tensors[place] for place in places], wide), strict=True):
+            norms[place] = norm
     return norms
 
 

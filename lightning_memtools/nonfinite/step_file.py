@@ -45,24 +45,17 @@ class StepFileError(RuntimeError):
 def step_as_plain(
     bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
-    """Return a step as values that `torch.load(weights_only=True)` accepts.
+    """Return a step as values that `torch.load(weights_only=True)` accepts; raise StepFileError if there is no way.
 
-    Args:
-        bad: What is known of it.
-        rerun: The step.
-        parameters: The names of the parameters whose gradients belong to the step.
-        digests: Those of its gradients.
-        checkpoint: The name of the checkpoint with its weights, in the same folder.
-
-    Raises:
-        StepFileError: A batch holds an object that no such file can hold.
+    `parameters`: the names of those whose gradients belong to the step. `checkpoint`: the name of the file in the same
+    folder that has its weights.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
     if left_out:
         raise StepFileError(
-            f"batch {', '.join(left_out)} holds other things than tensors, numbers, texts, lists, tuples and dicts. Let "
-            "the collate function return a dict of tensors to get the file"
+            f"batch {', '.join(left_out)} holds other things than tensors, numbers, texts, lists, tuples and dicts. "
+            "Let the collate function return a dict of tensors to get the file"
         )
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     return {

@@ -46,15 +46,10 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """Sees each finite step that a StepGuard has read.
+    """Sees each finite step that a StepGuard has read."""
 
-    Attributes:
-        decides: True if it may hold updates back. Then each step is read before its update, for which the host waits.
-        read: Gets the step; returns whether its update is to be held back, where that is not made already (`late`).
-    """
-
-    decides: bool
-    read: Callable[[GuardedStep], bool]
+    decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
+    read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
 
 
 class Verdict(Enum):
@@ -89,17 +84,10 @@ class StepGuard:
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
     `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
-    Args:
-        model: The module that is trained.
-        max_skips: As in HaltOnNaN, and so is `amp_patience`.
-        amp_patience: See there.
-        records: Whether to note the random streams of each batch, for a rerun.
-        gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
-            after backward (replicated), each has a part (sharded).
-        ranks: Gathers from all ranks.
-        mark_loop: Called at the start of each step; returns a function that puts the caller's counters back to there,
-            which `undo` calls.
-        watch: Sees what was read of each finite step.
+    `max_skips` and `amp_patience` are those of HaltOnNaN. With `records`, the random streams of each batch are noted for
+    a rerun. `gradients`: there is one rank (whole), all have the same after backward (replicated), or each has a part
+    (sharded). `mark_loop` is called at the start of each step, and returns a function that puts the caller's counters
+    back to there, for `undo`. `watch` sees what was read of each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.

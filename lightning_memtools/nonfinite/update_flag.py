@@ -109,16 +109,9 @@ def over_ranks(
 ) -> Tensor:
     """Return the numbers of a step with what all ranks have to know of them; one collective, no wait for the device.
 
-    Args:
-        numbers: What `measure` returned on this rank; None if this rank has none.
-        losses: The losses of this rank.
-        n_before: The number of numbers before the norms of gradients.
-        device: The device of training.
-        has_failed: Whether this rank could not read its step.
-
-    Returns:
-        The numbers, and four more at the end: the norm over the gradients of all ranks, where each has a part of them;
-        the largest mean loss; 1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
+    `numbers` is what `measure` returned here, or None; the norms of gradients come after the first `n_before`. Four
+    follow at the end: the norm over the gradients of all ranks, where each has a part of them; the largest mean loss;
+    1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, count, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_memtools.nonfinite.causes import ADVICE, ANY_OPERATION, ANY_OVERF
 from tests.callbacks.spike_models import Spiking, as_loader, labels_times, with_bad
 from tests.lightning_models import trainer
 from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
-from tests.nonfinite.test_not_the_data import bias, targets, where_afterwards, weight_with
+from tests.nonfinite.test_not_the_data import bias, targets, weight_with, where_afterwards
 
 EPS = 1e-6
 
@@ -118,7 +117,7 @@ def fewer(x: Tensor) -> Tensor:
 
 IMAGE = (1, 2, 2, N // 2)
 OPERATIONS: dict[str, tuple[Function, list[Function]]] = {
-    "log": (torch.log, [lambda x: torch.log(x.clamp(min=EPS)), lambda x: F.logsigmoid(x)]),
+    "log": (torch.log, [lambda x: torch.log(x.clamp(min=EPS)), F.logsigmoid]),
     "log1p": (lambda x: at(x, -1.0).log1p(), [lambda x: at(x, -1.0).clamp(min=-1 + EPS).log1p()]),
     "div": (lambda x: x.detach().cos() / x, [lambda x: x.detach().cos() / (x + EPS)]),
     "reciprocal": (torch.reciprocal, [lambda x: torch.reciprocal(x + EPS)]),
@@ -149,7 +148,7 @@ OPERATIONS: dict[str, tuple[Function, list[Function]]] = {
     ),
     "mean": (
         lambda x: x[x > (9e9 if (x == 0).any() else 0)].mean(),
-        [lambda x: is_labelled(x, lambda: x[x > 0].mean())],
+        [lambda x: is_labelled(x, x[x > 0].mean)],
     ),
     "var": (lambda x: fewer(x).var(), [torch.var, lambda x: fewer(x).var(correction=0)]),
     "std": (lambda x: fewer(x).std(), [torch.std, lambda x: torch.sqrt(fewer(x).var(correction=0) + EPS)]),
@@ -276,8 +275,6 @@ def running(m: Any, batch: dict[str, Any], eps: float = 0.0) -> Tensor:
 OUTSIDE = {"bad": torch.tensor(torch.nan), "mended": torch.ones(())}
 
 
-
-
 class Evaluates(Net):
     smallest = 0.0
 
@@ -351,7 +348,8 @@ FLOAT16: dict[str, Any] = {"precision": "16-true"}
 BRANCH = {"parts": {"side": nn.BatchNorm1d(D)}, "data": zero_row(), "options": {"max_epochs": 1}}
 CAUSES: dict[str, Callable[[], tuple[Run, list[Run]]]] = {
     "dirty data": lambda: (
-        Run(plain, data=dirty()), [Run(plain, data=without(BAD, dirty())), Run(plain, data=batches())]
+        Run(plain, data=dirty()),
+        [Run(plain, data=without(BAD, dirty())), Run(plain, data=batches())],
     ),
     "late mask": lambda: (
         Run(where_afterwards, data=batches(y=targets)),
@@ -406,10 +404,12 @@ CAUSES: dict[str, Callable[[], tuple[Run, list[Run]]]] = {
         [Run(lambda m, b: running(m, b, EPS), {"kept": nn.Buffer(torch.ones(()))}, zero_row())],
     ),
     "bad tensor from elsewhere": lambda: (
-        Run(lambda m, b: plain(m, b) * OUTSIDE["bad"]), [Run(lambda m, b: plain(m, b) * OUTSIDE["mended"])]
+        Run(lambda m, b: plain(m, b) * OUTSIDE["bad"]),
+        [Run(lambda m, b: plain(m, b) * OUTSIDE["mended"])],
     ),
     "evaluation": lambda: (
-        Run(plain, data=zero_row(), kind=Evaluates), [Run(plain, data=zero_row(), kind=EvaluatesRightly)]
+        Run(plain, data=zero_row(), kind=Evaluates),
+        [Run(plain, data=zero_row(), kind=EvaluatesRightly)],
     ),
     "evaluation, weights": lambda: (Run(plain, kind=SpoilsWeights), [Run(plain, kind=LeavesWeights)]),
     "exploding": lambda: (
@@ -452,6 +452,7 @@ def test_advice_on_a_cause_is_right_where_it_is_printed(name, tmp_path):
 
 def test_a_rate_that_is_too_large_for_weights_is_lowered(tmp_path):
     """The other reason that the sentence on a bad update names as possible."""
+
     def loss(m: Any, batch: dict[str, Any]) -> Tensor:
         return 100 * plain(m, batch)
 
@@ -465,7 +466,7 @@ def test_where_no_rerun_is_made_anomaly_detection_names_the_operation(tmp_path):
     run.halt = {"explain": False, "save_step": False}
     assert ADVICE["unknown"] in outcome(run, tmp_path)
     run.options = {"detect_anomaly": True}
-    with pytest.raises(RuntimeError, match="Backward0. returned nan values"):
+    with pytest.raises(RuntimeError, match="returned nan values"):
         outcome(run, tmp_path)
 
 

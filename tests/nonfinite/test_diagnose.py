@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import BadStep, culprit_of, growth, infer
+from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteError, culprit_of, growth, infer
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep
@@ -83,3 +85,24 @@ def test_the_rank_with_the_bad_loss_and_batch_is_the_culprit():
 )
 def test_the_growth_of_losses_and_norms_is_measured(values, expected):
     assert growth(values) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_pickle_keeps_message_and_fields():
+    error = NonFiniteError(
+        "loss is nan",
+        step=3,
+        batch_idx=1,
+        rank=2,
+        stage="val",
+        cause="dirty data",
+        losses=[1.0, 2.0],
+        parameters=[BadTensor("w", 1, 0, 4, math.inf)],
+        norms=[3.0],
+        path=Path("report.md"),
+        checkpoint_path=Path("good.ckpt"),
+    )
+    error.add_note("from the launcher")
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301, our own
+    assert isinstance(copy, RuntimeError)
+    assert str(copy) == "loss is nan"
+    assert vars(copy) == vars(error)

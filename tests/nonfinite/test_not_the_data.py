@@ -20,6 +20,7 @@ from tests.lightning_models import trainer
 from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
 from tests.nonfinite.observe import error_at_halt
 
+
 def halted(model: Net, data: list[Any], root: Path, **options: Any) -> NonFiniteError:
     L.seed_everything(0, verbose=False)
     return error_at_halt(model, data, root, save_step=False, save_last_good=False, options=options)
