@@ -43,12 +43,6 @@ class HaltOnNaN(WatchingCallback):
     device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late. In
     all other cases the host reads a few hundred bytes in each step, and waits for them.
 
-    An update that makes weights NaN or Inf out of finite gradients is found at the next step or checkpoint, which names
-    the weights and the optimizer's settings; no checkpoint holds them.
-
-    With 16-mixed, steps that the gradient scaler skips are normal; `amp_patience` of them in a row are not, nor is a
-    skip at a scale below 1. A loss that is NaN or Inf itself is never normal.
-
     A validation or test run must log finite losses: numbers whose names contain "loss".
 
     Args:
@@ -57,11 +51,9 @@ class HaltOnNaN(WatchingCallback):
         amp_patience: With 16-mixed: the number of skips in a row that make a step bad. A scaler that starts at 65536
             takes at most 16 to come down to 1.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
-        explain: Before raising, run the bad step again, with logging off and everything restored afterwards, to name
-            the operation that made the first bad value, its module and line. This runs the step some three to five
-            times, and takes host memory for a copy of the module and its optimizers.
-        save_step: Before raising, write batches and random streams of the step to a file beside that checkpoint, for
-            `replay`.
+        explain: Before raising, run the bad step some three to five times, with everything restored afterwards, to
+            name the operation that made the first bad value. It takes host memory for a copy of the module.
+        save_step: Before raising, write the step to a file beside that checkpoint, for `replay`.
         directory: Where the report and those files go, instead of `<log_dir>/memtools/`. Without a logger, nothing is
             written unless it is set.
 

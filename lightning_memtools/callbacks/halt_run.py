@@ -64,11 +64,7 @@ class HaltRun:
     """HaltOnNaN in one call of the Trainer.
 
     Of its files, rank 0 writes, every rank learns the path, and none waits for a rank that failed. Make it on every
-    rank.
-
-    Args:
-        trainer: The Trainer.
-        options: The callback, whose arguments are read.
+    rank. `options` is the callback, whose arguments are read.
 
     Attributes:
         guard: Guards the steps of its training, once that has begun.
@@ -168,14 +164,13 @@ class HaltRun:
             self._finite_at = step
             return
         forbid_saving_on_exception(self._trainer)
-        # Finite gradients can make Inf of an optimizer's state, but no NaN.
+        # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
         is_state = any(bad.n_nan for _, states in gathered for bad in states)
         everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
         first = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
         suspects = suspects_of_update(self._module, optimizers, first)
-        error = state_error(
-            everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=self.guard.history
-        )
+        past = self.guard.history
+        error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)
         self._release_checkpoints()
         raise self._reported(error)
 

@@ -36,20 +36,11 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """LossSpikes in one fit. Make it on every rank.
-
-    Args:
-        trainer: The Trainer, as training starts.
-        module: The module that is trained.
-        options: The callback, whose arguments are read.
-
-    Attributes:
-        spikes: The spikes so far.
-    """
+    """LossSpikes in one fit. Make it on every rank. `options` is the callback, whose arguments are read."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options
-        self.spikes: list[LossSpike] = []
+        self.spikes: list[LossSpike] = []  # so far
         # One for the losses of each optimizer, and one for its norms.
         self._windows: dict[tuple[int, str], SpikeWindow] = defaultdict(
             lambda: SpikeWindow(

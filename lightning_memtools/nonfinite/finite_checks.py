@@ -85,9 +85,11 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """
     kinds, norms = list(map(_PLACE, tensors)), list(tensors)
     for kind in set(kinds):
+        places = range(len(kinds))
+        if len(set(kinds)) > 1:
+            places = [place for place in places if kinds[place] == kind]
         # A norm of float16 values would overflow above 65504.
         wide = torch.float64 if exact else torch.float32 if kind[1] == torch.float16 else None
-        places = [place for place, other in enumerate(kinds) if other == kind]
         for place, norm in zip(places, l2_norm_of_each([tensors[place] for place in places], wide), strict=True):
             norms[place] = norm
     return norms

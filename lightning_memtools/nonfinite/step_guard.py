@@ -84,10 +84,10 @@ class StepGuard:
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
     `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
-    `max_skips` and `amp_patience` are those of HaltOnNaN. With `records`, the random streams of each batch are noted for
-    a rerun. `gradients`: there is one rank (whole), all have the same after backward (replicated), or each has a part
-    (sharded). `mark_loop` is called at the start of each step, and returns a function that puts the caller's counters
-    back to there, for `undo`. `watch` sees what was read of each finite step.
+    `max_skips` and `amp_patience` are those of HaltOnNaN. With `records`, the random streams of each batch are noted
+    for a rerun. `gradients`: there is one rank (whole), all have the same after backward (replicated), or each has a
+    part (sharded). `mark_loop` is called at the start of each step, and returns a function that puts the caller's
+    counters back to there, for `undo`. `watch` sees what was read of each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.

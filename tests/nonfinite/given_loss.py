@@ -14,11 +14,12 @@ Loss = Callable[[Any, Any], Any]
 
 
 class Net(L.LightningModule):
-    """A linear layer and a loss that is given."""
+    """A linear layer, and a loss and an optimizer that are given."""
 
-    def __init__(self, loss: Loss, **parts: Any) -> None:
+    def __init__(self, loss: Loss, optimizer: Callable[[Any], Any] | None = None, **parts: Any) -> None:
         super().__init__()
         self.net, self.loss = nn.Linear(D, D), loss
+        self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -26,7 +27,7 @@ class Net(L.LightningModule):
         return self.loss(self, batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        return self.optimizer(self.parameters())
 
 
 def batches(**more: Callable[[int], Any]) -> list[dict[str, Any]]:

@@ -41,12 +41,13 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     halt: dict[str, Any] = field(default_factory=dict)
     kind: type[Net] = Net
+    optimizer: Callable[[Any], Any] | None = None
 
 
 def outcome(run: Run, root: Path) -> str:
     """Train; return the error's text, "" if there is none. Then the weights are finite."""
     L.seed_everything(0, verbose=False)
-    model = run.kind(run.loss, **run.parts)
+    model = run.kind(run.loss, run.optimizer, **run.parts)
     halt, saver = HaltOnNaN(directory=str(root / "out"), **run.halt), ModelCheckpoint(root / "kept", every_n_epochs=1)
     options = {"logger": False, "enable_checkpointing": True, "num_sanity_val_steps": 0} | run.options
     fit = trainer(root, halt, saver, **options)
@@ -205,42 +206,17 @@ def nan_weight() -> nn.Linear:
     return layer
 
 
-class HalfAdam(Net):
-    eps = 1e-8
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3, eps=self.eps)
+def sgd(lr: float, **options: float) -> Callable[[Any], Any]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, **options)
 
 
-class Eps(HalfAdam):
-    eps = 1e-4
+def adam(eps: float) -> Callable[[Any], Any]:
+    return lambda parameters: torch.optim.Adam(parameters, eps=eps)
 
 
 def half_loss(m: Any, batch: dict[str, Any]) -> Tensor:
     x = batch["x"] * torch.tensor([1.0, 1, 1, 0])  # a feature that is constant: its gradients are 0
     return m.net(x.to(m.net.weight.dtype)).float().square().mean()
-
-
-class Momentum(Net):
-    momentum = float("nan")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=self.momentum)
-
-
-class FiniteMomentum(Momentum):
-    momentum = 0.9
-
-
-class Rate(Net):
-    lr = 3e38
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class LowRate(Rate):
-    lr = 1e-5
 
 
 class Clips(Net):
@@ -306,14 +282,6 @@ def summed(m: Any, batch: dict[str, Any]) -> Tensor:
     return F.mse_loss(m.net(batch["x"]), batch["x"], reduction="sum")
 
 
-class SummedRate(Rate):
-    lr = 0.7
-
-
-class SummedLowRate(Rate):
-    lr = 1e-3
-
-
 def square_in_half(m: Any, batch: dict[str, Any], dtype: torch.dtype | None = None) -> Tensor:
     x = m.net(batch["x"].to(m.net.weight.dtype))
     return 1e-3 * (x.to(dtype or x.dtype) * 300).square().float().mean()
@@ -343,9 +311,8 @@ def in_batch(value: Callable[[int], float]) -> list[Any]:
     return batches(number=value)
 
 
-MANY = {"data": batches() * 12}
+MANY: dict[str, Any] = {"data": batches() * 12}
 FLOAT16: dict[str, Any] = {"precision": "16-true"}
-BRANCH = {"parts": {"side": nn.BatchNorm1d(D)}, "data": zero_row(), "options": {"max_epochs": 1}}
 CAUSES: dict[str, Callable[[], tuple[Run, list[Run]]]] = {
     "dirty data": lambda: (
         Run(plain, data=dirty()),
@@ -378,25 +345,28 @@ CAUSES: dict[str, Callable[[], tuple[Run, list[Run]]]] = {
     ),
     "bad weights": lambda: (Run(plain, {"net": nan_weight()}), [Run(plain)]),
     "bad eps": lambda: (
-        Run(half_loss, kind=HalfAdam, options=FLOAT16),
+        Run(half_loss, optimizer=adam(1e-8), options=FLOAT16),
         [
-            Run(half_loss, kind=Eps, options=FLOAT16),
-            Run(half_loss, kind=HalfAdam, options={"precision": "bf16-mixed"}),
-            Run(half_loss, kind=HalfAdam),
+            Run(half_loss, optimizer=adam(1e-4), options=FLOAT16),
+            Run(half_loss, optimizer=adam(1e-8), options={"precision": "bf16-mixed"}),
+            Run(half_loss, optimizer=adam(1e-8)),
         ],
     ),
-    "bad setting": lambda: (Run(plain, kind=Momentum), [Run(plain, kind=FiniteMomentum)]),
+    "bad setting": lambda: (
+        Run(plain, optimizer=sgd(1e-3, momentum=float("nan"))),
+        [Run(plain, optimizer=sgd(1e-3, momentum=0.9))],
+    ),
     "bad update": lambda: (Run(plain, kind=Clips), [Run(plain, kind=ClipsRightly)]),
     "bad state": lambda: (
         Run(side_branch, {"side": nn.BatchNorm1d(D)}, zero_row()),
         [Run(side_branch_mended, {"side": nn.BatchNorm1d(D)}, zero_row())],
     ),
     "large state": lambda: (
-        Run(large_in_half, kind=Eps, options=FLOAT16),
+        Run(large_in_half, optimizer=adam(1e-4), options=FLOAT16),
         [
-            Run(large_in_half, kind=Eps, options=FLOAT16 | {"gradient_clip_val": 1.0}),
-            Run(large_in_half, kind=Eps, options={"precision": "bf16-mixed"}),
-            Run(large_in_half, kind=Eps),
+            Run(large_in_half, optimizer=adam(1e-4), options=FLOAT16 | {"gradient_clip_val": 1.0}),
+            Run(large_in_half, optimizer=adam(1e-4), options={"precision": "bf16-mixed"}),
+            Run(large_in_half, optimizer=adam(1e-4)),
         ],
     ),
     "bad attribute": lambda: (
@@ -413,11 +383,11 @@ CAUSES: dict[str, Callable[[], tuple[Run, list[Run]]]] = {
     ),
     "evaluation, weights": lambda: (Run(plain, kind=SpoilsWeights), [Run(plain, kind=LeavesWeights)]),
     "exploding": lambda: (
-        Run(summed, **MANY, kind=SummedRate),
+        Run(summed, **MANY, optimizer=sgd(0.7)),
         [
-            Run(summed, **MANY, kind=SummedLowRate),
-            Run(summed, **MANY, kind=SummedRate, options={"gradient_clip_val": 1.0}),
-            Run(lambda m, b: F.mse_loss(m.net(b["x"]), b["x"]), **MANY, kind=SummedRate),
+            Run(summed, **MANY, optimizer=sgd(1e-3)),
+            Run(summed, **MANY, optimizer=sgd(0.7), options={"gradient_clip_val": 1.0}),
+            Run(lambda m, b: F.mse_loss(m.net(b["x"]), b["x"]), **MANY, optimizer=sgd(0.7)),
         ],
     ),
     "low precision": lambda: (
@@ -456,8 +426,8 @@ def test_a_rate_that_is_too_large_for_weights_is_lowered(tmp_path):
     def loss(m: Any, batch: dict[str, Any]) -> Tensor:
         return 100 * plain(m, batch)
 
-    ways = [Run(loss, kind=LowRate)]
-    printed_and_followed("A learning rate that is too large", Run(loss, kind=Rate), ways, tmp_path)
+    ways = [Run(loss, optimizer=sgd(1e-5))]
+    printed_and_followed("A learning rate that is too large", Run(loss, optimizer=sgd(3e38)), ways, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
