@@ -171,13 +171,14 @@ def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
     because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
     advice = advice_for(event.operation, event.of_forward, overflows=False)
     if weight:
-        because += f", and the input at fault comes from the parameter {weight}{_rows_at_fault(rerun, weight)}"
+        rows = _rows_at_fault(rerun, weight.partition(" ")[2])
+        because += f", and the input at fault comes from {weight}{rows}"
         advice = f"{ADVICE['weight operand'].format(name=weight)} In general: {advice}"
     return because, advice
 
 
 def _weight_at_fault(event: BadOperation) -> str:
-    """Return the weight whose values an operation is undefined at; "" if they are of the batch, or nothing tells.
+    """Return the parameter or buffer whose values an operation is undefined at; "" if that is not known.
 
     These are zeros, or else numbers below 0, of which all that the operation took come from one weight.
     """
@@ -190,8 +191,9 @@ def _weight_at_fault(event: BadOperation) -> str:
 
 
 def _rows_at_fault(rerun: StepRerun, name: str) -> str:
-    """Say which rows of a parameter are bad, or else 0 throughout, or else hold a 0; "" if many or none are."""
-    floats = next((floats_of(p) for each, p in rerun.module.named_parameters() if plain_name(each) == name), None)
+    """Say which rows of a weight are bad, or else 0 throughout, or else hold a 0; "" if many or none are."""
+    named = (*rerun.module.named_parameters(), *rerun.module.named_buffers())
+    floats = next((floats_of(tensor) for each, tensor in named if plain_name(each) == name), None)
     if floats is None or not floats.dim():
         return ""
     zero = floats.detach() == 0
@@ -212,9 +214,8 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
         because = f"{leaf.origin} {leaf.name} is no buffer{writes}: it held NaN or Inf when the step began"
         return because, ADVICE["bad attribute"].format(name=leaf.name)
     tensors = [each for each in bad.before if each.name == leaf.name]
-    rows = _rows_at_fault(rerun, leaf.name) if leaf.origin is ValueOrigin.PARAMETER else ""
-    advice = bad.suspects[1] or ADVICE["bad weights"]
-    return already_bad(bad, f"{tensors[0] if tensors else leaf.name}{rows}"), advice
+    its = f"{tensors[0] if tensors else leaf.name}{_rows_at_fault(rerun, leaf.name)}"
+    return already_bad(bad, its), bad.suspects[1] or ADVICE["bad weights"]
 
 
 def n_samples_of(batch: Any) -> int | None:

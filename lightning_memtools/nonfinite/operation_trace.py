@@ -54,7 +54,7 @@ class TensorFacts:
     n_below_zero: int
     # of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0
     samples: tuple[int, ...]
-    weight: str = ""  # the name of the parameter that it was computed from, and from nothing else
+    weight: str = ""  # the parameter or buffer that it was computed from, and from nothing else: "parameter net.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,9 @@ class OperationTrace(DispatchMode):
         self.events: list[BadOperation] = []
         self.memory = StorageKeys()
         self._names = {id(part): plain_name(name) for name, part in model.named_modules()}
-        # The memory of weights, and of what is computed from one weight alone: its key to the weight's name.
-        self._weights = {self.memory.key(each): plain_name(name) for name, each in model.named_parameters()}
+        # The memory of weights and buffers, and of what is computed from one of them alone: its key to their name.
+        self._weights = {self.memory.key(b): f"buffer {plain_name(name)}" for name, b in model.named_buffers()}
+        self._weights |= {self.memory.key(p): f"parameter {plain_name(name)}" for name, p in model.named_parameters()}
         self._running: list[str] = []  # the modules that run, innermost last
         self._forward: dict[int, _ForwardOperation] = {}
         self._n_operations = 0
