@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import state_key_of, training_step
+from lightning_memtools._lightning import state_key_of
 from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.memory.error_frames import in_one_line
@@ -121,22 +121,15 @@ class HaltOnNaN(WatchingCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""
-        # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
-        # begins where the last one ended.
-        run = self._opened()
-        first = run.is_automatic and batch_idx % trainer.accumulate_grad_batches == 0
-        run.guard.begin(batch if run.sees_batches else None, batch_idx, training_step(trainer), first=first)
+        self._opened().begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
-        run = self._opened()
-        divided_by = trainer.accumulate_grad_batches if run.is_automatic else 1
-        run.guard.loss(loss, divided_by=divided_by, scaler=run.scaler)
+        self._opened().note_loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
-        run = self._opened()
-        run.conclude(run.guard.check(optimizer, scaler=run.scaler, reopen=not run.is_automatic))
+        self._opened().check(optimizer)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
     LoopMarker,
@@ -69,9 +71,6 @@ class HaltRun:
     Attributes:
         guard: Guards the steps of its training, once that has begun.
         is_training: Whether it has begun.
-        sees_batches: Whether hooks see a step's batches: not where training_step takes them from `dataloader_iter`.
-        is_automatic: Whether Lightning makes the updates.
-        scaler: The gradient scaler of 16-mixed; None without one.
     """
 
     def __init__(self, trainer: Trainer, options: HaltOnNaN) -> None:
@@ -81,8 +80,8 @@ class HaltRun:
         self._directory = report_directory(trainer, options.reports_to)
         self._undo: list[Callable[[], None]] = []
         self.guard: StepGuard
-        self.is_training, self.sees_batches, self.is_automatic = False, True, True
-        self.scaler = gradient_scaler(trainer)
+        self.is_training = False
+        self._scaler = gradient_scaler(trainer)
 
     def start_training(
         self,
@@ -103,8 +102,9 @@ class HaltRun:
             mark_loop=LoopMarker(trainer).mark,
             watch=watch,
         )
-        self._module, self.is_automatic, self.is_training = module, module.automatic_optimization, True
-        self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
+        self._module, self._is_automatic, self.is_training = module, module.automatic_optimization, True
+        # Where training_step takes its batches from the loader itself, hooks do not see them.
+        self._sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
         self._n_logged, self._warned_of_blindness = 0, False
         self._finite_at = training_step(trainer)
@@ -120,6 +120,23 @@ class HaltRun:
             self._undo.pop()()
         self._ranks.close()
         self._patient_ranks.close()
+
+    def begin(self, batch: Any, batch_idx: int) -> None:
+        """Note a batch, and copy the buffers if it begins a step."""
+        # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
+        # begins where the last one ended.
+        first = self._is_automatic and batch_idx % self._trainer.accumulate_grad_batches == 0
+        number = training_step(self._trainer)
+        self.guard.begin(batch if self._sees_batches else None, batch_idx, number, first=first)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss that is about to be sent backward."""
+        divided_by = self._trainer.accumulate_grad_batches if self._is_automatic else 1
+        self.guard.loss(loss, divided_by=divided_by, scaler=self._scaler)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Check the step whose update comes now, and raise if it is bad."""
+        self.conclude(self.guard.check(optimizer, scaler=self._scaler, reopen=not self._is_automatic))
 
     def conclude(self, bad: GuardedStep | None) -> None:
         """Log the steps that were skipped, and raise if there is a bad step."""
@@ -196,7 +213,7 @@ class HaltRun:
         guard = self.guard
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
-        is_seen = guard.saw_gradients or (self.is_automatic and not guard.saw_losses)
+        is_seen = guard.saw_gradients or (self._is_automatic and not guard.saw_losses)
         if is_trained and not is_seen and not self._warned_of_blindness:
             self._warned_of_blindness = True
             warnings.warn(
