@@ -46,6 +46,9 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
         (lambda x: torch.where(x > 0, torch.sqrt(x), 0.0), "aten.div"),  # only in backward, 0 times inf
         (lambda x: x.clone().div_(0).mul_(2), "aten.div_"),  # in place
         (lambda x: torch.cat([x.clone().log_(), x]).sum(), "aten.log_"),
+        # Who copies or fills is not named: the NaN is made before its memory is partly overwritten.
+        (lambda x: torch.softmax(torch.sqrt(x - 9).masked_fill(torch.eye(2).bool(), -torch.inf), 1), "aten.sqrt"),
+        (lambda x: torch.sqrt(x - 9).clone().index_fill(1, torch.tensor([0]), 1.0).square(), "aten.sqrt"),
         (lambda x: x * float((x / 0).detach().max()), "aten.div"),  # through a Python number
     ],
 )
