@@ -5,7 +5,6 @@ A model is a dictionary of modules and a loss. The line of a loss that makes the
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -134,19 +133,6 @@ class Codes(nn.Module):
         self.book = Book().requires_grad_()
 
 
-def lstm_of_mask(m, x):
-    hidden, _ = m.rnn(x.masked_fill(x == 0, torch.inf)[None])  # bad
-    return (hidden + m.net(x)).square().mean()
-
-
-def ensemble(m, x):
-    def loss(weights, row):
-        return torch.log(row.abs().sum() * torch.func.functional_call(m.net, weights, (row,)).square().sum())  # bad
-
-    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(m.net.named_parameters()), x)
-    return sum(one.square().mean() for one in gradients.values())
-
-
 def gan(m, x):
     first, second = m.optimizers()
     m.toggle_optimizer(first)
@@ -160,21 +146,6 @@ def gan(m, x):
     m.manual_backward(-torch.log(judged).mean())  # bad
     second.step()
     m.untoggle_optimizer(second)
-
-
-def gradient_penalty(m, x):
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad((m.net.weight @ x.T).square().sum(), x, create_graph=True)
-    return (torch.sqrt(slope.square().sum(1)) - 1).square().mean()  # bad
-
-
-def byol(m, x):
-    with torch.no_grad():
-        for slow, fast in zip(m.target.parameters(), m.net.parameters(), strict=True):
-            slow.mul_(0.99).add_(fast, alpha=0.01)
-    one, two = m.net(x) * size(x), m.target(x)
-    unit = one / one.norm(dim=1, keepdim=True)  # bad
-    return 2 - 2 * (unit * F.normalize(two, dim=1)).sum(1).mean()
 
 
 def lazy(m, x):
@@ -192,31 +163,14 @@ def as_graph(x):
     return SimpleNamespace(x=x, edges=edges, weights=x.abs().sum(1))
 
 
-def attention(m, x):
-    mask = (size(x) == 0).T.expand(1, N)
-    out, _ = m.attention(x[None], x[None], x[None], key_padding_mask=mask)  # bad
-    return (out + m.net(x)).square().mean()
-
-
-TARGET: dict[str, Any] = {
-    "parts": lambda: {"target": copy.deepcopy(nn.Linear(D, D)).requires_grad_(requires_grad=False)}
-}
-
-
 def _cases() -> list[UserCase]:
     case = UserCase
     div: dict[str, Any] = {"operation": "aten.div"}
     return [
         case(vq_vae, parts=lambda: {"book": Book()}, **div),
         case(replaced_codes, parts=lambda: {"other": Codes()}, restored=False, named=False, **div),
-        case(lstm_of_mask, parts=lambda: {"rnn": nn.LSTM(D, D, batch_first=True)}, module="rnn",
-             operation="aten.mkldnn_rnn_layer"),
-        case(ensemble, backward=True), case(gan, n_optimizers=2),
-        case(gradient_penalty, operation="aten.sqrt", backward=True),
+        case(gan, n_optimizers=2),
         case(lazy, parts=lambda: {"lazy": nn.LazyLinear(D)}, **div), case(graph, pack=as_graph, **div),
-        case(attention, parts=lambda: {"attention": nn.MultiheadAttention(D, 2, batch_first=True)}, module="attention",
-             operation="aten.softmax"),
-        case(byol, options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, **TARGET, **div),
     ]  # fmt: skip
 
 
