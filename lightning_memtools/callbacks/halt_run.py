@@ -184,7 +184,7 @@ class HaltRun:
         # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
         is_state = any(bad.n_nan for _, states in gathered for bad in states)
         everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
-        first = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
+        first: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
         suspects = suspects_of_update(self._module, optimizers, first)
         past = self.guard.history
         error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)

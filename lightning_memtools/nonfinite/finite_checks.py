@@ -85,7 +85,7 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """
     kinds, norms = list(map(_PLACE, tensors)), list(tensors)
     for kind in set(kinds):
-        places = range(len(kinds))
+        places: Sequence[int] = range(len(kinds))
         if len(set(kinds)) > 1:
             places = [place for place in places if kinds[place] == kind]
         # A norm of float16 values would overflow above 65504.

@@ -73,7 +73,7 @@ def printed_and_followed(sentence: str, printed: Run, ways: list[Run], root: Pat
 Function = Callable[[Tensor], Any]
 
 
-def amount(m: Any, batch: dict[str, Tensor]) -> Tensor:
+def amount(m: Any, batch: dict[str, Tensor]) -> Any:
     """Positive; 0 for one sample of the bad batch. It depends on weights."""
     return batch["x"].abs().sum(1) * (1 + m.net(batch["x"]).square().mean())
 
@@ -186,7 +186,7 @@ def test_advice_on_an_operation_is_right_where_it_is_printed(sentence, printed, 
 # --- causes
 
 
-def plain(m: Any, batch: dict[str, Any]) -> Tensor:
+def plain(m: Any, batch: dict[str, Any]) -> Any:
     return m.net(batch["x"]).square().mean()
 
 
@@ -206,15 +206,15 @@ def nan_weight() -> nn.Linear:
     return layer
 
 
-def sgd(lr: float, **options: float) -> Callable[[Any], Any]:
-    return lambda parameters: torch.optim.SGD(parameters, lr=lr, **options)
+def sgd(lr: float, momentum: float = 0.0) -> Callable[[Any], Any]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum)
 
 
 def adam(eps: float) -> Callable[[Any], Any]:
     return lambda parameters: torch.optim.Adam(parameters, eps=eps)
 
 
-def half_loss(m: Any, batch: dict[str, Any]) -> Tensor:
+def half_loss(m: Any, batch: dict[str, Any]) -> Any:
     x = batch["x"] * torch.tensor([1.0, 1, 1, 0])  # a feature that is constant: its gradients are 0
     return m.net(x.to(m.net.weight.dtype)).float().square().mean()
 
@@ -232,17 +232,17 @@ class ClipsRightly(Clips):
     by = 1.0
 
 
-def side_branch(m: Any, batch: dict[str, Any]) -> Tensor:
+def side_branch(m: Any, batch: dict[str, Any]) -> Any:
     m.side(batch["x"] / batch["x"].abs().sum(1, keepdim=True))
     return plain(m, batch)
 
 
-def side_branch_mended(m: Any, batch: dict[str, Any]) -> Tensor:
+def side_branch_mended(m: Any, batch: dict[str, Any]) -> Any:
     m.side(batch["x"] / (batch["x"].abs().sum(1, keepdim=True) + EPS))
     return plain(m, batch)
 
 
-def running(m: Any, batch: dict[str, Any], eps: float = 0.0) -> Tensor:
+def running(m: Any, batch: dict[str, Any], eps: float = 0.0) -> Any:
     share = batch["x"].abs().sum(1)
     m.kept = 0.9 * m.kept + (share / (share + eps)).mean().detach()
     return m.net(batch["x"]).square().mean() * m.kept
@@ -278,28 +278,28 @@ class LeavesWeights(SpoilsWeights):
     value = 0.5
 
 
-def summed(m: Any, batch: dict[str, Any]) -> Tensor:
+def summed(m: Any, batch: dict[str, Any]) -> Any:
     return F.mse_loss(m.net(batch["x"]), batch["x"], reduction="sum")
 
 
-def square_in_half(m: Any, batch: dict[str, Any], dtype: torch.dtype | None = None) -> Tensor:
+def square_in_half(m: Any, batch: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
     x = m.net(batch["x"].to(m.net.weight.dtype))
     return 1e-3 * (x.to(dtype or x.dtype) * 300).square().float().mean()
 
 
-def large_in_half(m: Any, batch: dict[str, Any]) -> Tensor:
+def large_in_half(m: Any, batch: dict[str, Any]) -> Any:
     return 3e4 * m.net(batch["x"].to(m.net.weight.dtype)).float().square().mean()
 
 
-def times_nan(m: Any, batch: dict[str, Any]) -> Tensor:
+def times_nan(m: Any, batch: dict[str, Any]) -> Any:
     return plain(m, batch) * float("nan")
 
 
-def divided(m: Any, batch: dict[str, Any], smallest: float = 0.0) -> Tensor:
+def divided(m: Any, batch: dict[str, Any], smallest: float = 0.0) -> Any:
     return (m.net(batch["x"]) / m.scale.clamp(min=smallest)).square().mean()
 
 
-def streams(m: Any, batch: dict[str, Any]) -> Tensor:
+def streams(m: Any, batch: dict[str, Any]) -> Any:
     return plain(m, batch) * next(m.numbers)
 
 
@@ -423,7 +423,7 @@ def test_advice_on_a_cause_is_right_where_it_is_printed(name, tmp_path):
 def test_a_rate_that_is_too_large_for_weights_is_lowered(tmp_path):
     """The other reason that the sentence on a bad update names as possible."""
 
-    def loss(m: Any, batch: dict[str, Any]) -> Tensor:
+    def loss(m: Any, batch: dict[str, Any]) -> Any:
         return 100 * plain(m, batch)
 
     ways = [Run(loss, optimizer=sgd(1e-5))]
@@ -451,7 +451,8 @@ def test_gradients_that_were_not_seen_are_seen_with_manual_backward(tmp_path, re
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer: Any = self.trainer.optimizers[0] if self.is_hidden else self.optimizers()
             loss = self.loss(self, batch)
-            _ = loss.backward() if self.is_hidden else self.manual_backward(loss)
+            backward: Any = torch.Tensor.backward if self.is_hidden else self.manual_backward
+            backward(loss)
             optimizer.step()
 
     for hidden, n in ((True, 1), (False, 0)):

@@ -92,7 +92,7 @@ def test_a_mask_that_comes_too_late_is_named_and_no_sample_is_to_be_dropped(loss
 
 def test_what_is_selected_before_trains(tmp_path):
     run = trainer(tmp_path, HaltOnNaN(), logger=False)
-    run.fit(Net(selected_first), torch.utils.data.DataLoader(batches(y=targets), batch_size=None))  # type: ignore[arg-type]
+    run.fit(Net(selected_first), torch.utils.data.DataLoader(batches(y=targets), batch_size=None))
     assert run.global_step == 4
 
 
