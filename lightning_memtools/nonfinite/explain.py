@@ -82,7 +82,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         raise CannotRerunError(
             "its NaN or Inf could not be followed to an operation (compiled or custom kernels may hide them)"
         )
-    position, event = _position_of_bad(traced, rerun), root.event
+    position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
     is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or any(each.masks for each in trace.events)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
@@ -121,16 +121,17 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
     return [key for tensor in bad if (key := memory.key(tensor)) is not None]
 
 
-def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
+def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
     """Return the position of the first micro-batch with a bad loss; where every loss is good, of the first bad batch.
 
-    It is the last micro-batch where neither tells.
+    It is the last micro-batch where neither tells, or where the batch is not the root.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
         return last
     bad = [i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))]
-    bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in bad_inputs(micro))]
+    if root.leaf is not None and root.leaf.origin is ValueOrigin.BATCH:
+        bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in bad_inputs(micro))]
     return bad[0] if bad else last
 
 
@@ -178,10 +179,12 @@ def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
 
 
 def _weight_at_fault(event: BadOperation) -> str:
-    """Return the parameter or buffer whose values an operation is undefined at; "" if that is not known.
+    """Return the parameter or buffer whose finite values an operation is undefined at; "" if that is not known.
 
     These are zeros, or else numbers below 0, of which all that the operation took come from one weight.
     """
+    if event.inputs:
+        return ""
     took = event.took[1:] if event.operation.startswith("aten.div") else event.took  # it is undefined by its divisor
     for n_of in (lambda facts: facts.n_zero, lambda facts: facts.n_below_zero, lambda _: 1):
         weights = {facts.weight for facts in took if n_of(facts)}

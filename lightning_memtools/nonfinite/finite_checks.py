@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import has_readable_values, l2_norm_of_each, sparse_values
+from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -63,6 +63,7 @@ _GRADIENT = attrgetter("grad")
 _KIND = attrgetter("dtype", "layout", "is_nested")
 _PLAIN = frozenset((dtype, torch.strided, False) for dtype in (torch.float32, torch.float64, torch.bfloat16))
 _PLACE = attrgetter("device", "dtype")
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -85,11 +86,9 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """
     kinds, norms = list(map(_PLACE, tensors)), list(tensors)
     for kind in set(kinds):
-        places: Sequence[int] = range(len(kinds))
-        if len(set(kinds)) > 1:
-            places = [place for place in places if kinds[place] == kind]
         # A norm of float16 values would overflow above 65504.
         wide = torch.float64 if exact else torch.float32 if kind[1] == torch.float16 else None
+        places = [place for place, other in enumerate(kinds) if other == kind]
         for place, norm in zip(places, l2_norm_of_each([tensors[place] for place in places], wide), strict=True):
             norms[place] = norm
     return norms
@@ -111,6 +110,27 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         numbers = [number.to(device, dtype, non_blocking=True) for number in numbers]
     return torch.stack(numbers)
+
+
+# Below this, a kernel for each tensor costs more than to copy all into one.
+_FEW_ELEMENTS = 2**16
+
+
+@torch.no_grad()
+def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
+    """Return the numbers of `measure` on the host; where all are finite, one norm may stand for those of all gradients.
+
+    Waits for the device.
+    """
+    is_small = all(map(_IS_CPU, gradients)) and sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS
+    if is_small and len(set(map(_DTYPE, gradients))) == 1:
+        flat = flattened(list(gradients))
+        read = [*map(float, losses), math.sqrt(flat.dot(flat))]
+        if all(map(math.isfinite, read)):
+            return read
+    numbers = measure(gradients, losses)
+    values: list[float] | None = None if numbers is None else numbers.tolist()
+    return values
 
 
 @dataclass(frozen=True, slots=True)

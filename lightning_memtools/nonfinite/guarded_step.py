@@ -53,7 +53,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
-@dataclass(slots=True)  # one is made in each step, and a frozen one takes three times as long
+@dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
 class StepReading:
     """The numbers of a step, as the host has read them."""
 
@@ -69,6 +69,9 @@ class StepReading:
         return sum(self.losses) / len(self.losses) if self.losses else math.nan
 
 
+UNREAD = StepReading(math.nan, ())
+
+
 @dataclass(slots=True, eq=False)
 class GuardedStep:
     """One optimizer step, from its first micro-batch to the update."""
@@ -81,7 +84,7 @@ class GuardedStep:
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
     restore_settings: Callable[[], None] = do_nothing  # those of the optimizer, where the step is decided late
     # --- what was read of it
-    reading: StepReading = field(default_factory=lambda: StepReading(math.nan, ()))
+    reading: StepReading = UNREAD
     gradients: tuple[BadTensor, ...] = ()  # the bad ones
     late: bool = False  # whether it was read only after its update was made or held back on the device
     scaler: str = ""  # says what the gradient scaler did, where that makes the step bad

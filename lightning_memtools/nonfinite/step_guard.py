@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import names_of
-from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure
+from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
 from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
     MicroBatch,
@@ -238,10 +238,11 @@ class StepGuard:
         # get_scale() would wait for the device once more.
         is_scaled = scaler is not None and bool(gradients) and takes_scaled_gradients(optimizer)
         scales = [scaler.scale(torch.ones((), device=gradients[0].device))] if is_scaled else []
-        measured = self._measured(losses, gradients, [*losses, *scales], exact=False)
-        if measured is None:
+        before = [*losses, *scales]
+        shared = self._measured(losses, gradients, before, exact=False) if self.exchanges else None
+        numbers = measure_and_read(gradients, before) if shared is None else shared.tolist()
+        if numbers is None:
             return None
-        numbers: list[float] = measured.tolist()
         scale = numbers.pop(len(losses)) if scales else 1.0
         step.reading = reading = self._reading(step, numbers)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.

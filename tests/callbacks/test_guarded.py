@@ -40,7 +40,7 @@ PLACES = {
         "nonfinite.step_guard.StepGuard.begin", "nonfinite.step_guard.StepGuard.loss",
         "nonfinite.step_guard.StepGuard.check", "nonfinite.step_guard.StepGuard.before_update",
         "nonfinite.step_guard.StepGuard.end_batch", "nonfinite.step_guard.StepGuard.close",
-        "nonfinite.step_guard.measure", "nonfinite.step_guard.gradients_of",
+        "nonfinite.step_guard.measure_and_read", "nonfinite.step_guard.gradients_of",
         "nonfinite.step_guard.undivided_loss", "state.buffer_keeper.BufferKeeper.keep",
         "state.buffer_keeper.BufferKeeper.__init__", "state.random_state.RandomState.now",
     ],
