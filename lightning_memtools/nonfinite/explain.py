@@ -194,7 +194,7 @@ def _weight_at_fault(event: BadOperation) -> str:
 
 
 def _rows_at_fault(rerun: StepRerun, name: str) -> str:
-    """Say which rows of a weight are bad, or else 0 throughout, or else hold a 0; "" if many or none are."""
+    """Say which rows of a weight are bad, or else 0 throughout, or else hold a 0; "" if many, all or none are."""
     named = (*rerun.module.named_parameters(), *rerun.module.named_buffers())
     floats = next((floats_of(tensor) for each, tensor in named if plain_name(each) == name), None)
     if floats is None or not floats.dim():
@@ -203,7 +203,8 @@ def _rows_at_fault(rerun: StepRerun, name: str) -> str:
     for marked in (~torch.isfinite(floats), zero.flatten(1).all(1) if zero.dim() > 1 else zero, zero, floats <= 0):
         rows = rows_with(marked, MAX_SAMPLES + 1)
         if rows:
-            return f" ({list_samples(rows, 'row')})" if len(rows) <= MAX_SAMPLES else ""
+            is_few = len(rows) <= MAX_SAMPLES and len(rows) < len(floats)
+            return f" ({list_samples(rows, 'row')})" if is_few else ""
     return ""
 
 

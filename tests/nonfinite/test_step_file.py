@@ -286,7 +286,10 @@ def test_an_odd_hyperparameter_neither_hides_the_halt_nor_reaches_a_constructor(
 
 def test_another_module_is_refused_and_named(halts):
     path = halts["plain"][0].step_path
-    for model, why in ((lambda: Everything(8), r"size mismatch[^~]*Next: pass the module as"), (lambda: nn.Linear(1, 1), "no LightningModule")):
+    for model, why in (
+        (lambda: Everything(8), r"size mismatch[^~]*Next: pass the module as"),
+        (lambda: nn.Linear(1, 1), "no LightningModule"),
+    ):
         with pytest.raises(StepFileError, match=why):
             replay(path, model=model)
     with pytest.raises(StepFileError, match="cannot be replayed: KeyError"):
