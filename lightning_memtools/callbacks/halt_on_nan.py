@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import state_key_of, training_step
+from lightning_memtools._lightning import state_key_of
 from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.memory.error_frames import in_one_line
@@ -43,12 +43,6 @@ class HaltOnNaN(WatchingCallback):
     device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late. In
     all other cases the host reads a few hundred bytes in each step, and waits for them.
 
-    An update that makes weights NaN or Inf out of finite gradients is found at the next step or checkpoint, which names
-    the weights and the optimizer's settings; no checkpoint holds them.
-
-    With 16-mixed, steps that the gradient scaler skips are normal; `amp_patience` of them in a row are not, nor is a
-    skip at a scale below 1. A loss that is NaN or Inf itself is never normal.
-
     A validation or test run must log finite losses: numbers whose names contain "loss".
 
     Args:
@@ -57,11 +51,9 @@ class HaltOnNaN(WatchingCallback):
         amp_patience: With 16-mixed: the number of skips in a row that make a step bad. A scaler that starts at 65536
             takes at most 16 to come down to 1.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
-        explain: Before raising, run the bad step again, with logging off and everything restored afterwards, to name
-            the operation that made the first bad value, its module and line. This runs the step some three to five
-            times, and takes host memory for a copy of the module and its optimizers.
-        save_step: Before raising, write batches and random streams of the step to a file beside that checkpoint, for
-            `replay`.
+        explain: Before raising, run the bad step some three to five times, with everything restored afterwards, to
+            name the operation that made the first bad value. It takes host memory for a copy of the module.
+        save_step: Before raising, write the step to a file beside that checkpoint, for `replay`.
         directory: Where the report and those files go, instead of `<log_dir>/memtools/`. Without a logger, nothing is
             written unless it is set.
 
@@ -129,22 +121,15 @@ class HaltOnNaN(WatchingCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""
-        # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
-        # begins where the last one ended.
-        run = self._opened()
-        first = run.is_automatic and batch_idx % trainer.accumulate_grad_batches == 0
-        run.guard.begin(batch if run.sees_batches else None, batch_idx, training_step(trainer), first=first)
+        self._opened().begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
-        run = self._opened()
-        divided_by = trainer.accumulate_grad_batches if run.is_automatic else 1
-        run.guard.loss(loss, divided_by=divided_by, scaler=run.scaler)
+        self._opened().note_loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
-        run = self._opened()
-        run.conclude(run.guard.check(optimizer, scaler=run.scaler, reopen=not run.is_automatic))
+        self._opened().check(optimizer)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
     LoopMarker,
@@ -29,14 +31,12 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks.guarded import unless_it_fails
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.user_code import short_path
-from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.bad_step import (
     BadStep,
     HaltStage,
     NonFiniteError,
     bad_optimizer_state,
     bad_state,
-    barely_known,
     culprit_of,
     evaluation_error,
     examine,
@@ -46,7 +46,7 @@ from lightning_memtools.nonfinite.bad_step import (
 )
 from lightning_memtools.nonfinite.explain import run_again
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.guarded_step import HeldBackStep
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.step_file import step_as_plain
 from lightning_memtools.nonfinite.step_guard import ReadingWatch, StepGuard, gradients_under
 from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun
@@ -67,18 +67,11 @@ class HaltRun:
     """HaltOnNaN in one call of the Trainer.
 
     Of its files, rank 0 writes, every rank learns the path, and none waits for a rank that failed. Make it on every
-    rank.
-
-    Args:
-        trainer: The Trainer.
-        options: The callback, whose arguments are read.
+    rank. `options` is the callback, whose arguments are read.
 
     Attributes:
         guard: Guards the steps of its training, once that has begun.
         is_training: Whether it has begun.
-        sees_batches: Whether hooks see a step's batches: not where training_step takes them from `dataloader_iter`.
-        is_automatic: Whether Lightning makes the updates.
-        scaler: The gradient scaler of 16-mixed; None without one.
     """
 
     def __init__(self, trainer: Trainer, options: HaltOnNaN) -> None:
@@ -88,8 +81,8 @@ class HaltRun:
         self._directory = report_directory(trainer, options.reports_to)
         self._undo: list[Callable[[], None]] = []
         self.guard: StepGuard
-        self.is_training, self.sees_batches, self.is_automatic = False, True, True
-        self.scaler = gradient_scaler(trainer)
+        self.is_training = False
+        self._scaler = gradient_scaler(trainer)
 
     def start_training(
         self,
@@ -110,8 +103,9 @@ class HaltRun:
             mark_loop=LoopMarker(trainer).mark,
             watch=watch,
         )
-        self._module, self.is_automatic, self.is_training = module, module.automatic_optimization, True
-        self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
+        self._module, self._is_automatic, self.is_training = module, module.automatic_optimization, True
+        # Where training_step takes its batches from the loader itself, hooks do not see them.
+        self._sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
         self._n_logged, self._warned_of_blindness = 0, False
         self._finite_at = training_step(trainer)
@@ -128,16 +122,33 @@ class HaltRun:
         self._ranks.close()
         self._patient_ranks.close()
 
-    def conclude(self, held_back: HeldBackStep | None) -> None:
+    def begin(self, batch: Any, batch_idx: int) -> None:
+        """Note a batch, and copy the buffers if it begins a step."""
+        # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
+        # begins where the last one ended.
+        first = self._is_automatic and batch_idx % self._trainer.accumulate_grad_batches == 0
+        number = training_step(self._trainer)
+        self.guard.begin(batch if self._sees_batches else None, batch_idx, number, first=first)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss that is about to be sent backward."""
+        divided_by = self._trainer.accumulate_grad_batches if self._is_automatic else 1
+        self.guard.loss(loss, divided_by=divided_by, scaler=self._scaler)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Check the step whose update comes now, and raise if it is bad."""
+        self.conclude(self.guard.check(optimizer, scaler=self._scaler, reopen=not self._is_automatic))
+
+    def conclude(self, bad: GuardedStep | None) -> None:
         """Log the steps that were skipped, and raise if there is a bad step."""
         if len(self.guard.skipped) > self._n_logged:
             self._n_logged = len(self.guard.skipped)
             log_scalars(self._trainer, {"nonfinite/skipped": float(self._n_logged)}, self.guard.skipped[-1][0])
-        if held_back is not None:
+        if bad is not None:
             self._release_checkpoints()
-            bad = self._halt(self.guard, held_back)
-            log_text(self._trainer, "memtools/nonfinite_report", bad.markdown(), bad.step)
-            raise bad.error()
+            told = self._halt(bad)
+            log_text(self._trainer, "memtools/nonfinite_report", told.markdown(), told.step)
+            raise told.error()
 
     def read_rest(self) -> None:
         """Read the results that are still on the device, and raise if one is bad."""
@@ -164,33 +175,35 @@ class HaltRun:
         An update can overflow although its gradients are finite, and buffers are written by forward.
         """
         self.read_rest()
-        guard, step = self.guard, training_step(self._trainer)
-        mine = [[bad for bad in kind if bad.name not in self._bad_at_start] for kind in self._bad_by_kind()]
-        gathered = self._ranks.objects(mine)
-        if not any(kind for theirs in gathered for kind in theirs):
+        step, optimizers = training_step(self._trainer), self._trainer.optimizers
+        weights, states = self._new(bad_state(self._module)), self._new(bad_optimizer_state(self._module, optimizers))
+        gathered = self._ranks.objects((weights, states))
+        if not any(weights or states for weights, states in gathered):
             self._finite_at = step
             return
-        # Finite gradients can make Inf of an optimizer's state, but no NaN.
+        forbid_saving_on_exception(self._trainer)
+        # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
         is_state = any(bad.n_nan for _, states in gathered for bad in states)
         everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
-        weights: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
-        forbid_saving_on_exception(self._trainer)
-        suspects = suspects_of_update(self._module, self._trainer.optimizers, weights)
-        error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=guard.history)
+        first: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
+        suspects = suspects_of_update(self._module, optimizers, first)
+        past = self.guard.history
+        error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)
         self._release_checkpoints()
         raise self._reported(error)
+
+    def _new(self, bad: list[BadTensor]) -> list[BadTensor]:
+        return [each for each in bad if each.name not in self._bad_at_start]
 
     def leave_clean_state(self) -> None:
         """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
         if not self.is_training:
             return
         try:
-            held_back = self.guard.drain()
-            if held_back is not None:
-                self.guard.undo(held_back)
-                warnings.warn(
-                    f"Step {held_back.step.number} was NaN or Inf too; it was undone.", FindingWarning, stacklevel=2
-                )
+            bad = self.guard.drain()
+            if bad is not None:
+                self.guard.undo(bad)
+                warnings.warn(f"Step {bad.number} was NaN or Inf too; it was undone.", FindingWarning, stacklevel=2)
             if saves_on_exception(self._trainer) and self._bad_now():
                 forbid_saving_on_exception(self._trainer)
         except RuntimeError as error:  # the device itself may be what failed
@@ -201,7 +214,7 @@ class HaltRun:
         guard = self.guard
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
-        is_seen = guard.saw_gradients or (self.is_automatic and not guard.saw_losses)
+        is_seen = guard.saw_gradients or (self._is_automatic and not guard.saw_losses)
         if is_trained and not is_seen and not self._warned_of_blindness:
             self._warned_of_blindness = True
             warnings.warn(
@@ -212,12 +225,12 @@ class HaltRun:
                 stacklevel=2,
             )
 
-    def _halt(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
+    def _halt(self, step: GuardedStep) -> BadStep:
         """Undo the step, find its cause, write the step, the last good checkpoint and the report. Collective.
 
         Each piece between two exchanges is guarded: whatever fails in it, all ranks raise, with what is known.
         """
-        mine = unless_it_fails(lambda: self._examined(guard, held_back), lambda error: _unexamined(held_back, error))
+        mine = unless_it_fails(lambda: self._examined(step), lambda error: _unexamined(step, error))
         mine.rank = self._ranks.rank
         everyone = self._ranks.objects(mine)
         culprit = culprit_of(everyone)
@@ -226,7 +239,7 @@ class HaltRun:
             if culprit is None or culprit.rank == mine.rank:
                 is_known = culprit is not None
                 unless_it_fails(
-                    lambda: self._run_again(mine, held_back, checkpoint_path, is_known=is_known),
+                    lambda: self._run_again(mine, step, checkpoint_path, is_known=is_known),
                     lambda error: _not_found(mine, error),
                 )
             everyone = self._patient_ranks.objects(mine)
@@ -236,44 +249,39 @@ class HaltRun:
             next((each for each in everyone if each.rank == rank), mine),
             is_culprit=culprit is not None,
             others=tuple(each for each in everyone if each.rank != rank),
-            n_missing=self._ranks.world_size - len(everyone),
-            skipped=tuple(guard.skipped),
+            skipped=tuple(self.guard.skipped),
             checkpoint_path=checkpoint_path,
             checkpoint_note=checkpoint_note,
         )
         told.report_path, told.report_note = self._write_report(f"nonfinite-step{told.step}-report.md", told.markdown())
         return told
 
-    def _examined(self, guard: StepGuard, held_back: HeldBackStep) -> BadStep:
-        unrestored = guard.undo(held_back)
+    def _examined(self, step: GuardedStep) -> BadStep:
+        unrestored = self.guard.undo(step)
         untoggle_all(self._module)
         bad = examine(
             self._module,
-            held_back,
+            step,
             self._trainer.optimizers,
-            carries_losses=guard.carries_losses,
-            history=tuple(guard.history),
+            history=tuple(self.guard.history),
             bad_at_start=self._bad_at_start,
         )
         bad.unrestored = unrestored
         return bad
 
-    def _run_again(self, bad: BadStep, held_back: HeldBackStep, checkpoint: Path | None, *, is_known: bool) -> None:
+    def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
         """Run the step again, and write its file if it is known to be this rank's that is bad."""
-        is_sharded = self.guard.is_sharded
-        if is_sharded or any(micro.batch is None for micro in held_back.step.micro):
-            why = "no rank has all weights" if is_sharded else "hooks do not see its batch"
+        if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
+            why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
             return
-        parameters = held_back.step.parameters
         rerun = StepRerun(
             self._module,
-            held_back.step.micro,
+            step.micro,
             step_conditions(self._trainer),
             optimizers=self._trainer.optimizers,
-            parameters=parameters,
+            parameters=step.parameters,
             trainer=self._trainer,
-            host=host_memory,
         )
         digests = unless_it_fails(
             lambda: run_again(bad, rerun, explains=self._options.explain), lambda error: _not_found(bad, error) or {}
@@ -284,7 +292,7 @@ class HaltRun:
         if checkpoint is None:
             bad.step_note = "not written: there is no checkpoint that it could begin with"
             return
-        names = names_of(self._module, parameters)
+        names = names_of(self._module, step.parameters)
         saved = step_as_plain(bad, rerun, parameters=names, digests=digests, checkpoint=checkpoint.name)
         name = f"nonfinite-step{bad.step}-rank{bad.rank}.pt"
         written = write_file(self._directory, name, lambda path: torch.save(saved, path))
@@ -314,12 +322,8 @@ class HaltRun:
         failure = self._ranks.objects(unless_it_fails(save, lambda error: f"could not be written: {error}"))[0]
         return (None, failure) if failure else (path, "")
 
-    def _bad_by_kind(self) -> tuple[list[BadTensor], list[BadTensor]]:
-        return bad_state(self._module), bad_optimizer_state(self._module, self._trainer.optimizers)
-
     def _bad_now(self) -> list[BadTensor]:
-        weights, states = self._bad_by_kind()
-        return [*weights, *states]
+        return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
 
     def _release_checkpoints(self) -> None:
         """End the check before each checkpoint."""
@@ -338,8 +342,8 @@ class HaltRun:
         return (None, written.reason) if isinstance(written, NotWritten) else (written, "")
 
 
-def _unexamined(held_back: HeldBackStep, error: str) -> BadStep:
-    bad = barely_known(held_back)
+def _unexamined(step: GuardedStep, error: str) -> BadStep:
+    bad = BadStep.read_from(step)
     infer(bad)
     bad.because = f"the step could not be examined ({error})."
     return bad
@@ -347,7 +351,8 @@ def _unexamined(held_back: HeldBackStep, error: str) -> BadStep:
 
 def _not_found(bad: BadStep, error: str) -> Any:
     """Note why the operation was not found or the step is not written, and return None."""
-    bad.why_no_operation, bad.step_note = f"not found: {error}", f"could not be written: {error}"
+    bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
+    bad.step_note = f"could not be written: {error}"
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:

@@ -12,7 +12,7 @@ from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.callbacks.spikes_run import SpikesRun
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.nonfinite.guarded_step import GuardedStep, StepReading
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction
 from lightning_memtools.nonfinite.step_guard import ReadingWatch
 from lightning_memtools.reporting.files import fixed_directory
@@ -115,9 +115,9 @@ class LossSpikes(WatchingCallback):
         self._halt.watch = ReadingWatch(self.action != "report", partial(self._read, trainer))
 
     @watched
-    def _read(self, trainer: Trainer, step: GuardedStep, reading: StepReading, is_late: bool) -> bool:
+    def _read(self, trainer: Trainer, step: GuardedStep) -> bool:
         """Judge a step that HaltOnNaN has read, and return whether its update is to be held back."""
-        return self._run is not None and self._run.judge(step, reading, is_late=is_late)
+        return self._run is not None and self._run.judge(step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the state that a rollback restores: none goes back beyond the beginning of an epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools._lightning import LoopMarker, gradient_scaler, is_accumulating, training_step
 from lightning_memtools.memory.virtual import host_memory
-from lightning_memtools.nonfinite.guarded_step import GuardedStep, StepReading
-from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeDetector
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
+from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text
+from lightning_memtools.reporting.spike_window import SpikeWindow
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from lightning_memtools.warning_categories import FindingWarning
 
@@ -35,25 +37,19 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """LossSpikes in one fit. Make it on every rank.
-
-    Args:
-        trainer: The Trainer, as training starts.
-        module: The module that is trained.
-        options: The callback, whose arguments are read.
-
-    Attributes:
-        spikes: The spikes so far.
-    """
+    """LossSpikes in one fit. Make it on every rank. `options` is the callback, whose arguments are read."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options
-        self.spikes: list[LossSpike] = []
-        self._detector = SpikeDetector(
-            window=options.window,
-            warm_up=options.warm_up,
-            sensitivity=options.sensitivity,
-            least_ratio=options.least_ratio,
+        self.spikes: list[LossSpike] = []  # so far
+        # One for the losses of each optimizer, and one for its norms.
+        self._windows: dict[tuple[int, str], SpikeWindow] = defaultdict(
+            lambda: SpikeWindow(
+                size=options.window,
+                warm_up=options.warm_up,
+                sensitivity=options.sensitivity,
+                least_ratio=options.least_ratio,
+            )
         )
         self._directory = report_directory(trainer, options.reports_to)
         self._loop: LoopMarker | None = None
@@ -62,15 +58,16 @@ class SpikesRun:
         self._n_actions = 0
         self._goes_back = False
 
-    def judge(self, step: GuardedStep, reading: StepReading, *, is_late: bool) -> bool:
+    def judge(self, step: GuardedStep) -> bool:
         """Report a spike, and return whether the step's update is to be held back.
 
         Raises:
             LossSpikeError: There were more spikes than it may act on.
         """
-        options, loss, norm = self._options, reading.worst_loss, reading.norm
+        options, loss, norm = self._options, step.reading.worst_loss, step.reading.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
-        loss_spike, norm_spike = self._detector.judge(index, loss, norm)
+        loss_spike = self._windows[index, "loss"].judge(loss)
+        norm_spike = self._windows[index, "norm"].judge(norm)
         if loss_spike is None and norm_spike is None:
             return False
         groups = step.optimizer.param_groups if step.optimizer is not None else ()
@@ -82,7 +79,7 @@ class SpikesRun:
             loss_spike=loss_spike,
             norm_spike=norm_spike,
             learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
-            is_late=is_late,
+            is_late=step.late,
         )
         is_new = self._last_step < 0 or step.number - self._last_step > options.window
         self._last_step = step.number

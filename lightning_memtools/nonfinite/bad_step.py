@@ -20,7 +20,7 @@ from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
-from lightning_memtools.nonfinite.guarded_step import BadInput, HeldBackStep, PastStep, bad_inputs
+from lightning_memtools.nonfinite.guarded_step import BadInput, GuardedStep, PastStep, bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
@@ -46,21 +46,18 @@ class BadStep:
     inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
     history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
-    suspects: str = ""  # what of the last update can have made bad weights
-    float16: bool = False  # whether float16 values take part
+    suspects: tuple[str, str] = ("", "")  # what of the last update can have made bad weights, and what to do
     scaler: str = ""  # what the gradient scaler did, where that is the reason
     late: bool = False  # whether the step was decided late
-    carried: bool = False  # whether the gradients were made NaN to tell the other ranks of this rank's bad loss
     unrestored: tuple[str, ...] = ()  # the names of what could not be restored
     # --- the cause: inferred, until a rerun of the step has found the operation
-    cause: NonFiniteCause = NonFiniteCause.DOMAIN
+    cause: NonFiniteCause = NonFiniteCause.UNKNOWN
     because: str = ""  # the evidence, as a sentence
     advice: str = ""  # the next thing to do, as a sentence
     what: str = ""  # the operation that made the first bad value, its place and its inputs; "" if not found
     why_no_operation: str = ""
     confirmed: str = ""  # the test that was made to confirm it, and its result
     doubts: tuple[str, ...] = ()  # the reasons why a rerun may differ from the step, one sentence each
-    again: str = ""  # says whether the step was the same when it was run again
     is_bad_alone: bool = False  # whether it was bad when this rank ran it alone
     # as PyTorch dispatches it, such as "aten.log"; of an operation in backward, that of its forward operation
     operation: str = ""
@@ -73,7 +70,6 @@ class BadStep:
     # --- of all ranks, on the one that is told of
     is_culprit: bool = False  # whether this rank's loss, batch or rerun was bad; where none was, no rank is named
     others: tuple[BadStep, ...] = field(default=(), repr=False)
-    n_missing: int = 0  # the number of ranks that did not answer
     skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the bad steps that were skipped before, with their batches
     # --- the files, or why there are none
     step_path: Path | None = None
@@ -82,6 +78,20 @@ class BadStep:
     checkpoint_note: str = ""
     report_path: Path | None = None
     report_note: str = ""
+
+    @classmethod
+    def read_from(cls, step: GuardedStep) -> BadStep:
+        """Return what the check of a step has read, without another look at anything."""
+        indices = [micro.index for micro in step.micro for _ in micro.losses]
+        return cls(
+            step=step.number,
+            batches=tuple(micro.index for micro in step.micro),
+            losses=tuple(zip(indices, step.reading.losses, strict=False)),
+            norm=step.reading.norm,
+            gradients=step.gradients,
+            scaler=step.scaler,
+            late=step.late,
+        )
 
     @property
     def has_bad_loss(self) -> bool:
@@ -117,27 +127,24 @@ class BadStep:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (what, value) of everything that is known; each value is a sentence or shorter."""
-        carried = "; HaltOnNaN made them NaN to tell the other ranks that the loss of this rank is bad" * self.carried
         kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
+        checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
             ("Operation", self.what or self.why_no_operation),
             ("Tried", self.confirmed),
-            ("Run again", self.again),
             ("Losses of the step", _losses(self)),
             ("Losses of the other ranks", "; ".join(f"rank {each.rank}: {_losses(each)}" for each in self.others)),
-            ("Bad gradients", named(self.gradients) + carried),
+            ("Bad gradients", named(self.gradients)),
             ("Bad weights before the step", named(self.before)),
             ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
             ("Learning rate", rates_as_text(self.learning_rates)),
             *_series(self.history),
-            ("Ranks that did not answer", str(self.n_missing or "")),
             ("Bad steps skipped before", ", ".join(f"{step} (batches {list(b)})" for step, b in self.skipped)),
             ("State", self._state()),
-            ("Last good checkpoint", f"{_shown(self.checkpoint_path)}{kept}".strip() if self.checkpoint_path else
-             self.checkpoint_note),
-            ("The step as a file", " ".join(filter(None, [_shown(self.step_path), self.step_note]))),
-        ]  # fmt: skip
+            ("Last good checkpoint", checkpoint),
+            ("The step as a file", _shown(self.step_path) or self.step_note),
+        ]
         return [(what, value) for what, value in facts if value]
 
     def _state(self) -> str:
@@ -165,17 +172,12 @@ class BadStep:
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
     def markdown(self) -> str:
-        """Return the report: the message as a table, then the first bad gradients and the last steps."""
+        """Return the report: the message as a table, and the first bad gradients."""
         rows = [("Next", self.next), *self.facts()]
-        parts = [f"# Not finite: {self.headline}", markdown_table(Table(("", ""), rows, "ll"))]
-        for title, bad in (("Bad gradients", self.gradients), ("Bad weights", self.before)):
-            if bad:
-                amounts = [(each.name, each.amount) for each in bad[:_MOST_ROWS]]
-                parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
-                parts += [f"and {len(bad) - _MOST_ROWS} more"] if len(bad) > _MOST_ROWS else []
-        past = [(str(each.step), f"{each.loss:.6g}", f"{each.norm:.6g}") for each in self.history]
-        parts += ["## Last steps", markdown_table(Table(("step", "loss", "gradient norm"), past, "lll"))]
-        return "\n\n".join(parts) + "\n"
+        amounts = [(each.name, each.amount) for each in self.gradients[:_MOST_ROWS]]
+        tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
+        more = [f"and {len(self.gradients) - _MOST_ROWS} more"] if len(self.gradients) > _MOST_ROWS else []
+        return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables), *more]) + "\n"
 
     def error(self) -> NonFiniteError:
         """Return the error to raise, which is the same on every rank."""
@@ -235,48 +237,27 @@ class NonFiniteError(RuntimeError):
 
 def examine(
     model: Module,
-    held_back: HeldBackStep,
+    step: GuardedStep,
     optimizers: Iterable[Optimizer],
     *,
-    carries_losses: bool = False,
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
     """Return what this rank knows of a step that was undone.
 
-    `carries_losses`: gradients are made NaN to tell the other ranks of a bad loss. `bad_at_start`: the names of the
-    weights and states that were bad before training.
+    `bad_at_start`: the names of the weights and states that were bad before training.
     """
-    step = held_back.step
-    weights = bad_state(model)
-    new = [each for each in weights if each.name not in bad_at_start]
+    weights, states = bad_state(model), bad_optimizer_state(model, optimizers)
     groups = [] if step.optimizer is None else step.optimizer.param_groups
-    bad = barely_known(held_back)
+    bad = BadStep.read_from(step)
     bad.model = f"{_module_name(type(model))}:{type(model).__qualname__}"
-    bad.before = (*weights, *(e for e in bad_optimizer_state(model, optimizers) if e.name not in bad_at_start))
+    bad.before = (*weights, *(each for each in states if each.name not in bad_at_start))
     bad.inputs = tuple(each for micro in step.micro for each in bad_inputs(micro))
     bad.history = tuple(history)
     bad.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    bad.float16 = bool(bad.scaler) or torch.float16 in {t.dtype for t in (*model.parameters(), *step.parameters)}
-    bad.carried = carries_losses and bad.has_bad_loss
-    bad.suspects = suspects_of_update(model, optimizers, new)
+    bad.suspects = suspects_of_update(model, optimizers, [e for e in weights if e.name not in bad_at_start])
     infer(bad)
     return bad
-
-
-def barely_known(held_back: HeldBackStep) -> BadStep:
-    """Return what the check of a step has found, without another look at anything."""
-    step = held_back.step
-    indices = [micro.index for micro in step.micro for _ in micro.losses]
-    return BadStep(
-        step=step.number,
-        batches=tuple(micro.index for micro in step.micro),
-        losses=tuple(zip(indices, held_back.losses, strict=False)),
-        norm=held_back.norm,
-        gradients=held_back.gradients,
-        scaler=held_back.scaler,
-        late=held_back.late,
-    )
 
 
 def _module_name(kind: type) -> str:
@@ -309,27 +290,33 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
     )
 
 
-def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> str:
-    """Say which settings of an optimizer can have made bad weights out of finite gradients; "" if none can."""
+def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
+    """Say what of the last update can have made weights bad, and what to do; ("", "") if nothing."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             dtypes = {p.dtype for p in group["params"] if id(p) in weights}
             if dtypes:
-                settings = [text for key, value in group.items() if (text := _suspicion(key, value, group, dtypes))]
                 rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
-                return "; ".join([*settings, f"the last update was that of {type(optimizer).__name__} at {rate}"])
-    return ""
+                last = f"the last update was that of {type(optimizer).__name__} at {rate}"
+                settings = [pair for key, value in group.items() if (pair := _suspicion(key, value, dtypes))]
+                return "; ".join([*(text for text, _ in settings), last]), (
+                    settings[0][1] if settings else ADVICE["bad update"]
+                )
+    return "", ""
 
 
-def _suspicion(key: str, value: Any, group: Mapping[str, Any], dtypes: set[torch.dtype]) -> str:
-    if key == "eps" and isinstance(value, float) and not group.get("fused"):
+def _suspicion(key: str, value: Any, dtypes: set[torch.dtype]) -> tuple[str, str] | None:
+    if key == "eps" and isinstance(value, float):
         zero = [dtype for dtype in dtypes if dtype.is_floating_point and not torch.tensor(value, dtype=dtype)]
         if zero:
-            return f"eps={value:g} is 0 in {str(zero[0]).removeprefix('torch.')}, so that the update divides by 0"
+            name, eps = str(zero[0]).removeprefix("torch."), 1e-4 if zero[0] == torch.float16 else 1e-8
+            text = f"eps={value:g} is 0 in {name}, so that the update may have divided by 0"
+            return text, ADVICE["bad eps"].format(eps=eps)
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return f"{key} is {number}" if isinstance(number, float) and not math.isfinite(number) else ""
+    is_bad = isinstance(number, float) and not math.isfinite(number)
+    return (f"{key} is {number}", ADVICE["bad setting"]) if is_bad else None
 
 
 # In healthy training, gradient norms and losses fall or stay; noise stays well below this.
@@ -337,39 +324,32 @@ GREW = 10.0
 
 
 def infer(bad: BadStep) -> None:
-    """Set the cause that the evidence points to.
-
-    This is an inference and no proof: dirty data that the loss masks out, for example, would be named although it did
-    no harm.
-    """
+    """Set the cause that the evidence points to. It is no proof; a rerun of the step may find another."""
     grown = what_grew(bad)
-    if bad.dirty:
-        bad.cause, bad.because = NonFiniteCause.DIRTY_DATA, f"{'; '.join(map(str, bad.dirty[:3]))}."
-        bad.advice = ADVICE["dirty data"]
+    if bad.dirty and not bad.has_bad_loss:
+        bad.cause, bad.advice = NonFiniteCause.LATE_MASK, ADVICE["late mask"]
+        bad.because = f"the loss is finite beside {'; '.join(map(str, bad.dirty[:3]))}."
+    elif bad.dirty:
+        bad.cause, bad.advice = NonFiniteCause.DIRTY_DATA, ADVICE["dirty data"]
+        bad.because = f"{'; '.join(map(str, bad.dirty[:3]))}."
     elif grown:
         also = f" {first_of(bad.before)} had become NaN or Inf by this step." if bad.before else ""
         bad.cause, bad.because = NonFiniteCause.EXPLODING, f"{grown}.{also}"
         bad.advice = ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
     elif bad.before:
         bad.cause, bad.because = NonFiniteCause.BAD_PARAMETER, f"{already_bad(bad, first_of(bad.before))}."
-        bad.advice = ADVICE["bad weights"]
-    elif bad.float16:
-        bad.cause, bad.advice = NonFiniteCause.LOW_PRECISION, ADVICE["low precision, inferred"]
-        bad.because = (
-            f"{bad.scaler or 'float16 values take part'}, and float16 ends at 65504; inputs and weights were finite "
-            "and nothing had grown."
-        )
+        bad.advice = bad.suspects[1] or ADVICE["bad weights"]
+    elif bad.scaler:
+        bad.cause, bad.advice = NonFiniteCause.LOW_PRECISION, ADVICE["low precision"]
+        bad.because = f"{bad.scaler}, and float16 ends at 65504."
     else:
-        bad.cause, bad.advice = NonFiniteCause.DOMAIN, ADVICE["domain, inferred"]
-        bad.because = (
-            "inputs and weights were finite and nothing had grown, so an operation of this step was outside of its "
-            "domain: log or division by 0, sqrt at 0 (in backward), a mean or softmax over no elements."
-        )
+        bad.cause, bad.advice = NonFiniteCause.UNKNOWN, ADVICE["unknown"]
+        bad.because = "inputs and weights were finite, and nothing had grown."
 
 
 def already_bad(bad: BadStep, names: str) -> str:
     """Say that a tensor was bad before the step, and what of the last update can have made it so."""
-    return f"{names} was already NaN or Inf before this step{f' ({bad.suspects})' if bad.suspects else ''}"
+    return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
 def what_grew(bad: BadStep) -> str:
@@ -401,21 +381,30 @@ def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
 
 
 def state_error(
-    everyone: Sequence[Sequence[BadTensor]], *, step: int, finite_at: int, suspects: str, history: Sequence[PastStep]
+    everyone: Sequence[Sequence[BadTensor]],
+    *,
+    step: int,
+    finite_at: int,
+    suspects: tuple[str, str],
+    history: Sequence[PastStep],
 ) -> NonFiniteError:
     """Return the error of weights, buffers or optimizer state, by rank, that a checkpoint was about to hold.
 
-    `finite_at`: the step at which all were last known to be finite.
+    `finite_at`: the step at which all were last known to be finite. `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
-    cause = NonFiniteCause.BAD_PARAMETER if suspects else NonFiniteCause.STATE
-    made = f"the last update may have made it: {suspects}" if suspects else "what wrote it since is not known"
+    text, advice = suspects
+    is_large = " of " in bad[0].name and not bad[0].n_nan  # a state, as bad_optimizer_state names it
+    cause = NonFiniteCause.BAD_PARAMETER if text else NonFiniteCause.STATE
+    made = f"the last update may have made it: {text}" if text else "what wrote it since is not known"
+    if is_large:  # finite gradients can make Inf of an optimizer's state, but no NaN
+        made, advice = "the square of a gradient may be too large for its type", ADVICE["large state"]
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights, buffers and optimizer state: {named(bad)}.",
         f"Cause: {cause}: losses and gradients were finite. It was finite at step {finite_at}; {made}.",
         *(f"{what}: {values}" for what, values in _series(history)),
-        f"Next: {ADVICE['bad update' if suspects else 'bad state']}",
+        f"Next: {advice or ADVICE['bad state']}",
     ]
     losses, norms = tuple(past.loss for past in history), tuple(past.norm for past in history)
     return NonFiniteError(

@@ -51,7 +51,7 @@ class PriorTensors:
             leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
             self._known[memory.key(parameter)] = leaf
         for micro in rerun.micro:
-            masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}
+            masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}  # where they are used as masks are
             for name, tensor in named_tensors(micro.batch, "batch"):
                 self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
 
@@ -111,6 +111,15 @@ def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperat
     return event
 
 
+# What a mask of -inf is for. -inf in data that a layer multiplies by its weights is not meant.
+_OF_MASKS = ("add", "where", "masked_fill", "softmax", "log_softmax", "logsumexp", "exp", "maximum", "minimum", "max")
+
+
+def _masks(event: BadOperation) -> bool:
+    name = event.operation.removeprefix("aten.").removesuffix("_")
+    return name in {*_OF_MASKS, "amax", "cat", "stack", "index", "gather", "clamp"} or "attention" in name
+
+
 class _BackwardSlice:
     """The way back from bad values, and the roots that it ends in."""
 
@@ -158,7 +167,9 @@ class _BackwardSlice:
                 earlier.append((writer, is_nan))
             else:
                 leaf = self._leaf_of(use.key)
-                self.roots.append(BadValueRoot(event, replace(leaf, may_be_infinite=False) if is_nan else leaf))
+                user = _first_use(self._events, event)
+                is_meant = not is_nan and (leaf.origin is not ValueOrigin.BATCH or user.backward or _masks(user))
+                self.roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:

@@ -15,41 +15,50 @@ class NonFiniteCause(StrEnum):
     """The class of cause that makes a loss or a gradient NaN or Inf."""
 
     DIRTY_DATA = "dirty data"
+    LATE_MASK = "masked too late"
     BAD_PARAMETER = "parameter already bad"
     EXPLODING = "exploding gradient"
     LOW_PRECISION = "low-precision overflow"
     STATE = "bad buffer or optimizer state"
     DOMAIN = "domain error of the loss or the network"
-    # Only a rerun of the step can tell these two.
     OVERFLOW = "overflow"
     NOT_REPRODUCIBLE = "not reproducible"
+    UNKNOWN = "not known"
 
 
-# What to do about each cause. "inferred": without a rerun of the step, which would name the operation.
+# What to do about each cause. Each sentence is followed in a run by tests/nonfinite/test_advice_followed.py.
 ADVICE = {
-    "dirty data": "look at those samples in the data set and repair or drop them.",
-    "bad weights": "check the checkpoint or code that wrote these weights; start again from a finite one.",
-    "bad update": "lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint.",
-    "bad state": "look at what writes it and from which inputs, also in branches that do not reach the loss and in "
-    "validation; then start from an earlier checkpoint.",
-    "bad attribute": "look at what writes {name}, and make it a buffer (register_buffer): buffers are restored to "
+    "dirty data": "repair those samples in the data set, or drop them.",
+    "late mask": "keep the samples. Their NaN seems to be meant, but the mask comes after the computation, and 0 times "
+    "NaN is NaN, also in backward. Select before you compute: index with the mask (x[mask]) or replace the NaN by a "
+    "number (torch.nan_to_num) before this operation, and leave those elements out of the loss as now.",
+    "mask": "no target may point to a masked place, and no row may be masked throughout.",
+    "bad weights": "start again from a finite checkpoint; see what wrote these weights.",
+    "bad eps": 'pass eps={eps:g} to the optimizer, or train with precision="bf16-mixed" or "32-true", which keep '
+    "weights in float32. Then start from an earlier checkpoint.",
+    "bad setting": "keep that setting finite, and start from an earlier checkpoint.",
+    "bad update": "start from an earlier checkpoint. A learning rate that is too large may have made them (lower it), "
+    "or what changes gradients after backward, such as clipping and hooks (mend it).",
+    "bad state": "mend what writes it, which may be a branch that does not reach the loss, or validation; then start "
+    "from an earlier checkpoint.",
+    "large state": "clip gradients (Trainer(gradient_clip_val=1.0)), and start from an earlier checkpoint. If weights "
+    'are float16, precision="bf16-mixed" or "32-true" keeps optimizer state in float32, which may be enough.',
+    "bad attribute": "mend what writes {name}, and make it a buffer (register_buffer): buffers are restored to "
     "their values before the step.",
-    "bad tensor from elsewhere": "look at what makes and writes that tensor.",
-    "evaluation, weights": "the weights are the cause: start again from a finite checkpoint.",
-    "evaluation": "look for log or division by 0 in the evaluation step and its metrics, and at its data.",
-    "exploding": "lower the learning rate (now {rates}) or clip gradients (Trainer(gradient_clip_val=1.0)), and see "
-    'that the loss is a mean over the batch (reduction="mean").',
-    "low precision": 'train with precision="bf16-mixed" or "32-true", or keep this operation in float32.',
-    "low precision, inferred": 'train with precision="bf16-mixed" or "32-true", or keep the operation that overflows '
-    "in float32.",
-    "constant": "look at where that number comes from.",
-    "domain, inferred": "rerun this step with Trainer(detect_anomaly=True) to find the operation, and keep its input "
-    "in range (clamp to an eps, add eps under the root, skip empty selections).",
+    "bad tensor from elsewhere": "mend what writes that tensor.",
+    "evaluation, weights": "start again from a finite checkpoint: the weights are the cause.",
+    "evaluation": "look at the evaluation step, its metrics and its data: it may be a log of 0 or a division by 0.",
+    "exploding": "lower the learning rate (now {rates}) or clip gradients (Trainer(gradient_clip_val=1.0)). If the "
+    "loss is summed over the batch, that may be the reason: take its mean.",
+    "low precision": 'train with precision="bf16-mixed" or "32-true". Keeping this operation in float32 may be enough.',
+    "constant": "mend what computes that number.",
+    "weight operand": "no sample is to blame: keep {name} away from such values, by its initialization and by a clamp "
+    "or an eps where it is used.",
+    "unknown": "run this step with Trainer(detect_anomaly=True), which may name the operation.",
     "not reproducible": "look first at what the step reads besides weights, buffers and the batch (iterators, files, "
     "caches, the clock, objects and globals that it writes), and make it a buffer or part of the batch, so that it is "
-    "saved and restored. If there is nothing, suspect kernels that are not deterministic, values written through "
-    ".data, or the hardware (memory, overclocking, a failing GPU: run its diagnostics), and go on from the last good "
-    "checkpoint, on another device if it happens again.",
+    "saved and restored. If there is nothing, it may be kernels that are not deterministic, values written through "
+    ".data, or the hardware (a failing GPU or memory: run its diagnostics); go on from the last good checkpoint.",
 }
 
 
@@ -63,15 +72,15 @@ _MASKED = "a row of the input of {name} is -inf throughout: let each row's mask 
 _NO_TARGETS = "every target is ignored or has weight 0, so that {name} is a mean over no elements: skip such batches."
 _FEW_VALUES = "{name} is taken over too few values: it needs at least two, or correction=0."
 
-_ADVICE = {
+OF_OPERATIONS = {
     "log": "keep the input of {name} above 0: torch.log(x.clamp(min=eps)), or compute in log space (log_softmax, "
     "logsigmoid).",
-    "log1p": "keep the input of {name} above -1: clamp it.",
-    "div": "keep the divisor away from 0: add an eps, or leave out what would be divided by 0.",
+    "log1p": "keep the input of {name} above -1: clamp it to -1 + eps.",
+    "div": "keep the divisor away from 0: add an eps.",
     "reciprocal": "keep the input of {name} away from 0: add an eps.",
     "sqrt": "keep the input of {name} above 0: torch.sqrt(x + eps). At 0 its derivative is infinite.",
     "rsqrt": "keep the input of {name} above 0: torch.rsqrt(x + eps).",
-    "pow": "keep the base of {name} above 0 for exponents below 1, and away from 0 for exponents below 0.",
+    "pow": "keep the base of {name} above 0: clamp it to eps, or add an eps. Its derivative may be infinite at 0, too.",
     "acos": _WITHIN_1,
     "asin": _WITHIN_1,
     "atanh": _WITHIN_1,
@@ -86,29 +95,18 @@ _ADVICE = {
     "var": _FEW_VALUES,
     "std": _FEW_VALUES,
 }
-_IN_BACKWARD = {
-    "std": "the derivative of {name} is not defined where all values are the same: add an eps, or skip such rows.",
-    "pow": "the derivative of {name} is infinite at 0 for exponents below 1: add an eps to its input.",
-    "norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
-    "linalg_vector_norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
-}
+ANY_OPERATION = "keep the inputs of {name} in its domain."
+ANY_OVERFLOW = "keep the inputs of {name} smaller: normalize or clamp them."
 
 
 def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
-    """Return what to do about an operation outside of its domain, or whose result is too large for its type.
+    """Return what to do about an operation such as ``"aten.log"`` that is outside of its domain, or that overflows.
 
-    Args:
-        operation: Its name, such as ``"aten.log"``.
-        of_forward: The forward operation whose backward it is part of; empty in forward.
-        overflows: Whether its result is too large.
+    `of_forward`: the forward operation whose backward it is part of; empty in forward.
     """
-    name = _short(of_forward or operation)
-    advice = (_IN_BACKWARD.get(name) if of_forward else None) or _ADVICE.get(name)
-    if advice is None and _short(operation) in _ADVICE:
-        name, advice = _short(operation), _ADVICE[_short(operation)]
-    advice = advice or "keep the inputs of {name} in its domain, or leave out the samples that are outside."
-    if overflows and name != "exp":
-        advice = "keep the inputs of {name} smaller: normalize or clamp them."
+    names = [_short(each) for each in (of_forward, operation) if each]
+    name = next((each for each in names if each in OF_OPERATIONS), names[0])
+    advice = ANY_OVERFLOW if overflows and name != "exp" else OF_OPERATIONS.get(name, ANY_OPERATION)
     return advice.format(name=name)
 
 

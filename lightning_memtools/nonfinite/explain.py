@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, plain_name, tensors_in
 from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
@@ -19,21 +20,21 @@ from lightning_memtools.nonfinite.bad_value_roots import (
     describe_root,
     find_bad_value_root,
 )
-from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
-from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of, mismatches
+from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
+from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of, rows_with
+from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, BadInput, bad_inputs, list_samples
+from lightning_memtools.nonfinite.operation_trace import BadOperation, OperationTrace, StorageKeys
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of
 from lightning_memtools.reporting.phrases import first_of
+
+# The class of cause, the evidence, and what to do.
+Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
     """Run a bad step again, write into `bad` what that shows, and return the digests of its gradients.
 
-    Args:
-        bad: The bad step.
-        rerun: The step to run.
-        explains: Whether to look for the cause.
+    `explains`: look for the cause.
     """
     digests: dict[str, str] = {}
     with rerun:
@@ -42,19 +43,11 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
             digests, bad.is_bad_alone = digests_of(plain.gradients), not plain.is_finite
             bad.unrestored = tuple(dict.fromkeys([*bad.unrestored, *rerun.written]))
             bad.doubts = _doubts(bad, rerun)
-            differences = mismatches([loss for _, loss in bad.losses], digests, plain)
-            bad.again = "losses are the same bit for bit."
-            if differences:
-                why = " ".join((*differences, *bad.doubts))
-                bad.again = f"Run again in the training process, the step was not the same. {why}"
-            bad.why_no_operation = "not asked for (explain=False)"
+            bad.why_no_operation = "" if explains else "not asked for (explain=False)"
             if explains:
-                bad.why_no_operation = ""
                 explain(rerun, plain, bad)
         except CannotRerunError as error:
             bad.why_no_operation = f"not found: {error}"
-    if bad.cause is NonFiniteCause.NOT_REPRODUCIBLE:
-        bad.again = ""
     return digests
 
 
@@ -74,19 +67,14 @@ def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     """Find the operation that made the first bad value of a step, and write it and its cause into `bad`.
 
-    Args:
-        rerun: The step, entered.
-        plain: What it gave when it was run again.
-        bad: The bad step.
-
-    Raises:
-        CannotRerunError: The step cannot be run again, or what is bad cannot be traced; the message says why.
+    `plain` is what the step gave when it was run again. Raise CannotRerunError if the step cannot be run again, or what
+    is bad cannot be traced.
     """
     if plain.is_finite:
         _not_reproducible(rerun, bad)
         return
-    trace = OperationTrace(rerun.module)
     rerun.reset()
+    trace = OperationTrace(rerun.module)
     leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
     traced = rerun.run(within=trace.watching())
     root = find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
@@ -94,17 +82,21 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         raise CannotRerunError(
             "its NaN or Inf could not be followed to an operation (compiled or custom kernels may hide them)"
         )
-    position, event = _position_of_bad(traced, rerun), root.event
+    position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
-    bad.cause, because, bad.advice = _classified(root, rerun, position, bad)
+    is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or any(each.masks for each in trace.events)
+    bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
-    bad.samples = _samples_of(root, rerun, position)
-    changed = with_other_samples(micro.batch, bad.samples)
-    if changed is not None:
-        # A tensor may be as long as the batch for another reason: then this step is still bad.
-        is_finite = _is_finite(rerun, position, changed[0])
-        tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
-        bad.confirmed, bad.samples = (tried, bad.samples) if is_finite else ("", ())
+    if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER} or (root.leaf and root.is_benign):
+        bad.samples = ()  # they are not to blame
+    else:
+        bad.samples = _samples_of(root, rerun, position)
+        changed = with_other_samples(micro.batch, bad.samples)
+        if changed is not None:
+            # A tensor may be as long as the batch for another reason: then this step is still bad.
+            is_finite = _is_finite(rerun, position, changed[0])
+            tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
+            bad.confirmed, bad.samples = (tried, bad.samples) if is_finite else ("", ())
     bad.what = describe_root(root, type(rerun.module).__name__, bad.samples, micro.index)
     bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
     bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)
@@ -129,36 +121,91 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
     return [key for tensor in bad if (key := memory.key(tensor)) is not None]
 
 
-def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
-    """Return the position of the first micro-batch with a bad loss; the last where every loss is good."""
+def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
+    """Return the position of the first micro-batch with a bad loss; where every loss is good, of the first bad batch.
+
+    It is the last micro-batch where neither tells, or where the batch is not the root.
+    """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
         return last
-    return next((i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))), last)
+    bad = [i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))]
+    if root.leaf is not None and root.leaf.origin is ValueOrigin.BATCH:
+        bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in bad_inputs(micro))]
+    return bad[0] if bad else last
 
 
-def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep) -> tuple[NonFiniteCause, str, str]:
-    """Return the class of cause, the evidence, and what to do."""
+def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep, *, is_late_mask: bool) -> Finding:
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
-    overflows = event.finite_when_wide is True  # the same operation, on the same values, is finite in float64
     if leaf is not None and leaf.origin is ValueOrigin.BATCH:
-        inputs = "; ".join(str(each) for each in bad_inputs(rerun.micro[position]) if not each.is_mask)
-        return NonFiniteCause.DIRTY_DATA, inputs, ADVICE["dirty data"]
-    if grown and (leaf is not None or overflows):
+        return _of_batch(root, leaf.name, bad_inputs(rerun.micro[position]), is_late_mask=is_late_mask)
+    if grown and (leaf is not None or event.finite_when_wide):
         because = f"{grown}, until the value was too large for its type"
         return NonFiniteCause.EXPLODING, because, ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
     if leaf is not None:
         return NonFiniteCause.BAD_PARAMETER, *_of_prior_tensor(leaf, rerun, bad)
-    if overflows:
+    if event.finite_when_wide:  # the same operation, on the same values, is finite in float64
         because = f"{bad.scaler}; " if bad.scaler else ""
         because += "the operation is defined at its inputs (in float64 it is finite), but its result is too large"
         if {"float16", "bfloat16"} & {each.dtype for each in event.gave}:
             because += " for a 16-bit type (float16 ends at 65504)"
             return NonFiniteCause.LOW_PRECISION, because, ADVICE["low precision"]
         return NonFiniteCause.OVERFLOW, because, advice_for(event.operation, event.of_forward, overflows=True)
-    because = "the code itself writes it" if event.constant else "the operation is undefined or infinite at its inputs"
-    advice = ADVICE["constant"] if event.constant else advice_for(event.operation, event.of_forward, overflows=False)
-    return NonFiniteCause.DOMAIN, because, advice
+    return NonFiniteCause.DOMAIN, *_of_domain(event, rerun)
+
+
+def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
+    """Return the finding where a tensor of the batch held the bad value."""
+    if root.is_benign:  # nothing else is bad
+        return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
+    its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))
+    if is_late_mask and any(each.n_nan for each in inputs):
+        because = f"{its}, and {public_name(root.event.operation)} computes with it before its NaN is masked"
+        return NonFiniteCause.LATE_MASK, because, ADVICE["late mask"]
+    return NonFiniteCause.DIRTY_DATA, its, ADVICE["dirty data"]
+
+
+def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
+    """Return the evidence, and what to do, where an operation is undefined at finite inputs."""
+    if event.constant:
+        return "the code itself writes it", ADVICE["constant"]
+    because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
+    advice = advice_for(event.operation, event.of_forward, overflows=False)
+    if weight:
+        rows = _rows_at_fault(rerun, weight.partition(" ")[2])
+        because += f", and the input at fault comes from {weight}{rows}"
+        advice = f"{ADVICE['weight operand'].format(name=weight)} In general: {advice}"
+    return because, advice
+
+
+def _weight_at_fault(event: BadOperation) -> str:
+    """Return the parameter or buffer whose finite values an operation is undefined at; "" if that is not known.
+
+    These are zeros, or else numbers below 0, of which all that the operation took come from one weight.
+    """
+    if event.inputs:
+        return ""
+    took = event.took[1:] if event.operation.startswith("aten.div") else event.took  # it is undefined by its divisor
+    for n_of in (lambda facts: facts.n_zero, lambda facts: facts.n_below_zero, lambda _: 1):
+        weights = {facts.weight for facts in took if n_of(facts)}
+        if weights:
+            return weights.pop() if len(weights) == 1 else ""
+    return ""
+
+
+def _rows_at_fault(rerun: StepRerun, name: str) -> str:
+    """Say which rows of a weight are bad, or else 0 throughout, or else hold a 0; "" if many, all or none are."""
+    named = (*rerun.module.named_parameters(), *rerun.module.named_buffers())
+    floats = next((floats_of(tensor) for each, tensor in named if plain_name(each) == name), None)
+    if floats is None or not floats.dim():
+        return ""
+    zero = floats.detach() == 0
+    for marked in (~torch.isfinite(floats), zero.flatten(1).all(1) if zero.dim() > 1 else zero, zero, floats <= 0):
+        rows = rows_with(marked, MAX_SAMPLES + 1)
+        if rows:
+            is_few = len(rows) <= MAX_SAMPLES and len(rows) < len(floats)
+            return f" ({list_samples(rows, 'row')})" if is_few else ""
+    return ""
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
@@ -171,7 +218,8 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
         because = f"{leaf.origin} {leaf.name} is no buffer{writes}: it held NaN or Inf when the step began"
         return because, ADVICE["bad attribute"].format(name=leaf.name)
     tensors = [each for each in bad.before if each.name == leaf.name]
-    return already_bad(bad, str(tensors[0]) if tensors else leaf.name), ADVICE["bad weights"]
+    its = f"{tensors[0] if tensors else leaf.name}{_rows_at_fault(rerun, leaf.name)}"
+    return already_bad(bad, its), bad.suspects[1] or ADVICE["bad weights"]
 
 
 def n_samples_of(batch: Any) -> int | None:

@@ -1,9 +1,8 @@
-"""Finds NaN and Inf: one fused pass over gradients and losses, then tensor by tensor where that pass found some."""
+"""Finds NaN and Inf: one fused pass over gradients and losses, then tensor by tensor where that pass finds some."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,11 +22,6 @@ def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
     return positions
 
 
-def is_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor holds 0 and -inf only, as attention masks do. Waits for the device."""
-    return bool(((tensor == 0) | (tensor == -torch.inf)).all())
-
-
 def floats_of(tensor: Tensor) -> Tensor | None:
     """Return the floating-point values that a tensor stores on this rank; None if it has none or they cannot be read.
 
@@ -35,10 +29,6 @@ def floats_of(tensor: Tensor) -> Tensor | None:
     Sparse and nested tensors store their values, distributed tensors their local shard, complex ones pairs of real
     numbers. Zero tensors, meta, fake, quantized and uninitialized tensors, and those whose memory was freed, have none.
     """
-    if type(tensor) is Tensor and tensor.dtype is torch.float32 and tensor.layout is torch.strided:
-        if tensor.is_nested:
-            tensor = tensor.values()
-        return tensor if has_readable_values(tensor) and tensor.numel() else None
     try:
         floats = _stored_floats(tensor)
         return None if floats is None or floats.numel() == 0 else floats
@@ -47,8 +37,8 @@ def floats_of(tensor: Tensor) -> Tensor | None:
 
 
 def _stored_floats(tensor: Tensor) -> Tensor | None:
-    # A missing attribute is slow to look up.
-    if type(tensor) not in {Tensor, Parameter} and hasattr(tensor, "to_local"):
+    is_plain = type(tensor) in {Tensor, Parameter}
+    if not is_plain and hasattr(tensor, "to_local"):  # a missing attribute is slow to look up
         tensor = tensor.to_local()
     if not has_readable_values(tensor) or tensor.is_quantized:
         return None
@@ -64,9 +54,16 @@ def _stored_floats(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.dtype.itemsize == 1:  # there are no norms of 8-bit floats
         tensor = tensor.detach().float()
-    if type(tensor) not in {Tensor, Parameter}:
+    if not is_plain:
         torch.isfinite(tensor.detach())  # a subclass may refuse; better here than in the middle of a check
     return tensor
+
+
+_GRADIENT = attrgetter("grad")
+_KIND = attrgetter("dtype", "layout", "is_nested")
+_PLAIN = frozenset((dtype, torch.strided, False) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+_PLACE = attrgetter("device", "dtype")
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -80,13 +77,6 @@ def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
     return [parameter for parameter, _ in pairs], [floats for _, floats in pairs]
 
 
-_GRADIENT = attrgetter("grad")
-_KIND = attrgetter("dtype", "layout", "is_nested")
-_PLAIN = frozenset((dtype, torch.strided, False) for dtype in (torch.float32, torch.float64, torch.bfloat16))
-_PLACE = attrgetter("device", "dtype")
-_IS_CPU = attrgetter("is_cpu")
-
-
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """Return the L2 norm of each tensor as 0-dim tensors, in the order given: one fused kernel per device and dtype.
@@ -94,43 +84,32 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
     100 values of 1e20 have an infinite norm.
     """
-    if len(set(map(_PLACE, tensors))) == 1:
-        return list(_norms_of_one_kind(tensors, exact=exact))
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
-        groups[tensor.device, tensor.dtype].append(index)
-    norms: list[Tensor] = [torch.empty(0)] * len(tensors)
-    for indices in groups.values():
-        group = [tensors[index] for index in indices]
-        for index, norm in zip(indices, _norms_of_one_kind(group, exact=exact), strict=True):
-            norms[index] = norm
+    kinds, norms = list(map(_PLACE, tensors)), list(tensors)
+    for kind in set(kinds):
+        # A norm of float16 values would overflow above 65504.
+        wide = torch.float64 if exact else torch.float32 if kind[1] == torch.float16 else None
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        for place, norm in zip(places, l2_norm_of_each([tensors[place] for place in places], wide), strict=True):
+            norms[place] = norm
     return norms
-
-
-def _norms_of_one_kind(tensors: Sequence[Tensor], *, exact: bool) -> Sequence[Tensor]:
-    # A norm of float16 values would overflow above 65504.
-    dtype = torch.float64 if exact else torch.float32 if tensors[0].dtype == torch.float16 else None
-    return l2_norm_of_each(list(tensors), dtype)
 
 
 @torch.no_grad()
 def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: bool = False) -> Tensor | None:
-    """Return the norm over all gradients, each loss and each gradient's norm, on the first gradient's device.
+    """Return each loss and the norm of each gradient, on the first gradient's device.
 
     Returns:
-        Shape [1 + losses + gradients], or None where there is neither a gradient nor a loss. With `exact`, a number is
-        NaN or Inf only if an element or loss is.
+        Shape [losses + gradients], or None where there is neither a gradient nor a loss. With `exact`, a number is NaN
+        or Inf only if an element or loss is.
     """
-    if not gradients and not losses:
-        return None
-    device = (gradients or losses)[0].device
-    # MPS has no float64. Elsewhere the combined norm should not overflow where none of the norms does.
-    dtype = torch.float32 if device.type == "mps" else torch.float64
     numbers = [*losses, *norms_of(gradients, exact=exact)]
+    if not numbers:
+        return None
     if len(set(map(_PLACE, numbers))) > 1:
+        device = (gradients or losses)[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         numbers = [number.to(device, dtype, non_blocking=True) for number in numbers]
-    stacked = torch.stack(numbers).to(device, dtype, non_blocking=True)
-    return torch.cat([torch.linalg.vector_norm(stacked[len(losses) :], keepdim=True), stacked])
+    return torch.stack(numbers)
 
 
 # Below this, a kernel for each tensor costs more than to copy all into one.
@@ -139,19 +118,16 @@ _FEW_ELEMENTS = 2**16
 
 @torch.no_grad()
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure` on the host; where all are finite, those of single gradients may be left out.
+    """Return the numbers of `measure` on the host; where all are finite, one norm may stand for those of all gradients.
 
     Waits for the device.
     """
-    if gradients and gradients[0].is_cpu:  # there, to read a number costs less than to compute with a tensor
-        read = list(map(float, losses))
-        if sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS and all(map(_IS_CPU, gradients)):
-            flat = flattened(list(gradients))
-            norm = math.sqrt(flat.dot(flat))
-            if math.isfinite(norm) and all(map(math.isfinite, read)):
-                return [norm, *read]
-        norms = list(map(float, norms_of(gradients)))
-        return [math.hypot(*norms), *read, *norms]
+    is_small = all(map(_IS_CPU, gradients)) and sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS
+    if is_small and len(set(map(_DTYPE, gradients))) == 1:
+        flat = flattened(list(gradients))
+        read = [*map(float, losses), math.sqrt(flat.dot(flat))]
+        if all(map(math.isfinite, read)):
+            return read
     numbers = measure(gradients, losses)
     values: list[float] | None = None if numbers is None else numbers.tolist()
     return values
@@ -159,29 +135,22 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor that holds NaN or Inf."""
+    """A tensor that holds NaN or Inf. Of a sharded tensor, the elements of this rank's shard are counted."""
 
     name: str  # the parameter's or buffer's name
-    # the number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm is known
-    n_nan: int | None
+    n_nan: int | None  # the number of elements that are NaN; None where only the norm is known
     n_inf: int | None  # the number of elements that are Inf, likewise
-    n_elements: int  # the number of all elements
+    n_elements: int
     norm: float = math.nan  # the L2 norm: NaN if an element is NaN, else inf
-
-    @property
-    def share(self) -> float | None:
-        """The share of elements that are NaN or Inf, where they were counted."""
-        if self.n_nan is None or self.n_inf is None:
-            return None
-        return (self.n_nan + self.n_inf) / self.n_elements
 
     @property
     def amount(self) -> str:
         """The number of bad elements, as text."""
-        if self.share is None:
+        if self.n_nan is None or self.n_inf is None:
             return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
-        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * self.share:.3g}%"
+        share = (self.n_nan + self.n_inf) / self.n_elements
+        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * share:.3g}%"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.amount})"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from lightning_memtools.nonfinite.causes import rates_as_text
-from lightning_memtools.reporting.spike_window import Spike, SpikeWindow
+from lightning_memtools.reporting.spike_window import Spike
 
 SpikeAction = Literal["report", "skip", "rollback"]
 
@@ -85,7 +84,8 @@ class LossSpike:
                 )
         lines.append(f"Learning rate: {rates_as_text(self.learning_rates)}.")
         lines.append(
-            "Next: look at the samples and labels of its batches; else lower the learning rate, or clip gradients."
+            "Next: look at the samples and labels of its batches. If they are right, a lower learning rate or clipped "
+            "gradients may help."
         )
         return lines
 
@@ -93,28 +93,3 @@ class LossSpike:
         """Return the report."""
         title = f"# Loss spike at step {self.step}"
         return "\n".join([title, "", *(f"- {line}" for line in self.lines()), ""])
-
-
-class SpikeDetector:
-    """Judges the losses and gradient norms of each optimizer by those of its steps before.
-
-    Args:
-        window: The number of steps to compare with.
-        warm_up: The number of steps before the first one is judged.
-        sensitivity: See SpikeWindow.
-        least_ratio: See SpikeWindow.
-    """
-
-    def __init__(self, *, window: int, warm_up: int, sensitivity: float, least_ratio: float) -> None:
-        self._made = partial(
-            SpikeWindow, size=window, warm_up=warm_up, sensitivity=sensitivity, least_ratio=least_ratio
-        )
-        self._windows: dict[tuple[int, str], SpikeWindow] = {}
-
-    def judge(self, optimizer: int, loss: float, norm: float) -> tuple[Spike | None, Spike | None]:
-        """Return the spikes that the loss and the norm are, and note them."""
-        found = []
-        for kind, value in (("loss", loss), ("norm", norm)):
-            window = self._windows.get((optimizer, kind)) or self._windows.setdefault((optimizer, kind), self._made())
-            found.append(window.judge(value))
-        return found[0], found[1]

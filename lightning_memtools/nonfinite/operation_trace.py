@@ -50,8 +50,11 @@ class TensorFacts:
     shape: tuple[int, ...]
     dtype: str  # such as ``"float32"``
     n_bad: int  # the number of elements that are NaN or Inf
+    n_zero: int
+    n_below_zero: int
     # of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0
     samples: tuple[int, ...]
+    weight: str = ""  # the parameter or buffer that it was computed from, and from nothing else: "parameter net.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class BadOperation:
     took: tuple[TensorFacts, ...] = ()  # facts about its floating point inputs
     gave: tuple[TensorFacts, ...] = ()  # facts about its outputs
     finite_when_wide: bool | None = None  # whether it is finite in float64 on the same values; None if not known
+    masks: bool = False  # whether it multiplies every NaN by the 0 of a mask of zeros and ones, too late to remove it
 
     @property
     def gives_nan(self) -> bool:
@@ -105,23 +109,27 @@ def kinds_of(tensor: Tensor) -> BadKinds:
     return frozenset(kind for kind, test in tests if bool(test(floats).any()))
 
 
-def facts_of(tensor: Tensor) -> TensorFacts | None:
-    """Describe a tensor; return None where it holds no floating point numbers."""
+def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
+    """Describe a tensor, which was computed from this weight alone; return None where it holds no floats.
+
+    `only_nan`: infinities in it are meant, and no reason to name a sample.
+    """
     floats = floats_of(tensor)
     if floats is None:
         return None
     floats = floats.detach()
     bad, zeros, n = ~torch.isfinite(floats), floats == 0, floats.numel()
-    n_bad, shape = int(bad.sum()), tuple(floats.shape if tensor.is_nested else tensor.shape)
-    finite = floats[~bad]
-    counts = ((n_bad, "NaN or Inf"), (int(zeros.sum()), "0"), (int((floats < 0).sum()), "below 0"))
+    n_bad, n_zero, n_below = int(bad.sum()), int(zeros.sum()), int((floats < 0).sum())
+    shape, finite = tuple(floats.shape if tensor.is_nested else tensor.shape), floats[~bad]
+    counts = ((n_bad, "NaN or Inf"), (n_zero, "0"), (n_below, "below 0"))
     parts = [f"{count} of {n} {'is' if count == 1 else 'are'} {what}" for count, what in counts if count]
     parts.append(f"largest magnitude {float(finite.abs().max()) if finite.numel() else 0.0:.4g}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{float(floats):.4g}" if not shape and not n_bad else f"{list(shape)} {dtype} ({', '.join(parts)})"
     has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
-    samples = tuple(rows_with(bad if n_bad else zeros, _MOST_SAMPLES)) if has_samples else ()
-    return TensorFacts(text, shape, dtype, n_bad, samples)
+    marked = floats.isnan() if only_nan else bad if n_bad else zeros
+    samples = tuple(rows_with(marked, _MOST_SAMPLES)) if has_samples else ()
+    return TensorFacts(text, shape, dtype, n_bad, n_zero, n_below, samples, weight)
 
 
 class StorageKeys:
@@ -154,6 +162,9 @@ class OperationTrace(DispatchMode):
         self.events: list[BadOperation] = []
         self.memory = StorageKeys()
         self._names = {id(part): plain_name(name) for name, part in model.named_modules()}
+        # The memory of weights and buffers, and of what is computed from one of them alone: its key to their name.
+        self._weights = {self.memory.key(b): f"buffer {plain_name(name)}" for name, b in model.named_buffers()}
+        self._weights |= {self.memory.key(p): f"parameter {plain_name(name)}" for name, p in model.named_parameters()}
         self._running: list[str] = []  # the modules that run, innermost last
         self._forward: dict[int, _ForwardOperation] = {}
         self._n_operations = 0
@@ -191,7 +202,20 @@ class OperationTrace(DispatchMode):
                 self._read = tuple(self._bad_among(tree_leaves(taken), keys))
         elif bad and not _is_view(func):
             self._note(func, taken, keys, out, bad, backward=backward)
+        self._follow_weights(taken, keys, out)
         return out
+
+    def _weight_of(self, tensor: Tensor, keys: dict[int, int]) -> str:
+        return self._weights.get(keys.get(id(tensor)) or self.memory.key(tensor), "")
+
+    def _follow_weights(self, taken: Any, keys: dict[int, int], out: Any) -> None:
+        floats = [each for each in tree_leaves(taken) if isinstance(each, Tensor) and each.is_floating_point()]
+        weights = {self._weight_of(each, keys) for each in floats}
+        for tensor in _tensors(out):
+            if weights == {""} or len(weights) != 1:
+                self._weights.pop(self.memory.key(tensor), None)
+            else:
+                self._weights[self.memory.key(tensor)] = min(weights)
 
     def _copy(self, tensor: Tensor, keys: dict[int, int]) -> Tensor:
         if not tensor.is_floating_point() or not is_in_memory(tensor):
@@ -250,6 +274,7 @@ class OperationTrace(DispatchMode):
         backward: bool,
     ) -> None:
         flat = tree_leaves(taken)
+        tensors = [each for each in flat if isinstance(each, Tensor)]
         numbers = tuple(float(each) for each in flat if isinstance(each, (int, float)) and not isinstance(each, bool))
         inputs = tuple(self._bad_among(flat, keys))
         is_constant = not all(map(math.isfinite, numbers))
@@ -258,6 +283,8 @@ class OperationTrace(DispatchMode):
         known = self._forward.get(node_in_backward()) if backward else None
         place = _line_here(in_backward=backward)
         makes_bad = not inputs or (_hold_nan(outputs) and not _hold_nan(inputs))
+        took = [facts_of(each, self._weight_of(each, keys)) for each in tensors] if makes_bad else []
+        gave = [facts_of(each, only_nan=bool(inputs)) for each in _tensors(out)] if makes_bad else []
         self.events.append(
             BadOperation(
                 number=self._n_operations,
@@ -271,11 +298,21 @@ class OperationTrace(DispatchMode):
                 outputs=outputs,
                 constant=is_constant,
                 scalars=numbers,
-                took=_described(flat) if makes_bad else (),
-                gave=_described(list(_tensors(out))) if makes_bad else (),
+                took=tuple(facts for facts in took if facts is not None),
+                gave=tuple(facts for facts in gave if facts is not None),
                 finite_when_wide=_is_finite_when_wide(func, *taken) if makes_bad else None,
+                masks=_name(func) in {"aten.mul", "aten.mul_"} and _is_late_mask(tensors),
             )
         )
+
+
+def _is_late_mask(factors: Sequence[Tensor]) -> bool:
+    """Return whether one of two factors is a mask of zeros and ones that is 0 wherever the other is NaN."""
+    if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
+        return False
+    value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]
+    is_mask = bool(((mask == 0) | (mask == 1)).all())
+    return is_mask and bool((value.isnan() & (mask != 0)).sum() == 0)
 
 
 def _name(func: Any) -> str:
@@ -308,11 +345,6 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, (list, tuple)):
         for each in out:
             yield from _tensors(each)
-
-
-def _described(values: Sequence[Any]) -> tuple[TensorFacts, ...]:
-    tensors = (value for value in values if isinstance(value, Tensor))
-    return tuple(facts for tensor in tensors if (facts := facts_of(tensor)) is not None)
 
 
 def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import platform
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,35 +33,31 @@ from lightning_memtools.nonfinite.step_rerun import (
 )
 from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_runner import is_lightning_module
-from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
-VERSION = 4
+VERSION = 5
 
 
 class StepFileError(RuntimeError):
-    """Raised when the file of a step cannot be read or replayed. It says why, and what to do."""
+    """Raised when the file of a step cannot be written, read or replayed. It says why, and what to do."""
 
 
 def step_as_plain(
     bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
-    """Return a step as values that `torch.load(weights_only=True)` accepts.
+    """Return a step as values that `torch.load(weights_only=True)` accepts; raise StepFileError if there is no way.
 
-    Args:
-        bad: What is known of it; `step_note` gets the names of what is left out.
-        rerun: The step.
-        parameters: The names of the parameters whose gradients belong to the step.
-        digests: Those of its gradients.
-        checkpoint: The name of the checkpoint with its weights, in the same folder.
+    `parameters`: the names of those whose gradients belong to the step. `checkpoint`: the name of the file in the same
+    folder that has its weights.
     """
     module, micro = rerun.module, rerun.micro
-    left_out = [f"batch {each.index}" for each in micro if not _is_plain(each.batch)]
+    left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
     if left_out:
-        bad.step_note = (
-            f"without {', '.join(left_out)}, which holds other things than tensors, numbers, texts, lists, tuples and "
-            "dicts: replay(path, model=..., batch=my_function) asks for it"
+        raise StepFileError(
+            f"batch {', '.join(left_out)} holds other things than tensors, numbers, texts, lists, tuples and dicts. "
+            "Let the collate function return a dict of tensors to get the file"
         )
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     return {
         "version": VERSION,
         "step": bad.step,
@@ -71,14 +66,13 @@ def step_as_plain(
         "module": bad.model,
         "checkpoint": checkpoint,
         "conditions": {**asdict(rerun.conditions), "trainer": dict(rerun.conditions.trainer)},
-        "machine": _machine_now(next((p.device for p in module.parameters()), torch.device("cpu"))),
+        "machine": {"torch": str(torch.__version__), "device": str(device)},
         "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
         "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers() if _is_plain(each)},
         "micro": [
             {
                 "index": each.index,
-                "batch": map_tensors(each.batch, compact) if _is_plain(each.batch) else None,
-                "has_batch": _is_plain(each.batch),
+                "batch": map_tensors(each.batch, compact),
                 "random": None if each.random is None else each.random.as_plain(),
                 "updates_before": each.updates_before,
             }
@@ -106,19 +100,6 @@ def compact(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     is_whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes
     return tensor if is_whole else tensor.clone()
-
-
-def _machine_now(device: torch.device) -> dict[str, str]:
-    """Return what this process runs on. Where two machines differ in it, last bits may differ."""
-    is_cuda = device.type == "cuda" and torch.cuda.is_available()
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "CPU capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
-        "device": str(device),
-        "GPU": torch.cuda.get_device_name(device) if is_cuda else "none",
-    }
 
 
 def read_step(path: Path) -> dict[str, Any]:
@@ -165,8 +146,6 @@ class Replay:
         gradients: Name of the parameter to its gradient, as the optimizer would get it.
         is_finite: Whether all losses and gradients are finite now.
         mismatches: The differences to the step, one sentence each.
-        differences: The differences of this machine to the one that the step ran on, such as ``"torch 2.11.0, was
-            2.13.0"``.
         doubts: The reasons why it may not be exact, one sentence each.
         explanation: The step, with the operation that made the first bad value; None where that was not found.
         text: What HaltOnNaN said of the step.
@@ -180,7 +159,6 @@ class Replay:
     gradients: Mapping[str, Tensor] = field(repr=False)
     is_finite: bool
     mismatches: tuple[str, ...]
-    differences: tuple[str, ...]
     doubts: tuple[str, ...]
     explanation: BadStep | None
     text: str
@@ -202,10 +180,8 @@ class Replay:
             "Bit for bit the same as in the step: losses and gradients."
             if self.exact
             else "\n- ".join(["Not the same as in the step:", *self.mismatches]),
+            *(f"Note: {doubt}" for doubt in self.doubts),
         ]
-        if self.differences:
-            lines.append(f"This machine is another: {'; '.join(self.differences)}.")
-        lines += [f"Note: {doubt}" for doubt in self.doubts]
         if bad is not None:
             lines += ["", f"Cause: {bad.cause}: {bad.because}", bad.what]
             lines += [f"Tried: {bad.confirmed}."] if bad.confirmed else []
@@ -217,53 +193,64 @@ class Replay:
     _repr_html_ = shown_as(summary)
 
 
-def replay(path: str | Path, *, model: Any, batch: Callable[[int], Any] | None = None) -> Replay:
+def replay(path: str | Path, *, model: Any) -> Replay:
     """Run the step that HaltOnNaN stopped at again from its file, and compare every bit of losses and gradients.
 
     The weights come from the checkpoint that lies beside it. On the machine that wrote it, losses and gradients are the
-    same bit for bit; on another, the result says what differs. No Trainer, data set or process group is needed, and
-    nothing is logged or written. Both files are opened with ``weights_only=True``: no code that they name is run.
+    same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both files are
+    opened with ``weights_only=True``: no code that they name is run.
 
     Args:
         path: The file, ``nonfinite-step<n>-rank<r>.pt``.
         model: The LightningModule, which gets the weights; or its class, which ``load_from_checkpoint`` makes with the
             saved hyperparameters; or a function that makes it.
-        batch: Returns the batch with an index within the epoch, for batches that the file cannot hold.
 
     Raises:
-        TypeError: `batch` is no function.
         StepFileError: A file cannot be read, the module cannot be made or is another one; the message says what to do.
     """
-    if batch is not None and not callable(batch):
-        raise TypeError(f"batch must be a function of a batch index, got {type(batch).__name__}")
     with random_streams_restored():  # making a module uses random numbers
         try:
-            return _replay(Path(path), model, batch)
+            return _replay(Path(path), model)
         except StepFileError:
             raise
         except CannotRerunError as error:
             raise StepFileError(f"{path}: {error}") from error
         except Exception as error:
             raise StepFileError(
-                f"{path} cannot be replayed: {type(error).__name__}: {error}. It was changed after it was written, or "
-                "this process differs too much from the one that wrote it.\nNext: copy the file once more, and pass "
-                "the module as the training script makes it: replay(path, model=my_module)."
+                f"{path} cannot be replayed: {type(error).__name__}: {error}\nNext: pass the module as the training "
+                "script makes it, replay(path, model=my_module); or copy the file once more, which may have changed."
             ) from error
 
 
-def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Replay:
+def _replay(path: Path, model: Any) -> Replay:
     saved = read_step(path)
     # A file beside it and no other: a step's file must not choose what is opened.
     checkpoint = path.with_name(Path(str(saved["checkpoint"])).name)
     weights = _loaded(checkpoint, "the checkpoint of the last good state")
-    module = _module_of(model, checkpoint, weights, str(saved["module"]))
-    conditions, device = _conditions_here(saved)
+    module = _module_of(model, checkpoint, weights)
+    doubts, device = list(map(str, saved["doubts"])), torch.device(saved["machine"]["device"])
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        doubts.append(f"Its device, {device}, is not here: it is run on the CPU.")
+        device = torch.device("cpu")
+    if saved["machine"]["torch"] != torch.__version__:
+        doubts.append(f"It ran with torch {saved['machine']['torch']}, and this is {torch.__version__}.")
     module.to(device)
     _set_buffers(module, saved["buffers"], device)
     evaluating = set(saved["evaluating"])
     for name, part in module.named_modules():
         part.training = plain_name(name) not in evaluating
-    micro = [_micro(each, device, batch_of) for each in saved["micro"]]
+    micro = [
+        MicroBatch(
+            int(each["index"]),
+            map_tensors(each["batch"], lambda tensor: tensor.to(device)),
+            None if each["random"] is None else RandomState.from_plain(each["random"]),
+            updates_before=int(each["updates_before"]),
+        )
+        for each in saved["micro"]
+    ]
+    conditions = _conditions(saved["conditions"], device)
     optimizers, schedulers = configured(module, conditions)
     for optimizer, state in zip(optimizers, weights.get("optimizer_states", ()), strict=False):
         with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
@@ -271,7 +258,6 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
     wanted = set(saved["parameters"])
     parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
     rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
-    doubts = list(map(str, saved["doubts"]))
     bad = BadStep(step=int(saved["step"]), rank=int(saved["rank"]), learning_rates=rates, doubts=tuple(doubts))
     rerun = StepRerun(module, micro, conditions, optimizers=optimizers, schedulers=schedulers, parameters=parameters)
     with rerun:
@@ -284,7 +270,6 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
                 explain(rerun, outcome, bad)
             except CannotRerunError as error:
                 doubts.append(f"The operation was not found: {error}.")
-    there, here = saved["machine"], _machine_now(device)
     return Replay(
         path=path,
         step=bad.step,
@@ -292,9 +277,6 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
         gradients=gradients,
         is_finite=is_finite,
         mismatches=tuple(unlike),
-        differences=tuple(
-            f"{name} {now}, was {there.get(name)}" for name, now in here.items() if there.get(name) != now
-        ),
         doubts=tuple(doubts),
         explanation=bad if bad.what else None,
         text=str(saved["text"]),
@@ -303,23 +285,17 @@ def _replay(path: Path, model: Any, batch_of: Callable[[int], Any] | None) -> Re
     )
 
 
-def _module_of(model: Any, checkpoint: Path, weights: Any, name: str) -> nn.Module:
-    """Return the module with the weights of a checkpoint."""
-    try:
-        if isinstance(model, nn.Module):
-            module = model
-        elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
-            load: Any = model.load_from_checkpoint
-            # It was opened safely above; versions of Lightning without the argument open it as they do.
-            options = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
-            module = load(checkpoint, map_location="cpu", **options)
-        else:
-            module = model()
-    except Exception as error:
-        raise StepFileError(
-            f"{name} cannot be made: {type(error).__name__}: {error}.\nNext: make the module as the training script "
-            "does and pass it, replay(path, model=my_module), or pass a function that makes it."
-        ) from error
+def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
+    """Return the module with the weights of a checkpoint. Whatever fails is told by `replay`."""
+    if isinstance(model, nn.Module):
+        module = model
+    elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
+        load: Any = model.load_from_checkpoint
+        # It was opened safely above; versions of Lightning without the argument open it as they do.
+        options = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
+        module = load(checkpoint, map_location="cpu", **options)
+    else:
+        module = model()
     if not is_lightning_module(module):
         raise StepFileError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
     saved: Mapping[str, Tensor] = weights["state_dict"]
@@ -331,55 +307,23 @@ def _module_of(model: Any, checkpoint: Path, weights: Any, name: str) -> nn.Modu
     for key, tensor in (*module.named_parameters(), *module.named_buffers()):
         if key in state and state[key].dtype != tensor.dtype and not is_lazy(tensor):
             tensor.data = tensor.data.to(state[key].dtype)  # Trainer(precision="64-true") has converted it
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise StepFileError(
-            f"This is not the module that the step ran with, which is {name}: {error}\n"
-            "Next: make the module as the training script does and pass it: replay(path, model=my_module)."
-        ) from error
+    module.load_state_dict(state)
     return module
 
 
-@torch.no_grad()
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the buffers that the step began with, those that no checkpoint holds among them."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
-        here = buffers_of(parts[owner]).get(key)
-        if here is None or here.shape != value.shape or here.dtype != value.dtype or is_expanded(here):
-            buffers_of(parts[owner])[key] = value.to(device)
-        else:
-            here.copy_(value)
+        buffers_of(parts[owner])[key] = value.to(device)
 
 
-def _conditions_here(saved: Mapping[str, Any]) -> tuple[StepConditions, torch.device]:
-    """Return what the step ran under, and the device to run it on: the CPU where the step's own is missing."""
-    conditions = StepConditions(**saved["conditions"])
+def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
+    """Return what the step ran under. Of the file, plain values and names of data types are taken, and nothing else."""
+    conditions = StepConditions(**saved)
     for name in filter(None, (conditions.autocast, conditions.default_dtype)):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise TypeError(f"torch.{name} is no data type")
     facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS and type(value) in SIMPLE}
-    device = torch.device(saved["machine"]["device"])
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        device = torch.device("cpu")
-    return replace(conditions, trainer=facts, device_type=device.type), device
-
-
-def _micro(saved: Mapping[str, Any], device: torch.device, batch_of: Callable[[int], Any] | None) -> MicroBatch:
-    if batch_of is None and not saved["has_batch"]:
-        raise StepFileError(
-            f"Batch {saved['index']} is not in the file, which holds tensors, numbers, texts, lists, tuples and dicts "
-            "alone.\nNext: pass a function that returns the batch of an index: replay(path, model=..., "
-            "batch=my_function)."
-        )
-    batch = saved["batch"] if batch_of is None else batch_of(saved["index"])
-    return MicroBatch(
-        int(saved["index"]),
-        map_tensors(batch, lambda tensor: tensor.to(device)),
-        None if saved["random"] is None else RandomState.from_plain(saved["random"]),
-        updates_before=int(saved["updates_before"]),
-    )
+    return replace(conditions, trainer=facts, device_type=device.type)

@@ -20,12 +20,11 @@ from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
 from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
-    HeldBackStep,
     MicroBatch,
     PastStep,
     StepReading,
-    depends_on_weights,
     do_nothing,
+    trains_weights,
     undivided_loss,
 )
 from lightning_memtools.nonfinite.update_flag import (
@@ -47,16 +46,10 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """Sees the numbers of each finite step that a StepGuard has read.
+    """Sees each finite step that a StepGuard has read."""
 
-    Attributes:
-        decides: True if it may hold updates back. Then each step is read before its update, for which the host waits.
-        read: Gets the step, its numbers, and whether its update has been made already; returns whether the update is
-            to be held back.
-    """
-
-    decides: bool
-    read: Callable[[GuardedStep, StepReading, bool], bool]
+    decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
+    read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
 
 
 class Verdict(Enum):
@@ -68,28 +61,17 @@ class Verdict(Enum):
     HALT = auto()  # its update is held back, and training ends
 
 
-def judge(
-    *, bad_loss: bool, bad_gradient: bool, skips_left: int, scale: float | None, n_in_a_row: int, amp_patience: int
-) -> Verdict:
-    """Return the verdict on a step: `n_in_a_row` counts the gradient scaler's skips, this one included."""
+def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
+    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler may skip it, as often as it has by now."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
-    if scale is not None and not bad_loss and n_in_a_row < amp_patience and scale >= 1:
+    if is_scaler_normal and not bad_loss:
         return Verdict.LEFT_TO_SCALER
     return Verdict.SKIP if skips_left > 0 else Verdict.HALT
 
 
 class ExchangedError(RuntimeError):
     """Raised on all ranks in the same check, after one of them could not read its step."""
-
-
-@dataclass(slots=True)
-class _PresentBatch:
-    """The batch whose forward pass began last."""
-
-    number: int  # of its training step
-    micro: MicroBatch
-    n_updates: int = 0  # in manual optimization
 
 
 class StepGuard:
@@ -100,25 +82,17 @@ class StepGuard:
     it one step late, and nothing waits.
 
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
-    `before_update` last. If `check` or `drain` returns a step, it is bad: call `undo` to restore what it has changed,
-    then stop.
+    `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
-    Args:
-        model: The module that is trained.
-        max_skips: As in HaltOnNaN.
-        amp_patience: As in HaltOnNaN.
-        records: Whether to note the random streams of each batch, for a rerun.
-        gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
-            after backward (replicated), each has a part (sharded).
-        ranks: Gathers from all ranks.
-        mark_loop: Called at the start of each step; returns a function that puts the caller's counters back to there,
-            which `undo` calls.
-        watch: Sees what was read of each finite step.
+    `max_skips` and `amp_patience` are those of HaltOnNaN. With `records`, the random streams of each batch are noted
+    for a rerun. `gradients`: there is one rank (whole), all have the same after backward (replicated), or each has a
+    part (sharded). `mark_loop` is called at the start of each step, and returns a function that puts the caller's
+    counters back to there, for `undo`. `watch` sees what was read of each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss that depends on weights.
+        saw_losses: Whether there was any loss that may depend on weights.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
         carries_losses: True if NaN gradients tell the other ranks of a bad loss.
         is_sharded: True if no rank has all weights and gradients.
@@ -150,15 +124,15 @@ class StepGuard:
         self._flag: UpdateFlag | None = None
         self._is_fused: dict[Optimizer, bool] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
-        self._batch: _PresentBatch | None = None
+        self._number, self._batch, self._n_updates = 0, MicroBatch(0, None), 0  # those of the present batch
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
-        self._n_exchanges = 0
+        self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Note a batch before its forward pass. `first`: it is the first micro-batch of training step `number`."""
         micro = MicroBatch(batch_idx, batch, RandomState.now() if self._records else None)
-        self._batch, step = _PresentBatch(number, micro), self._step
+        self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
         if first or step is None or not step.losses():
             step = self._open()
         else:
@@ -171,52 +145,50 @@ class StepGuard:
 
     def end_batch(self) -> None:
         """Note that the batch is over, so that it is held only as long as its step needs it."""
-        self._batch = None
+        self._batch = MicroBatch(self._batch.index, None)
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
         """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
-        self.saw_losses = self.saw_losses or depends_on_weights(loss)
+        self.saw_losses = self.saw_losses or trains_weights(loss)
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
         if self.carries_losses:
             poison(loss)
 
-    def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> HeldBackStep | None:
-        """Decide on the coming update. `reopen`: more forward passes may follow in the same batch.
+    def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
+        """Decide on the coming update; return the step if it is bad. `reopen`: the batch may have further updates.
 
         Raises:
             ExchangedError: This rank or another cannot go on; it is raised on all ranks.
         """
-        n_before = self._n_exchanges
+        self._has_exchanged = False
         try:
             if self.failure:
                 raise RuntimeError(self.failure)  # noqa: TRY301, handled like a failure here
             return self._check(optimizer, scaler=scaler, reopen=reopen)
         except Exception as error:
-            if not self.exchanges or self._n_exchanges > n_before:  # if after it, the others learn it in the next step
+            if not self.exchanges or self._has_exchanged:  # if after it, the others learn it in the next step
                 raise
             self.failure = self.failure or in_one_line(error)
-            self._exchanged([], [], exact=False)
+            self._measured([], [], [], exact=False)
             raise
 
-    def _check(self, optimizer: Optimizer, *, scaler: Any, reopen: bool) -> HeldBackStep | None:
+    def _check(self, optimizer: Optimizer, *, scaler: Any, reopen: bool) -> GuardedStep | None:
         step, self._step = self._step or self._open(), None
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
         self.saw_gradients = self.saw_gradients or bool(gradients)
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):
-            held_back = self._check_on_device(step, optimizer, gradients)
+            bad = self._check_on_device(step, optimizer, gradients)
         else:
-            held_back = None if self._flag is None else self.drain()
-            held_back = held_back or self._check_on_host(step, optimizer, gradients, scaler)
-        if held_back is None and reopen:
-            if self._batch is not None:
-                self._batch.n_updates += 1
+            bad = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
+        if bad is None and reopen:
+            self._n_updates += 1
             self._open().restore_loop = None  # to be set when the update has been made
-        return held_back
+        return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Make the update do nothing if its step is to be skipped. Call it last: clipping and hooks need gradients."""
@@ -224,36 +196,36 @@ class StepGuard:
             self._to_skip = None
             hide_gradients(optimizer)
 
-    def drain(self) -> HeldBackStep | None:
+    def drain(self) -> GuardedStep | None:
         """Wait for the results of all steps that are not decided yet; return the bad step, if there is one."""
         return self._read_flags(wait=True)
 
-    def undo(self, held_back: HeldBackStep) -> tuple[str, ...]:
+    def undo(self, bad: GuardedStep) -> tuple[str, ...]:
         """Restore buffers, optimizers' settings and the caller's counters; return the names of what it could not."""
-        for step in reversed((held_back.step, *held_back.later)):
+        for step in reversed((bad, *bad.later)):
             step.restore_settings()
         unrestored = self._buffers.unrestored()
-        if isinstance(held_back.step.optimizer, LBFGS):
+        if isinstance(bad.optimizer, LBFGS):
             unrestored.append("weights and optimizer state that evaluations of the loss in this step have moved")
         self._buffers.restore()
-        if held_back.step.restore_loop is not None:
-            held_back.step.restore_loop()
+        if bad.restore_loop is not None:
+            bad.restore_loop()
         return tuple(unrestored)
 
     def close(self) -> None:
         """Stop holding back updates of the optimizers, and release all tensors. Idempotent."""
         if self._flag is not None:
             self._flag.close()
-        self._step = self._batch = None
+        self._step = None
+        self.end_batch()
         self._is_fused.clear()
         self._scaler_skips.clear()
 
     def _open(self) -> GuardedStep:
-        now = self._batch or _PresentBatch(0, MicroBatch(0, None))
-        micro = now.micro
-        if micro.losses or now.n_updates:  # a second step within the batch has losses of its own
-            micro = replace(micro, losses=[], updates_before=now.n_updates)
-        step = self._step = GuardedStep(now.number, self._mark_loop(), [micro])
+        micro = self._batch
+        if micro.losses or self._n_updates:  # a second step within the batch has losses of its own
+            micro = replace(micro, losses=[], updates_before=self._n_updates)
+        step = self._step = GuardedStep(self._number, self._mark_loop(), [micro])
         self._buffers.keep(unless=None if self._flag is None else self._flag.flag)
         return step
 
@@ -261,41 +233,38 @@ class StepGuard:
 
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
-    ) -> HeldBackStep | None:
-        losses, scale = step.losses(), 1.0
+    ) -> GuardedStep | None:
+        losses = step.losses()
+        # get_scale() would wait for the device once more.
         is_scaled = scaler is not None and bool(gradients) and takes_scaled_gradients(optimizer)
-        if self.exchanges:
-            reading = self._reading(step, self._exchanged(losses, gradients, exact=False).tolist())
-            scale = scaler.get_scale() if is_scaled else 1.0
-        else:
-            # get_scale() would wait for the device once more.
-            scales = [scaler.scale(torch.ones((), device=gradients[0].device))] if is_scaled else []
-            numbers = measure_and_read(gradients, [*losses, *scales])
-            if numbers is None:
-                return None
-            if scales:
-                scale = numbers.pop(1 + len(losses))
-            reading = self._reading(step, numbers)
-        if self.is_sharded:
-            is_suspect = reading.is_bad_anywhere
-        else:
-            # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
-            is_suspect = not all(map(math.isfinite, (reading.norm, *(() if self.carries_losses else reading.losses))))
-        if is_scaled:
-            reading = replace(reading, norm=reading.norm / (scale or math.nan))
+        scales = [scaler.scale(torch.ones((), device=gradients[0].device))] if is_scaled else []
+        before = [*losses, *scales]
+        shared = self._measured(losses, gradients, before, exact=False) if self.exchanges else None
+        numbers = measure_and_read(gradients, before) if shared is None else shared.tolist()
+        if numbers is None:
+            return None
+        scale = numbers.pop(len(losses)) if scales else 1.0
+        step.reading = reading = self._reading(step, numbers)
+        # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
+        mine = (reading.norm,) if self.carries_losses else (reading.norm, *reading.losses)
+        is_suspect = reading.is_bad_anywhere if self.is_sharded else not all(map(math.isfinite, mine))
+        reading.norm = reading.norm / (scale or math.nan) if scales else reading.norm
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
-            if self._note_good(step, reading, is_late=False):
+            if self._note_good(step):
                 self._hold_back(optimizer, scaler)
             return None
-        self._remember(step, reading)
+        self._remember(step)
         named = zip(names_of(self._model, step.parameters), gradients, reading.norms, strict=True)
-        held_back = HeldBackStep(step, reading.losses, reading.norm, tuple(count_bad(list(named))))
-        return self._decide(held_back, optimizer, scaler)
+        step.gradients = tuple(count_bad(list(named)))
+        verdict = self._verdict_on(step, optimizer, scaler)
+        if verdict is Verdict.SKIP:
+            self._hold_back(optimizer, scaler)
+            self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
+        return step if verdict is Verdict.HALT else None
 
-    def _decide(self, suspect: HeldBackStep, optimizer: Optimizer, scaler: Any) -> HeldBackStep | None:
-        """Let a suspect step pass, leave it to the gradient scaler, skip it, or return it."""
-        bad_loss, bad_gradient = not all(map(math.isfinite, suspect.losses)), bool(suspect.gradients)
+    def _verdict_on(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> Verdict:
+        bad_loss, bad_gradient = not all(map(math.isfinite, step.reading.losses)), bool(step.gradients)
         if self._ranks.world_size > 1 and (self.is_sharded or scaler is not None):
             everyone = self._ranks.objects((bad_loss, bad_gradient))
             bad_loss, bad_gradient = any(loss for loss, _ in everyone), any(gradient for _, gradient in everyone)
@@ -304,24 +273,18 @@ class StepGuard:
         verdict = judge(
             bad_loss=bad_loss,
             bad_gradient=bad_gradient,
+            is_scaler_normal=scale is not None and scale >= 1 and n_in_a_row < self._amp_patience,
             skips_left=self._max_skips - len(self.skipped),
-            scale=scale,
-            n_in_a_row=n_in_a_row,
-            amp_patience=self._amp_patience,
         )
         if verdict is Verdict.GOOD:  # the gradients are finite, and only their norm overflows
             self._scaler_skips.pop(optimizer, None)
         elif scale is not None and not bad_loss:
             self._scaler_skips[optimizer] = n_in_a_row
-            reason = (
+            step.scaler = (
                 f"the gradient scaler skipped {n_in_a_row} step{'s' * (n_in_a_row > 1)} in a row and is at a scale of "
                 f"{scale:g} (HaltOnNaN allows {self._amp_patience} in a row above a scale of 1: amp_patience)"
             )
-            suspect = replace(suspect, scaler=reason)
-        if verdict is Verdict.SKIP:
-            self._hold_back(optimizer, scaler)
-            self.skipped.append((suspect.step.number, tuple(micro.index for micro in suspect.step.micro)))
-        return suspect if verdict is Verdict.HALT else None
+        return verdict
 
     def _hold_back(self, optimizer: Optimizer, scaler: Any) -> None:
         if scaler is None or not takes_scaled_gradients(optimizer):
@@ -341,74 +304,79 @@ class StepGuard:
             self._is_fused[optimizer] = honours_found_inf(optimizer)
         return self._is_fused[optimizer] and not creates_state(optimizer, parameters)
 
-    def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> HeldBackStep | None:
-        held_back = self._read_flags(wait=self._ranks.world_size > 1)  # ranks must not differ in when they read
-        if held_back is not None:
-            return held_back
+    def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> GuardedStep | None:
+        bad = self._read_flags(wait=self._ranks.world_size > 1)  # ranks must not differ in when they read
+        if bad is not None:
+            return bad
         step.restore_settings = mark_settings(optimizer)
         losses = step.losses()
-        shared = self._exchanged(losses, gradients, exact=True) if self.exchanges else None
-        numbers = measure(gradients, losses, exact=True) if shared is None else shared
-        if numbers is None:
-            return None
-        self._flag = self._flag or UpdateFlag(numbers.device)
-        n_deciding = 1 if self.carries_losses else 1 + len(losses)
-        self._flag.check(optimizer, numbers.to(self._flag.flag.device, non_blocking=True), n_deciding, step)
+        numbers = self._measured(losses, gradients, losses, exact=True)
+        if numbers is not None:
+            self._flag = self._flag or UpdateFlag(numbers.device)
+            deciding = slice(len(losses) if self.carries_losses else 0, len(losses) + len(gradients))
+            self._flag.check(optimizer, numbers, deciding, step)
         return None
 
-    def _read_flags(self, *, wait: bool) -> HeldBackStep | None:
+    def _read_flags(self, *, wait: bool) -> GuardedStep | None:
         decided = [] if self._flag is None else self._flag.read(wait=wait)
         for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
-            reading = self._reading(step, numbers)
+            step.reading, step.late = self._reading(step, numbers), True
             if not is_held_back:
-                self._note_good(step, reading, is_late=True)
+                self._note_good(step)
                 continue
-            self._remember(step, reading)
+            self._remember(step)
             # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
-            named = zip(names_of(self._model, step.parameters), step.parameters, reading.norms, strict=True)
-            bad = [BadTensor(name, None, None, p.numel(), n) for name, p, n in named if not math.isfinite(n)]
+            named = zip(names_of(self._model, step.parameters), step.parameters, step.reading.norms, strict=True)
+            step.gradients = tuple(
+                BadTensor(name, None, None, p.numel(), norm) for name, p, norm in named if not math.isfinite(norm)
+            )
             rest = [] if self._flag is None else self._flag.read(wait=True)
-            later = tuple(each for each, *_ in (*decided[position:], *rest))
-            return HeldBackStep(step, reading.losses, reading.norm, tuple(bad), late=True, later=later)
+            step.later = tuple(each for each, *_ in (*decided[position:], *rest))
+            return step
         return None
 
     # --- of both
 
-    def _exchanged(self, losses: list[Tensor], gradients: list[Tensor], *, exact: bool) -> Tensor:
-        """Return the numbers of the step, and what all ranks have to know of them. Collective."""
-        device, has_failed = next(self._model.parameters()).device, bool(self.failure)
-        numbers = None if has_failed else measure(gradients, losses, exact=exact)
-        self._n_exchanges += 1
-        shared = over_ranks(numbers, 1 + len(losses), losses, device, sharded=self.is_sharded, has_failed=has_failed)
+    def _measured(
+        self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
+    ) -> Tensor | None:
+        """Return the numbers `before` and the norms of gradients, and what ranks have to know of each other's."""
+        has_failed = bool(self.failure)
+        numbers = None if has_failed else measure(gradients, before, exact=exact)
+        if not self.exchanges:
+            return numbers
+        self._has_exchanged = True
+        device = next(self._model.parameters()).device
+        shared = over_ranks(numbers, losses, len(before), device, has_failed=has_failed)
         if has_failed:
             raise ExchangedError(self.failure)
         return shared
 
     def _reading(self, step: GuardedStep, numbers: list[float]) -> StepReading:
-        shared: list[float] = []
-        if self.exchanges:
-            numbers, shared = numbers[:-3], numbers[-3:]
-            if shared[2]:
+        n = len(step.losses())
+        losses, shared = tuple(numbers[:n]), numbers[-4:] if self.exchanges else []
+        norms = numbers[n : len(numbers) - len(shared)]
+        reading = StepReading(math.hypot(*norms), losses, tuple(norms))
+        reading.worst_loss = reading.mean_loss
+        if shared:
+            norm, worst_loss, is_bad, has_failed = shared
+            if has_failed:
                 raise ExchangedError("another rank could not read its step")
-        n = 1 + len(step.losses())
-        losses = tuple(numbers[1:n])
-        mean = sum(losses) / len(losses) if losses else math.nan
-        worst = shared[0] if shared and losses else mean
-        return StepReading(numbers[0], losses, tuple(numbers[n:]), mean, worst, bool(shared and shared[1]))
+            reading.norm, reading.is_bad_anywhere = norm if self.is_sharded else reading.norm, bool(is_bad)
+            reading.worst_loss = worst_loss if losses else math.nan
+        return reading
 
-    def _note_good(self, step: GuardedStep, reading: StepReading, *, is_late: bool) -> bool:
+    def _note_good(self, step: GuardedStep) -> bool:
         """Note a step that is finite, and return whether the watch wants its update held back."""
-        self._remember(step, reading)
-        if self._watch is None:
-            return False
+        self._remember(step)
         try:
-            return self._watch.read(step, reading, is_late) and not is_late
+            return self._watch is not None and self._watch.read(step) and not step.late
         except Exception:  # it ends the run
-            self.undo(HeldBackStep(step, reading.losses, reading.norm))
+            self.undo(step)
             raise
 
-    def _remember(self, step: GuardedStep, reading: StepReading) -> None:
-        self.history.append(PastStep(step.number, reading.mean_loss, reading.norm))
+    def _remember(self, step: GuardedStep) -> None:
+        self.history.append(PastStep(step.number, step.reading.mean_loss, step.reading.norm))
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:

@@ -1,13 +1,12 @@
-"""Runs a step again, from the state that it began with, and compares what it computes; everything stays as it was."""
+"""Runs a step again from the state that it began with, and compares what it computes; everything stays as it was."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import math
-import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from hashlib import sha256
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
+from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
@@ -126,7 +126,6 @@ class StepRerun:
     schedulers: Sequence[Any] = ()  # Lightning's configurations; those of the Trainer if there is one
     parameters: Sequence[Tensor] = ()  # those whose gradients belong to the step; all when left out
     trainer: Any = None
-    host: Callable[[], AbstractContextManager[Any]] = nullcontext  # in this context copies are host memory
 
     def __post_init__(self) -> None:
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
@@ -138,25 +137,23 @@ class StepRerun:
         self.written: tuple[str, ...] = ()
         self._named = list(self.module.named_parameters())  # the step may replace some
         self._wanted = {id(p) for p in self.parameters}
-        self._snapshot: StateSnapshot | None = None
+        self._snapshot: StateSnapshot
         self._losses: list[Tensor] = []
-        self._n_updates = 0
-        self._now: MicroBatch | None = None
+        self._n_updates, self._now = 0, self.micro[0]
 
     def __enter__(self) -> Self:
         skip = () if self.trainer is None else (type(self.trainer),)
         roots = [self.module, *self.optimizers, [each.batch for each in self.micro]]
-        self._snapshot = StateSnapshot(roots, skip=skip, host=self.host)
+        self._snapshot = StateSnapshot(roots, skip=skip, host=host_memory)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.reset()
-        self._snapshot = self._now = None
+        del self._snapshot
         self._losses = []
 
     def reset(self) -> None:
         """Restore everything to what it was on entry."""
-        assert self._snapshot is not None, "StepRerun is a context manager"
         self._snapshot.restore()
 
     def run(
@@ -179,10 +176,25 @@ class StepRerun:
         try:
             alone = _NoCollectives() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
             with _quiet(), torch.enable_grad():
-                loop = self._loop()
+                loop = ReplayLoop(
+                    self.module,
+                    original=self.trainer,
+                    facts=self.conditions.trainer,
+                    optimizers=self.optimizers,
+                    schedulers=self.schedulers,
+                    accumulate=self.conditions.divided_by,
+                    scale=self.conditions.scale,
+                    forward=self.conditions.forward,
+                    on_loss=self._note_loss,
+                    before_update=self._before_update,
+                )
             with _quiet(), torch.enable_grad(), alone, within or nullcontext():
                 for position, micro in enumerate(self.micro):
-                    if self._run_batch(loop, micro, (batches or {}).get(position, micro.batch)):
+                    if micro.random is not None:
+                        micro.random.restore()
+                    self._now, self._n_updates = micro, 0
+                    batch = (batches or {}).get(position, micro.batch)
+                    if loop.run(batch, micro.index, is_last=micro is self.micro[-1]):
                         break
         except CannotRerunError:
             raise
@@ -196,27 +208,6 @@ class StepRerun:
         }
         return StepOutcome(self._losses, gradients)
 
-    def _loop(self) -> Any:
-        return ReplayLoop(
-            self.module,
-            original=self.trainer,
-            facts=self.conditions.trainer,
-            optimizers=self.optimizers,
-            schedulers=self.schedulers,
-            accumulate=self.conditions.divided_by,
-            scale=self.conditions.scale,
-            forward=self.conditions.forward,
-            on_loss=self._note_loss,
-            before_update=self._before_update,
-        )
-
-    def _run_batch(self, loop: Any, micro: MicroBatch, batch: Any) -> bool:
-        """Run one batch; return whether the step ends within it."""
-        if micro.random is not None:
-            micro.random.restore()
-        self._now, self._n_updates = micro, 0
-        return bool(loop.run(batch, micro.index, is_last=micro is self.micro[-1]))
-
     def _note_loss(self, loss: Tensor) -> None:
         scale = self.conditions.scale
         factor = None if scale is None else torch.full((), scale, dtype=torch.float32, device=loss.device)
@@ -225,14 +216,13 @@ class StepRerun:
     def _before_update(self) -> bool:
         """Return whether the step ends before an update; earlier ones of its batch were made before it began."""
         micro = self._now
-        assert micro is not None
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
             self._losses.clear()
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return what changes when a parameter, a tensor in an attribute or one of a batch is written: by name."""
+        """Return by name what changes when a parameter, a tensor in an attribute or one of a batch is written."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module)]
         for micro in self.micro:
             tensors += named_tensors(micro.batch, f"batch {micro.index}")
@@ -257,29 +247,25 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
     return loop.optimizers, loop.schedulers
 
 
-def _digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a gradient's dtype and of the bits of its values, as far as these can be read."""
-    floats, kind = floats_of(tensor), str(tensor.dtype).encode()
-    if floats is None:
-        return sha256(kind).hexdigest()
-    bits = floats.detach().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return sha256(kind + bits).hexdigest()
-
-
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each gradient."""
-    return {name: _digest_of(gradient) for name, gradient in gradients.items()}
+    """Return the SHA-256 of each gradient: of its dtype, and of the bits of its values as far as these can be read."""
+    digests = {}
+    for name, gradient in gradients.items():
+        digest, floats = sha256(str(gradient.dtype).encode()), floats_of(gradient)
+        if floats is not None:
+            bits = floats.detach().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(bits.numpy().tobytes())
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
     """Return how a rerun differs from the step, one sentence each; empty if all bits are the same. Any NaN is equal."""
-    now = [float(loss) for loss in again.losses]
-    differences = [f"It gave {len(now)} losses, the step {len(losses)}."] if len(now) != len(losses) else []
-    for position, (before, after) in enumerate(zip(losses, now, strict=False)):
-        if struct.pack("d", before) != struct.pack("d", after) and not (math.isnan(before) and math.isnan(after)):
-            differences.append(f"Loss {position} is {after!r}, in the step it was {before!r}.")
-    different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
-    different += [name for name in digests if name not in again.gradients]
+    now, gradients = [float(loss) for loss in again.losses], digests_of(again.gradients)
+    differences = []
+    if list(map(repr, now)) != list(map(repr, losses)):  # the text of a float tells every bit
+        differences.append(f"It gave the losses {now}, the step {list(losses)}.")
+    different = [name for name in {*digests, *gradients} if name in digests and digests[name] != gradients.get(name)]
     if different:
-        differences.append(f"Of {len(digests)} gradients {len(different)} differ: {first_of(different)}.")
+        differences.append(f"Of {len(digests)} gradients {len(different)} differ: {first_of(sorted(different))}.")
     return differences

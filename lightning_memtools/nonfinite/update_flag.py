@@ -25,9 +25,10 @@ class UpdateFlag:
         self._attached: list[Optimizer] = []
 
     @torch.no_grad()
-    def check(self, optimizer: Optimizer, numbers: Tensor, n_deciding: int, step: GuardedStep) -> None:
-        """Hold back the coming update and all later ones if one of the first `n_deciding` numbers is NaN or Inf."""
-        bad = ~torch.isfinite(numbers[:n_deciding]).all()
+    def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
+        """Hold back the coming update and all later ones if one of the deciding numbers is NaN or Inf."""
+        numbers = numbers.to(self.flag.device, non_blocking=True)
+        bad = ~torch.isfinite(numbers[deciding]).all()
         # Exactly 0 or 1: the kernels subtract it from the step count.
         self.flag.copy_(bad | (self.flag != 0))
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
@@ -104,40 +105,26 @@ def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
 
 @torch.no_grad()
 def over_ranks(
-    numbers: Tensor | None,
-    n_deciding: int,
-    losses: Sequence[Tensor],
-    device: torch.device,
-    *,
-    sharded: bool,
-    has_failed: bool,
+    numbers: Tensor | None, losses: Sequence[Tensor], n_before: int, device: torch.device, *, has_failed: bool
 ) -> Tensor:
     """Return the numbers of a step with what all ranks have to know of them; one collective, no wait for the device.
 
-    Args:
-        numbers: What `measure` returned on this rank, the norm first; None if this rank has none.
-        n_deciding: The number of leading numbers that decide.
-        losses: The losses of this rank.
-        device: The device of training.
-        sharded: Whether the norm is that of this rank's shard, to be replaced by the norm over all.
-        has_failed: Whether this rank could not read its step.
-
-    Returns:
-        The numbers, and three more at the end: the largest mean loss; 1 if a deciding number of any rank is NaN or Inf;
-        1 if a rank could not read its step.
+    `numbers` is what `measure` returned here, or None; the norms of gradients come after the first `n_before`. Four
+    follow at the end: the norm over the gradients of all ranks, where each has a part of them; the largest mean loss;
+    1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:
-        numbers = torch.zeros(1, device=device, dtype=dtype)
+        numbers = torch.zeros(0, device=device, dtype=dtype)
     mean = torch.stack(list(losses)).mean() if losses else numbers.new_zeros(())
-    is_bad = ~torch.isfinite(numbers[:n_deciding]).all()
-    own = [numbers[0].square(), mean, is_bad, torch.full_like(is_bad, has_failed)]
+    is_bad = ~torch.isfinite(numbers).all()
+    squares = torch.linalg.vector_norm(numbers[n_before:], dtype=dtype).square()
+    own = [squares, mean, is_bad, torch.full_like(is_bad, has_failed)]
     mine = torch.stack([number.to(device, dtype) for number in own])
     everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(everyone, mine)
     squares, *highest = torch.stack(everyone).unbind(1)
-    norm = squares.sum().sqrt().to(numbers) if sharded else numbers[0]
-    return torch.cat([norm.reshape(1), numbers[1:], torch.stack([each.max() for each in highest]).to(numbers)])
+    return torch.cat([numbers.to(device, dtype), torch.stack([squares.sum().sqrt(), *(e.max() for e in highest)])])
 
 
 def poison(loss: Tensor) -> None:

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes, NonFiniteError
-from lightning_memtools.callbacks.spikes_run import SpikesRun
 from lightning_memtools.nonfinite import step_guard
 from tests.callbacks.spike_models import (
     AT,
@@ -118,17 +117,6 @@ def test_a_skipped_step_changes_neither_weights_nor_buffers_nor_the_optimizer(op
     assert [(spike.step, spike.done) for spike in spikes.spikes] == [(AT, "skip")]
     assert run.global_step == len(batches())  # a skipped step counts, as with HaltOnNaN
     assert all(torch.equal(each, keep.after[name]) for name, each in keep.before.items())
-
-
-def test_a_report_that_fails_does_not_end_a_healthy_run(tmp_path, monkeypatch):
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RecursionError("of ours")
-
-    monkeypatch.setattr(SpikesRun, "_tell", fails)
-    with pytest.warns(UserWarning, match="LossSpikes failed itself.*RecursionError: of ours") as warned:
-        run = fit(tmp_path, Spiking(), bad_labels(), LossSpikes())
-    assert len([each for each in warned if "failed itself" in str(each.message)]) == 1
-    assert run.global_step == len(batches())
 
 
 ROLLED_BACK = {name: CASES[name] for name in ("bad batch", "accumulation", "half precision", "fused optimizer")}

@@ -1,4 +1,4 @@
-"""Updates that clipping, hooks and settings make bad; and reruns that begin with another state."""
+"""Updates that clipping and settings make bad."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_memtools.nonfinite.bad_step import suspects_of_update
 from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.finite_checks import BadTensor
 from tests.lightning_models import Regression, loader
 from tests.nonfinite.observe import error_at_halt
 
@@ -61,33 +59,3 @@ def test_an_update_that_is_made_bad_after_backward_is_named_at_the_next_step(
     assert SUSPECTS[kind] in str(error)
     assert error.checkpoint_path is None
     assert not list(tmp_path.rglob("*.ckpt")), "no checkpoint holds NaN"
-
-
-def test_an_eps_that_is_0_in_the_weights_type_is_suspected() -> None:
-    layer = torch.nn.Linear(2, 2, dtype=torch.float16)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5)
-    bad = [BadTensor("weight", 1, 0, 4)]
-    assert "eps=1e-08 is 0 in float16" in suspects_of_update(layer, [optimizer], bad)
-    assert "eps" not in suspects_of_update(layer.float(), [optimizer], bad)
-    assert suspects_of_update(layer, [], bad) == ""
-
-
-class Streams(Regression):
-    """Multiplies its loss by numbers from an iterator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = iter([1.0] * BAD + [float("nan")] + [1.0] * 1000)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * next(self.numbers)
-
-
-def test_a_rerun_cannot_put_everything_back_so_that_state_is_suspected_before_the_hardware(
-    tmp_path: Path,
-) -> None:
-    error = error_at_halt(Streams(), loader(64), tmp_path)
-    assert error.cause == NonFiniteCause.NOT_REPRODUCIBLE
-    state, _, suspects = str(error).partition("suspect kernels")
-    assert "besides weights, buffers and the batch" in state
-    assert "the hardware" in suspects

@@ -1,4 +1,4 @@
-"""Detection: the numbers are NaN or Inf exactly if something is."""
+"""Detection: the numbers are NaN or Inf exactly if something is; then bad elements are counted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from lightning_memtools.nonfinite.finite_checks import floats_of, gradients_of, measure, measure_and_read, norms_of
+from lightning_memtools.nonfinite.finite_checks import (
+    BadTensor,
+    find_bad,
+    floats_of,
+    gradients_of,
+    measure,
+    norms_of,
+)
 
 
 def test_norms_are_those_of_torch_for_every_type_in_one_call():
@@ -30,26 +39,25 @@ def test_norms_are_those_of_torch_for_every_type_in_one_call():
 @pytest.mark.parametrize("exact", [False, True])
 def test_one_bad_element_among_many_makes_the_measure_bad(bad, dtype, exact):
     gradients = [torch.zeros(1000, dtype=dtype), torch.zeros(3, dtype=dtype)]
-    assert measure(gradients, [], exact=exact).tolist() == [0, 0, 0]
+    assert measure(gradients, [], exact=exact).tolist() == [0, 0]
     gradients[0][617] = bad
-    total, first, second = measure(gradients, [], exact=exact).tolist()
-    assert not math.isfinite(total)
+    first, second = measure(gradients, [], exact=exact).tolist()
     assert not math.isfinite(first)
     assert second == 0
 
 
 def test_finite_values_whose_squares_overflow_are_finite_where_it_is_asked():
     gradients = [torch.full((100,), 1e20)]
-    assert measure(gradients, []).tolist() == [math.inf, math.inf]
-    assert measure(gradients, [], exact=True).tolist() == pytest.approx([1e21, 1e21], rel=1e-6)
+    assert measure(gradients, []).tolist() == [math.inf]
+    assert measure(gradients, [], exact=True).tolist() == pytest.approx([1e21], rel=1e-6)
     half = [torch.full((100,), 6e4, dtype=torch.float16)]
     assert measure(half, [])[0].item() == pytest.approx(6e5, rel=1e-3)
 
 
 def test_what_is_measured_is_read_and_gradients_without_memory_are_left_out():
     gradients = [torch.tensor([[3.0, 9.0], [4.0, 9.0]])[:, 0], torch.tensor([12.0], dtype=torch.bfloat16)]
-    assert measure_and_read(gradients, [torch.tensor(0.5)])[:2] == pytest.approx([13, 0.5])
-    assert measure_and_read([], []) is None
+    assert measure(gradients, [torch.tensor(0.5)]).tolist() == pytest.approx([0.5, 5, 12])
+    assert measure([], []) is None
     assert floats_of(torch._efficientzerotensor((3,))) is None
 
 
@@ -71,3 +79,26 @@ def test_only_parameters_with_a_gradient_are_listed():
     parameters, gradients = gradients_of(torch.optim.SGD(net.parameters()))
     assert [id(p) for p in parameters] == [id(p) for p in net[0].parameters()]
     assert [g.tolist() for g in gradients] == [[[1, 1], [1, 1]], [1, 1]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1e20, -3.0, math.nan, math.inf, -math.inf]), min_size=1), max_size=5))
+def test_counts_of_non_finite_values_agree_with_python(values):
+    named = [(f"t{i}", torch.tensor(each)) for i, each in enumerate(values)]
+    expected = [
+        (f"t{i}", sum(map(math.isnan, each)), sum(map(math.isinf, each)), len(each))
+        for i, each in enumerate(values)
+        if not all(map(math.isfinite, each))
+    ]
+    assert [(b.name, b.n_nan, b.n_inf, b.n_elements) for b in find_bad(named)] == expected
+
+
+def test_a_norm_that_overflows_is_not_bad():
+    assert find_bad([("large", torch.full((100,), 1e20)), ("none", torch.zeros(0))]) == []
+
+
+def test_the_text_of_a_count_names_numbers_and_share():
+    (bad,) = find_bad([("layer.weight", torch.tensor([1.0, torch.nan, torch.inf, torch.nan]))])
+    assert str(bad) == "layer.weight (2 NaN and 1 Inf of 4, 75%)"
+    assert str(BadTensor("late", None, None, 4, math.inf)) == "late (holds Inf, not counted)"
+    assert str(BadTensor("late", None, None, 4, math.nan)) == "late (holds NaN, not counted)"

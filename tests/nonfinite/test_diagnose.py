@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import BadStep, culprit_of, growth, infer
+from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteError, culprit_of, growth, infer
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep
@@ -31,16 +33,17 @@ def past(norms: list[float]) -> tuple[PastStep, ...]:
 @pytest.mark.parametrize(
     ("seen", "norms", "cause"),
     [
-        (evidence(), CALM, NonFiniteCause.DOMAIN),
-        (evidence(), [math.nan], NonFiniteCause.DOMAIN),
+        (evidence(), CALM, NonFiniteCause.UNKNOWN),
+        (evidence(), [math.nan], NonFiniteCause.UNKNOWN),
+        (evidence(loss=1.0, inputs=(DIRTY,)), CALM, NonFiniteCause.LATE_MASK),
         (evidence(inputs=(DIRTY,)), CALM, NonFiniteCause.DIRTY_DATA),
         (evidence(inputs=(DIRTY,), before=(WEIGHT,)), GROWN, NonFiniteCause.DIRTY_DATA),
-        (evidence(inputs=(MASK,)), CALM, NonFiniteCause.DOMAIN),
+        (evidence(inputs=(MASK,)), CALM, NonFiniteCause.UNKNOWN),
         (evidence(before=(WEIGHT,)), CALM, NonFiniteCause.BAD_PARAMETER),
         (evidence(before=(WEIGHT,)), GROWN, NonFiniteCause.EXPLODING),
         (evidence(), GROWN, NonFiniteCause.EXPLODING),
-        (evidence(float16=True), GROWN, NonFiniteCause.EXPLODING),
-        (evidence(float16=True), CALM, NonFiniteCause.LOW_PRECISION),
+        (evidence(scaler="20 skips"), GROWN, NonFiniteCause.EXPLODING),
+        (evidence(scaler="20 skips"), CALM, NonFiniteCause.LOW_PRECISION),
     ],
 )
 def test_every_class_of_cause_is_recognised(seen, norms, cause):
@@ -82,3 +85,24 @@ def test_the_rank_with_the_bad_loss_and_batch_is_the_culprit():
 )
 def test_the_growth_of_losses_and_norms_is_measured(values, expected):
     assert growth(values) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_pickle_keeps_message_and_fields():
+    error = NonFiniteError(
+        "loss is nan",
+        step=3,
+        batch_idx=1,
+        rank=2,
+        stage="val",
+        cause="dirty data",
+        losses=[1.0, 2.0],
+        parameters=[BadTensor("w", 1, 0, 4, math.inf)],
+        norms=[3.0],
+        path=Path("report.md"),
+        checkpoint_path=Path("good.ckpt"),
+    )
+    error.add_note("from the launcher")
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301, our own
+    assert isinstance(copy, RuntimeError)
+    assert str(copy) == "loss is nan"
+    assert vars(copy) == vars(error)

@@ -1,14 +1,16 @@
-"""The guard in a plain training loop, without a Trainer."""
+"""The guard in a plain training loop, without a Trainer; the gradients that it sees under each strategy."""
 
 from __future__ import annotations
 
+import lightning.pytorch.strategies as ours
 import pytest
 import torch
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.guarded_step import HeldBackStep
-from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.nonfinite.guarded_step import GuardedStep
+from lightning_memtools.nonfinite.step_guard import StepGuard, gradients_under
 from tests.nonfinite.observe import differences
 
 
@@ -27,7 +29,7 @@ class Loop:
         self.guard = StepGuard(self.model, records=reruns, max_skips=max_skips)
         self.n = 0
 
-    def step(self, *micro: Tensor) -> HeldBackStep | None:
+    def step(self, *micro: Tensor) -> GuardedStep | None:
         for position, batch in enumerate(micro):
             self.guard.begin(batch, self.n, self.n, first=position == 0)
             loss = self.model(batch).square().mean() / len(micro)
@@ -79,7 +81,7 @@ def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
         assert loop.step(batch) is None
     monkeypatch.undo()
     trip = loop.guard.drain()
-    assert trip.step.number == 2
+    assert trip.number == 2
     loop.guard.undo(trip)
     assert differences(before, loop.bits()) == []
     assert [past.step for past in loop.guard.history] == [0, 1, 2]
@@ -124,5 +126,32 @@ def test_an_immediate_step_waits_for_the_fused_optimizer_before_it(monkeypatch):
         if trip is not None:
             break
         optimizer.step()
-    assert trip.step.optimizer is fused
+    assert trip.optimizer is fused
     assert torch.equal(two.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "seen"),
+    [
+        (ours.SingleDeviceStrategy, "whole"),
+        (ours.DDPStrategy, "replicated"),
+        (ours.FSDPStrategy, "sharded"),
+        (ours.ModelParallelStrategy, "sharded"),
+        (type("MyDDP", (ours.DDPStrategy,), {}), "replicated"),
+        (type("NobodyKnows", (), {}), "sharded"),
+    ],
+)
+def test_strategies_that_work(strategy, seen):
+    assert gradients_under(strategy, world_size=2) == seen
+
+
+@pytest.mark.parametrize("strategy", [ours.DeepSpeedStrategy, XLAStrategy, type("Mine", (ours.DeepSpeedStrategy,), {})])
+def test_strategies_that_are_refused_say_why_and_what_to_do(strategy):
+    with pytest.raises(
+        ValueError, match=f"cannot guard a run under {strategy.__name__}: .* Remove HaltOnNaN, or train"
+    ):
+        gradients_under(strategy, world_size=2)
+
+
+def test_one_process_of_an_unknown_strategy_has_whole_gradients():
+    assert gradients_under(type("NobodyKnows", (), {}), world_size=1) == "whole"

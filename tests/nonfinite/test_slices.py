@@ -46,6 +46,13 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
         (lambda x: torch.where(x > 0, torch.sqrt(x), 0.0), "aten.div"),  # only in backward, 0 times inf
         (lambda x: x.clone().div_(0).mul_(2), "aten.div_"),  # in place
         (lambda x: torch.cat([x.clone().log_(), x]).sum(), "aten.log_"),
+        (lambda x: nn.LSTM(2, 2)(x.masked_fill(x >= 0, torch.inf))[0].square(), "aten.mkldnn_rnn_layer"),
+        (lambda x: nn.MultiheadAttention(2, 1)(x, x, x, key_padding_mask=torch.ones(2).bool())[0], "aten.softmax"),
+        (torch.func.vmap(torch.func.grad(lambda row: row.log().sum())), "aten.div"),
+        (lambda x: torch.autograd.grad(x.square().sum(), x, create_graph=True)[0].sqrt(), "aten.div"),  # twice backward
+        # Who copies or fills is not named: the NaN is made before its memory is partly overwritten.
+        (lambda x: torch.softmax(torch.sqrt(x - 9).masked_fill(torch.eye(2).bool(), -torch.inf), 1), "aten.sqrt"),
+        (lambda x: torch.sqrt(x - 9).clone().index_fill(1, torch.tensor([0]), 1.0).square(), "aten.sqrt"),
         (lambda x: x * float((x / 0).detach().max()), "aten.div"),  # through a Python number
     ],
 )

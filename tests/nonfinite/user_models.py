@@ -5,7 +5,6 @@ A model is a dictionary of modules and a loss. The line of a loss that makes the
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -134,32 +133,6 @@ class Codes(nn.Module):
         self.book = Book().requires_grad_()
 
 
-def lstm_of_mask(m, x):
-    hidden, _ = m.rnn(x.masked_fill(x == 0, torch.inf)[None])  # bad
-    return (hidden + m.net(x)).square().mean()
-
-
-def force(m, x):
-    def energy(at):
-        return torch.sqrt((at * m.net(at)).square().sum(1)).sum()  # bad
-
-    return torch.func.grad(energy)(x).square().mean()
-
-
-def ensemble(m, x):
-    def loss(weights, row):
-        return torch.log(row.abs().sum() * torch.func.functional_call(m.net, weights, (row,)).square().sum())  # bad
-
-    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(m.net.named_parameters()), x)
-    return sum(one.square().mean() for one in gradients.values())
-
-
-def ctc(m, x):
-    scores = m.net(x)[:, None].log_softmax(2)
-    length = torch.where(x.abs().sum() > 0, 2, N)
-    return F.ctc_loss(scores, torch.ones(1, N, dtype=torch.long), torch.tensor([N]), length[None])  # bad
-
-
 def gan(m, x):
     first, second = m.optimizers()
     m.toggle_optimizer(first)
@@ -173,41 +146,6 @@ def gan(m, x):
     m.manual_backward(-torch.log(judged).mean())  # bad
     second.step()
     m.untoggle_optimizer(second)
-
-
-def gradient_penalty(m, x):
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad((m.net.weight @ x.T).square().sum(), x, create_graph=True)
-    return (torch.sqrt(slope.square().sum(1)) - 1).square().mean()  # bad
-
-
-def maml(m, x):
-    inner = m.net(x).square().mean()
-    gradient = torch.autograd.grad(inner, list(m.net.parameters()), create_graph=True)
-    weight, bias = (p - 0.1 * g for p, g in zip(m.net.parameters(), gradient, strict=True))
-    return torch.log(F.linear(x, weight, bias).abs().mean() * size(x)).mean()  # bad
-
-
-def byol(m, x):
-    with torch.no_grad():
-        for slow, fast in zip(m.target.parameters(), m.net.parameters(), strict=True):
-            slow.mul_(0.99).add_(fast, alpha=0.01)
-    one, two = m.net(x) * size(x), m.target(x)
-    unit = one / one.norm(dim=1, keepdim=True)  # bad
-    return 2 - 2 * (unit * F.normalize(two, dim=1)).sum(1).mean()
-
-
-def dino(m, x):
-    out = m.net(x)
-    target = torch.softmax(out.detach() - m.centre, 1)
-    m.centre = 0.9 * m.centre + 0.1 * out.detach().mean(0)
-    share = out.sigmoid() * size(x)
-    return -(target * (share / share.sum(1, keepdim=True)).log()).sum(1).mean()  # bad
-
-
-def sim_clr(m, x):
-    h = m.net(x)
-    return torch.log(torch.exp(h @ h.T / 0.1).sum(1)).mean()  # bad
 
 
 def lazy(m, x):
@@ -225,54 +163,14 @@ def as_graph(x):
     return SimpleNamespace(x=x, edges=edges, weights=x.abs().sum(1))
 
 
-def focal(m, x):
-    p = torch.where(size(x) > 0, m.net(x).sigmoid(), m.net(x).sigmoid() * 0 + 1)
-    return ((1 - p) ** 0.5 * p).mean()  # bad
-
-
-def one_sample(m, x):
-    h = m.net(x)
-    return ((h - h.mean(0)) / h.var(0)).mean()  # bad
-
-
-def attention(m, x):
-    mask = (size(x) == 0).T.expand(1, N)
-    out, _ = m.attention(x[None], x[None], x[None], key_padding_mask=mask)  # bad
-    return (out + m.net(x)).square().mean()
-
-
-def overlap(m, x):
-    inside = torch.minimum(m.net(x).abs(), x.abs())
-    union = (m.net(x).abs() * size(x)).sum() + x.abs().sum()
-    return {"loss": 1 - inside.sum() / union, "boxes": x}  # bad
-
-
-TARGET: dict[str, Any] = {
-    "parts": lambda: {"target": copy.deepcopy(nn.Linear(D, D)).requires_grad_(requires_grad=False)}
-}
-
-
 def _cases() -> list[UserCase]:
     case = UserCase
     div: dict[str, Any] = {"operation": "aten.div"}
-    root: dict[str, Any] = {"operation": "aten.sqrt", "backward": True}
     return [
         case(vq_vae, parts=lambda: {"book": Book()}, **div),
         case(replaced_codes, parts=lambda: {"other": Codes()}, restored=False, named=False, **div),
-        case(lstm_of_mask, parts=lambda: {"rnn": nn.LSTM(D, D, batch_first=True)}, module="rnn",
-             operation="aten.mkldnn_rnn_layer"),
-        case(force, **root), case(ensemble, backward=True), case(ctc, operation="aten._ctc_loss"),
-        case(gan, n_optimizers=2), case(gradient_penalty, **root), case(maml), case(byol, **TARGET, **div),
-        case(dino, parts=lambda: {"centre": torch.zeros(D)}, **div),
-        case(sim_clr, spoil=lambda x: x * 6, cause=Cause.OVERFLOW, operation="aten.exp"),
+        case(gan, n_optimizers=2),
         case(lazy, parts=lambda: {"lazy": nn.LazyLinear(D)}, **div), case(graph, pack=as_graph, **div),
-        case(focal, operation="aten.pow", backward=True),
-        case(one_sample, spoil=lambda x: x[:1], operation="aten.var"),
-        case(attention, parts=lambda: {"attention": nn.MultiheadAttention(D, 2, batch_first=True)}, module="attention",
-             operation="aten.softmax"),
-        case(overlap, **div),
-        case(byol, options={"accumulate_grad_batches": 2}, **TARGET, **div),
-        case(overlap, options={"gradient_clip_val": 0.5}, **div),
     ]  # fmt: skip
 
 

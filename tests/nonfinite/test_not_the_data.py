@@ -1,0 +1,274 @@
+"""Where the data is not to blame: masks that come too late, infinities that are meant, weights as bad operands."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
+from lightning_memtools.nonfinite.causes import NonFiniteCause
+from tests.lightning_models import trainer
+from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
+from tests.nonfinite.observe import error_at_halt
+
+
+def halted(model: Net, data: list[Any], root: Path, **options: Any) -> NonFiniteError:
+    L.seed_everything(0, verbose=False)
+    return error_at_halt(model, data, root, save_step=False, save_last_good=False, options=options)
+
+
+def line_of(loss: Loss) -> int:
+    lines, first = inspect.getsourcelines(loss)
+    (number,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
+    return int(number)
+
+
+# --- NaN in the batch that is meant, and masked too late
+
+
+def where_afterwards(m, batch):
+    distance = (m.net(batch["x"]) - batch["y"]).square()  # bad
+    return torch.where(distance.isnan(), 0.0, distance).mean()
+
+
+def replaced_afterwards(m, batch):
+    return F.l1_loss(m.net(batch["x"]).exp() * batch["y"], batch["x"], reduction="none").nan_to_num().mean()  # bad
+
+
+def sum_of_those_known(m, batch):
+    return torch.nansum((m.net(batch["x"]) - batch["y"]) ** 2)  # bad
+
+
+def selected_afterwards(m, batch):
+    error = F.mse_loss(m.net(batch["x"]), batch["y"], reduction="none")  # bad
+    return error[~error.isnan()].mean()
+
+
+def filled_afterwards(m, batch):
+    error = F.smooth_l1_loss(m.net(batch["x"]), batch["y"], reduction="none")  # bad
+    return error.masked_fill(batch["y"].isnan(), 0.0).sum()
+
+
+def times_a_mask(m, batch):
+    seen = (~batch["y"].isnan()).float()
+    return (seen * (m.net(batch["x"]) - batch["y"]).abs()).sum() / seen.sum()  # bad
+
+
+def selected_first(m, batch):
+    seen = ~batch["y"].isnan()
+    return (m.net(batch["x"])[seen] - batch["y"][seen]).square().mean()
+
+
+def targets(index: int) -> Tensor:
+    y = torch.ones(N, D)
+    if index == BAD:
+        y[1, 2:] = y[4, 0] = torch.nan
+    return y
+
+
+LATE = [where_afterwards, replaced_afterwards, sum_of_those_known, selected_afterwards, filled_afterwards, times_a_mask]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}], ids=["", "accumulation"])
+@pytest.mark.parametrize("loss", LATE)
+def test_a_mask_that_comes_too_late_is_named_and_no_sample_is_to_be_dropped(loss, options, tmp_path):
+    error = halted(Net(loss), batches(y=targets), tmp_path, **options)
+    assert (error.cause, error.batch_idx) == (NonFiniteCause.LATE_MASK, BAD)
+    assert (error.explanation.file, error.explanation.line) == (__file__, line_of(loss))
+    assert error.explanation.samples == ()
+    assert 'batch["y"] of batch 2 holds 3 NaN' in error.explanation.because
+    assert "Select before you compute" in error.explanation.advice
+    assert "drop" not in str(error)
+
+
+def test_what_is_selected_before_trains(tmp_path):
+    run = trainer(tmp_path, HaltOnNaN(), logger=False)
+    run.fit(Net(selected_first), torch.utils.data.DataLoader(batches(y=targets), batch_size=None))
+    assert run.global_step == 4
+
+
+def test_without_a_rerun_a_finite_loss_beside_nan_gives_it_away(tmp_path):
+    error = error_at_halt(Net(where_afterwards), batches(y=targets), tmp_path, explain=False, save_step=False)
+    assert error.cause == NonFiniteCause.LATE_MASK
+    assert "drop" not in str(error)
+
+
+def test_nan_that_no_mask_removes_is_dirty_beside_targets_that_are_missing_on_purpose(tmp_path):
+    """Dropout multiplies by zeros too, and another tensor of the batch holds NaN by right."""
+
+    def loss(m, batch):
+        seen = ~batch["y"].isnan()
+        return (m.net(F.dropout(batch["x"], 0.5))[seen] - batch["y"][seen]).square().mean()
+
+    data = batches(y=targets)
+    data[BAD]["x"][5, 1] = torch.nan
+    L.seed_everything(1)
+    error = error_at_halt(Net(loss), data, tmp_path)
+    assert error.cause == NonFiniteCause.DIRTY_DATA
+    assert error.explanation.because == 'batch["x"] of batch 2 holds 1 NaN in 24 elements, in sample 5.'
+    assert error.explanation.samples == (5,)
+
+
+# --- infinities that are meant
+
+
+def biased_attention(m, batch):
+    scores = m.net(batch["x"]) + batch["bias"]
+    return torch.softmax(scores, 1).square().mean()  # bad
+
+
+def attention_in_half(m, batch):
+    weights = torch.softmax(m.net(batch["x"]) + batch["bias"].bfloat16().float(), 1)  # bad
+    return (weights * batch["x"]).sum()
+
+
+def entropy(m, batch):
+    scores = torch.log_softmax(m.net(batch["x"]) + batch["bias"], 1)  # bad
+    return (scores.exp() * scores.clamp(min=-9)).sum(1).mean()
+
+
+def pooled(m, batch):
+    logits = m.net(batch["x"]) + batch["bias"]
+    return (logits - logits.amax(1, keepdim=True)).exp().mean()  # bad
+
+
+def bias(index: int) -> Tensor:
+    """ALiBi's slopes, and -inf at the last position; in the bad batch, sample 3 has nothing else."""
+    made = -0.5 * torch.arange(D).float().repeat(N, 1)
+    made[:, 3] = -torch.inf
+    if index == BAD:
+        made[3] = -torch.inf
+    return made
+
+
+@pytest.mark.parametrize("loss", [biased_attention, attention_in_half, entropy, pooled])
+def test_only_the_sample_whose_mask_leaves_nothing_is_named(loss, tmp_path):
+    error = halted(Net(loss), batches(bias=bias), tmp_path)
+    assert error.cause == NonFiniteCause.DOMAIN
+    assert error.explanation.line == line_of(loss)
+    assert error.explanation.samples == (3,)
+    assert 'batch["bias"] of batch 2 holds -Inf in 9 of 24 elements, as masks do' in str(error)
+    assert "repair" not in str(error)
+
+
+def forbidden_target(m, batch):
+    return F.cross_entropy(m.net(batch["x"]) + batch["bias"], batch["y"])
+
+
+def test_a_mask_that_reaches_the_loss_is_no_dirty_data(tmp_path):
+    data = batches(bias=lambda _: bias(0), y=lambda index: torch.full((N,), 3 if index == BAD else 1))
+    error = halted(Net(forbidden_target), data, tmp_path)
+    assert error.cause == NonFiniteCause.DOMAIN
+    assert "no target may point to a masked place" in error.explanation.advice
+
+
+def averaged(m, batch):
+    return m.net(batch["x"] - batch["x"].mean()).square().mean()
+
+
+@pytest.mark.parametrize("loss", [averaged, lambda m, batch: m.net(batch["x"]).square().mean()])
+def test_minus_infinity_in_data_that_is_computed_with_is_dirty(loss, tmp_path):
+    data = batches()
+    data[BAD]["x"][1, 2] = -torch.inf
+    error = halted(Net(loss), data, tmp_path)
+    assert error.cause == NonFiniteCause.DIRTY_DATA
+    assert error.explanation.what.startswith('The first bad value was in batch["x"]')
+
+
+# --- operands that are weights
+
+
+def cosine(m, batch):
+    rows = m.classes / m.classes.norm(dim=1, keepdim=True)  # bad
+    return (m.net(batch["x"]) @ rows.T).square().mean()
+
+
+def temperature(m, batch):
+    return m.net(batch["x"]).square().mean() * torch.log(m.scale).sum()  # bad
+
+
+def divided(m, batch):
+    return (m.net(batch["x"]) / m.scale).square().mean()  # bad
+
+
+def root_in_backward(m, batch):
+    return (m.net(batch["x"]) * torch.sqrt(m.scale)).square().mean()  # bad
+
+
+def standardized(m, batch):
+    x = torch.cat([batch["x"][:, :1], 0 * batch["x"][:, 1:2], batch["x"][:, 2:]], 1)
+    return m.net(x / m.std).square().mean()  # bad
+
+
+def unit_words(m, batch):
+    words = m.words(batch["ids"])
+    return (m.net(words / words.norm(dim=1, keepdim=True))).square().mean()  # bad
+
+
+def weight_with(value: float) -> nn.Parameter:
+    scale = torch.ones(D)
+    scale[1] = value
+    return nn.Parameter(scale)
+
+
+def rows_with_zero() -> nn.Parameter:
+    rows = torch.ones(3, D)
+    rows[2] = 0
+    return nn.Parameter(rows)
+
+
+def ids(index: int) -> Tensor:
+    return torch.tensor([1, 2, 0 if index == BAD else 1, 1, 2, 1])
+
+
+WEIGHTS: list[tuple[Loss, Callable[[], dict[str, Any]], str]] = [
+    (cosine, lambda: {"classes": rows_with_zero()}, "parameter classes (row 2)"),
+    (temperature, lambda: {"scale": weight_with(0.0)}, "parameter scale (row 1)"),
+    (temperature, lambda: {"scale": weight_with(-1.0)}, "parameter scale (row 1)"),
+    (divided, lambda: {"scale": weight_with(0.0)}, "parameter scale (row 1)"),
+    (root_in_backward, lambda: {"scale": weight_with(0.0)}, "parameter scale (row 1)"),
+    (unit_words, lambda: {"words": nn.Embedding(5, D, padding_idx=0)}, "parameter words.weight (row 0)"),
+    (standardized, lambda: {"std": nn.Buffer(weight_with(0.0).detach())}, "buffer std (row 1)"),
+]
+
+
+@pytest.mark.parametrize(("loss", "parts", "named"), WEIGHTS)
+def test_an_operand_that_is_a_weight_is_named_with_its_row(loss, parts, named, tmp_path):
+    error = halted(Net(loss, **parts()), batches(ids=ids), tmp_path)
+    assert error.cause == NonFiniteCause.DOMAIN
+    assert f"comes from {named}" in error.explanation.because
+    assert error.explanation.line == line_of(loss)
+    assert "no sample is to blame" in error.explanation.advice
+    assert "leave out" not in str(error)
+    assert "drop" not in str(error)
+
+
+def test_a_row_of_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(tmp_path):
+    words = nn.Embedding(5, D)
+    words.weight.data[0, 1] = torch.nan
+    error = halted(Net(lambda m, batch: m.net(m.words(batch["ids"])).square().mean(), words=words),
+                   batches(ids=ids), tmp_path)  # fmt: skip
+    assert (error.cause, error.step) == (NonFiniteCause.BAD_PARAMETER, BAD)
+    assert "words.weight (1 NaN of 20, 5%) (row 0) was already NaN" in error.explanation.because
+    assert (error.explanation.samples, error.explanation.confirmed) == ((), "")
+
+
+def test_data_that_is_0_where_a_weight_divides_is_not_blamed_on_the_weight(tmp_path):
+    def loss(m, batch):
+        return (m.scale / batch["x"].abs().sum(1, keepdim=True)).mean() + m.net(batch["x"]).mean()
+
+    data = batches()
+    data[BAD]["x"][3] = 0
+    error = halted(Net(loss, scale=weight_with(2.0)), data, tmp_path)
+    assert error.cause == NonFiniteCause.DOMAIN
+    assert "parameter" not in error.explanation.because
+    assert error.explanation.samples == (3,)
