@@ -27,13 +27,16 @@ def _callbacks(package: str) -> list[object]:
     asked = os.environ.get(VARIABLE, "").strip()
     if asked.lower() in _OFF:
         return []
+    from lightning_memtools.warning_categories import DegradedWarning  # noqa: PLC0415, only where it is asked for
+
     try:
-        from lightning_memtools._lightning import PACKAGE  # noqa: PLC0415, only where it is asked for
+        from lightning_memtools._lightning import PACKAGE  # noqa: PLC0415, as above
         from lightning_memtools.callbacks.run_summary import RunSummary  # noqa: PLC0415, as above
 
         if package != PACKAGE:
             raise RuntimeError(f"this program imported {PACKAGE} first, and a Trainer is of {package}")  # noqa: TRY301
         return [RunSummary.asked_for(asked)]
     except Exception as error:  # noqa: BLE001, it is called while the user's Trainer is made
-        warnings.warn(f"{VARIABLE} is set, but this Trainer runs without memtools: {error}", stacklevel=2)
+        text = f"{VARIABLE} is set, but this Trainer runs without memtools: {error}"
+        warnings.warn(text, DegradedWarning, stacklevel=2)
         return []
