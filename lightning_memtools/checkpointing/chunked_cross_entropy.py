@@ -10,24 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LEAST_ROWS = 256  # fewer leave a GPU idle
+_LEAST_ROWS = 128  # fewer leave a GPU idle
 
 
 def chunk_rows(width: int) -> int:
-    """Return the rows of a chunk for a layer that takes `width` features: its logits take half of what its weights do.
+    """Return the rows of a chunk for a layer that takes `width` features: its logits take a quarter of its weights.
 
-    A chunk holds its logits and their probabilities. Smaller ones would read and write the weights and their gradient
-    more often than these.
+    A chunk holds its logits, their log-probabilities and the gradients of both. Smaller ones would read and write the
+    weights and their gradient more often than these.
     """
-    return max(width // 2, _LEAST_ROWS)
+    return max(width // 4, _LEAST_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedCrossEntropy:
     """The cross-entropy of a linear layer's output, with the arguments of `F.cross_entropy`.
 
-    The layer's backward pass runs in the forward pass, chunk by chunk, as far as the loss is one number: the logits of
-    a chunk are there once, and nothing is computed twice. In float16 a gradient that is not scaled up would be lost,
+    The layer's backward pass runs in the forward pass, chunk by chunk, as far as the loss is one number: nothing is
+    computed twice. In float16 a gradient that is not scaled up would be lost,
     and of a loss for each row the gradient is not known yet: these two compute the logits again in backward.
 
     Attributes:
@@ -89,50 +89,19 @@ class ChunkedCrossEntropy:
                 rows = slice(start, start + chunk_rows(source.shape[1]))
                 part = source[rows].to(self.dtype)
                 logits = F.linear(part, cast_weight, cast_bias)
-                if upstream is None:
-                    found = self._losses(logits, self.target[rows])
-                else:
-                    of_rows = upstream[rows] if self.reduction == "none" else upstream
-                    found, logits = self._with_gradient(logits, self.target[rows], of_rows)
-                    _add_products(gradients, rows, part, cast_weight, logits)
-                losses.append(found if self.reduction == "none" else found.sum(dtype=_wide(found.dtype)))
+                with torch.set_grad_enabled(upstream is not None):
+                    of_rows = self._losses(logits.requires_grad_(upstream is not None), self.target[rows])
+                if upstream is not None:
+                    given = upstream[rows] if self.reduction == "none" else upstream.expand_as(of_rows)
+                    (of_logits,) = torch.autograd.grad(of_rows, logits, given.to(of_rows.dtype))
+                    _add_products(gradients, rows, part, cast_weight, of_logits)
+                    del of_logits  # before the next chunk begins
+                del logits
+                of_rows = of_rows.detach()
+                losses.append(of_rows if self.reduction == "none" else of_rows.sum(dtype=_wide(of_rows.dtype)))
         if self.reduction == "none":
             return torch.cat(losses), gradients
-        return self._reduced(torch.stack(losses).sum(), found.dtype), gradients
-
-    def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses of rows, and the gradient of their logits: with two copies of them, where torch has four.
-
-        The classes share the loss: the target has 1 - e of it and every class e / classes, each times its weight. The
-        gradient is the probabilities times the sum of the shares, less the shares.
-        """
-        with torch.enable_grad():
-            changed = logits.requires_grad_()
-            for step in self.steps:
-                changed = step(changed)
-        values, counted = changed.detach(), target != self.ignore_index
-        target = target.where(counted, 0)[:, None]
-        wide = values.new_empty(0, dtype=_wide(values.dtype))
-        weight = wide.new_ones(values.shape[1]) if self.class_weight is None else self.class_weight.to(wide.dtype)
-        of_target = (1 - self.label_smoothing) * weight[target]
-        of_all = self.label_smoothing / len(weight) * weight
-        share = of_target + of_all.sum()
-        total = values.to(wide.dtype).logsumexp(1, keepdim=True)
-        losses = share * total - of_target * values.gather(1, target)
-        if self.label_smoothing:
-            losses -= (values.to(wide.dtype) @ of_all)[:, None]
-        gradient = values.softmax(1, dtype=wide.dtype).mul_(share)
-        if self.label_smoothing:
-            gradient -= of_all
-        gradient.scatter_add_(1, target, -of_target)
-        gradient.mul_(torch.where(counted, upstream, 0)[:, None])
-        if changed is not logits:
-            (gradient,) = torch.autograd.grad(changed, logits, gradient.to(changed.dtype))
-        return losses[:, 0].where(counted, 0).to(self._dtype_of_losses(values)), gradient.to(logits.dtype)
-
-    def _dtype_of_losses(self, logits: Tensor) -> torch.dtype:
-        """Return the type of what cross_entropy returns, which autocast may have a say in."""
-        return F.cross_entropy(logits.new_zeros(1, 2), self.target.new_zeros(1)).dtype
+        return self._reduced(torch.stack(losses).sum(), of_rows.dtype), gradients
 
     def _losses(self, logits: Tensor, target: Tensor) -> Tensor:
         for step in self.steps:

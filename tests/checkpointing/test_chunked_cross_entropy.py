@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy, chunk_rows
 from lightning_memtools.memory.virtual import VirtualDevice
 
-ROWS, WIDTH, CLASSES = 700, 16, 1100  # two chunks and a part of one
+ROWS, WIDTH, CLASSES = 700, 16, 1100  # five chunks and a part of one
 WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1)) + 0.5
 CASES: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -154,7 +154,7 @@ def test_of_no_rows_the_loss_is_that_of_torch(reduction):
     assert all(one.grad is not None for one in others)
 
 
-def test_logits_of_a_chunk_are_there_twice():
+def test_only_a_chunk_of_logits_exists_with_its_log_probabilities_and_both_gradients():
     width, classes, rows = 64, 20000, 2048
     peaks = {}
     for chunked in (True, False):
@@ -170,4 +170,4 @@ def test_logits_of_a_chunk_are_there_twice():
             peaks[chunked] = device.stats().peak_allocated - before
     assert peaks[False] >= 3 * rows * classes * 4
     of_gradients = (rows + classes) * width * 4
-    assert peaks[True] < of_gradients + 2.2 * chunk_rows(width) * classes * 4
+    assert peaks[True] < of_gradients + 4.2 * chunk_rows(width) * classes * 4

@@ -17,8 +17,7 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
 from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
-from lightning_memtools.checkpointing.planned_traces import predict
-from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
+from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints, predict
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.actions import ActionKind, Outcome
 from lightning_memtools.simulation.step_trace import TracedStep
@@ -78,7 +77,7 @@ def test_the_trace_tells_the_plain_peak_and_that_of_chunks():
     assert found.logits == (ROWS, WORDS, ROWS * WORDS * 4)
     assert found.plain == predict(step_of(Language(), words_of()), ())
     assert found.cost == predict(step_of(Language(), words_of()), (), ["head"])
-    # Logits, log-probabilities and their gradient, of which two are there at a time; a chunk is half of the rows.
+    # Logits, log-probabilities and their gradient, of which two are there at a time; a chunk is a quarter of the rows.
     assert found.plain.peak_bytes - found.cost.peak_bytes > 1.5 * found.logits[2]
     assert found.cost.flops == found.plain.flops
 
@@ -99,7 +98,7 @@ def test_the_plan_is_that_of_chunks_where_it_lowers_the_peak():
     plan, kept = (plan_checkpoints(Language(), words_of(), loss_head=how) for how in ("auto", "keep"))
     assert plan.heads == ("head",)
     assert plan.notes[0].startswith(
-        "the loss of head is computed in chunks of 256 rows: the logits (512 x 16,384) take"
+        "the loss of head is computed in chunks of 128 rows: the logits (512 x 16,384) take"
     )
     assert kept.heads == ()
     assert kept.plain == plan.plain
@@ -152,7 +151,7 @@ def test_a_fit_ends_with_the_same_weights_within_rounding(options, capsys):
         chunked = fit(model, callback, **options)
     assert callback.plan is not None
     assert callback.plan.heads == ("head",)
-    assert "the loss of head is computed in chunks of 256 rows" in " ".join(capsys.readouterr().out.split())
+    assert "the loss of head is computed in chunks of 128 rows" in " ".join(capsys.readouterr().out.split())
     begin = dict(Language().named_parameters())
     for name, weight in plain.items():
         moved = (weight - begin[name]).norm()
