@@ -14,7 +14,7 @@ from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_trace import StepCost
 
-_MOST_NAMES = 12
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True, slots=True)
