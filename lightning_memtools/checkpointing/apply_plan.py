@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -104,7 +105,7 @@ class AppliedPlan:
 
     def _replace(self, module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
-        vars(module)["__getstate__"] = _PlainState(module)
+        vars(module)["__getstate__"] = partial(_plain_state, module)
         self._modules.append(module)
 
 
@@ -187,19 +188,13 @@ class _PlannedForward:
         return recomputed(run, names, norms, self._streams, (args, kwargs))
 
 
-class _PlainState:
-    """A module's `__getstate__` while a plan is applied: copies and pickles are of the module as its class made it.
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state without the plan, so that copies and pickles are of the module as its class made it.
 
     pickle, torch.save, copy.copy and copy.deepcopy all ask the object, not its class, for it.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self) -> dict[str, Any]:
-        module = self._module
-        state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
-        return {key: value for key, value in state.items() if key not in {"forward", "__getstate__"}}
+    state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
+    return {key: value for key, value in state.items() if key not in {"forward", "__getstate__"}}
 
 
 def _plain_module(model: nn.Module, name: str) -> nn.Module:

@@ -16,7 +16,6 @@ import numpy as np
 from lightning_memtools.checkpointing.apply_plan import ChainPlan, Range
 from lightning_memtools.checkpointing.chains import Chain, outermost
 from lightning_memtools.checkpointing.step_units import StepUnits, Unit
-from lightning_memtools.simulation.step_trace import StepCost
 
 _SLOTS = 2000
 _RANGE = 1e-4  # the time of the host for one more range, as a part of the operations of the forward pass
@@ -40,8 +39,7 @@ class StepParts:
         left_out: Why layers may not run twice, by name.
         chains: The chains.
         rows: For each chain, layers that run one after the other and may all run twice.
-        units: The units of the step.
-        plain: The memory and operations of the step without a plan.
+        step: The units of the step.
     """
 
     spans: dict[Span, tuple[int, Range]]
@@ -49,15 +47,14 @@ class StepParts:
     left_out: dict[str, str]
     chains: Sequence[Chain]
     rows: list[list[list[Layer]]]
-    units: Sequence[Unit]
-    plain: StepCost
+    step: StepUnits
 
     @staticmethod
     def of(step: StepUnits, chains: Sequence[Chain]) -> StepParts:
         """Return the parts of a step; a chain that is called twice goes by its first call."""
         work = [0, *itertools.accumulate(unit.operations for unit in step.units)]
         own = {chain.name for chain in chains if chain.is_module}  # a layer that FSDP 2 shards is a module of its own
-        parts = StepParts({}, [], {}, chains, [], step.units, step.plain)
+        parts = StepParts({}, [], {}, chains, [], step)
         for index, chain in enumerate(chains):
             changed = {at: why for (of, at), why in step.changed.items() if of == index}
             # Of modules, only what running showed: that a module may not run twice leaves those inside of it.
@@ -90,7 +87,7 @@ class StepParts:
             for row in self.rows[self.chains.index(chain)]:
                 for number in range(min(segments, len(chain.layers)) - 1):
                     chunk = [(at, start) for at, (start, _) in row if at // length == number]
-                    first = next((at for at, start in chunk if self.units[start].may_start), None)
+                    first = next((at for at, start in chunk if self.step.units[start].may_start), None)
                     ranges += [] if first is None else [Range(first, chunk[-1][0] + 1)]
             plans += [ChainPlan(chain.name, chain.layers, tuple(ranges))] if ranges else []
         return tuple(plans)
@@ -140,7 +137,7 @@ class LeastRecomputation:
     """
 
     def __init__(self, parts: StepParts, limit_bytes: int) -> None:
-        self._units, self._forced = parts.units, dict(parts.forced)
+        self._parts, self._units, self._forced = parts, parts.step.units, dict(parts.forced)
         self._slot = limit_bytes / _SLOTS
         self._range = _RANGE * sum(unit.operations for unit in self._units)
         self._between = _boundaries(self._units)
@@ -173,8 +170,8 @@ class LeastRecomputation:
             if costs[slot] < _INFINITE and (slot == 0 or costs[slot - 1] > costs[slot])
         ]
 
-    def best(self, limit_bytes: float) -> list[Span] | None:
-        """Return the spans to run twice for a peak within a limit; None if there are none."""
+    def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
+        """Return what to run twice for a peak within a limit; None if nothing reaches it."""
         left, at, held = min(int(limit_bytes / self._slot), _SLOTS), 0, True
         if left < 0 or self._table[0, 1, left] == _INFINITE:
             return None
@@ -184,7 +181,7 @@ class LeastRecomputation:
             (stop, used, held), _ = min(choices, key=lambda choice: choice[1][left])
             spans += [] if stop is None else [(at, stop)]
             at, left = stop if stop is not None else at + 1, left - used
-        return spans
+        return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
         """Yield what a unit may do: the end of its span, the memory used, whether the output is held; and the costs."""

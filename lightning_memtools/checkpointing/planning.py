@@ -179,7 +179,7 @@ class StepPlanner:
                 warnings.warn(message, NothingToApplyTo, stacklevel=4)
                 return CheckpointPlan((), None, None, message)
             return CheckpointPlan((), loss.plain, loss.cost, message)
-        plain, start = (parts.plain, parts.plain) if loss is None else (loss.plain, loss.cost)
+        plain, start = (parts.step.plain, parts.step.plain) if loss is None else (loss.plain, loss.cost)
         if options.segments is None and options.fits(plain):
             reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
             return CheckpointPlan((), plain, plain, reason, left_out=parts.left_out)
@@ -301,7 +301,7 @@ class _PlanSearch:
             if any(abs(peak - other) < _ALIKE * peak for other in tried):
                 continue
             tried.append(peak)
-            chains = self.parts.plans(least.best(peak) or ())
+            chains = least.best(peak) or ()
             cost = self._plan(chains).planned
             assert cost is not None
             value = product(cost.peak_bytes, cost.operations)
@@ -316,16 +316,16 @@ class _PlanSearch:
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):
-            spans = least.best(aim)
-            if spans is None:
+            chains = least.best(aim)
+            if chains is None:
                 break
-            plan = self._plan(self.parts.plans(spans))
+            plan = self._plan(chains)
             over = (plan.peak_bytes or 0) - limit
             if over <= 0:
                 return plan
             tried.append(plan)
             aim -= over + 0.001 * 2**attempt * limit
-        tried += [self._plan(self.parts.plans(least.best(peak) or ())) for peak, _ in least.frontier()[-1:]]
+        tried += [self._plan(least.best(peak) or ()) for peak, _ in least.frontier()[-1:]]
         smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
         is_share = self.options.budget_share is not None
         if smallest is not None and ((smallest.peak_bytes or 0) <= limit or (nearest and is_share)):

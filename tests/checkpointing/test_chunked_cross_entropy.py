@@ -143,17 +143,6 @@ def test_where_no_row_counts_the_mean_is_nan_as_torch_has_it():
     assert all(one.count_nonzero() == 0 for one in results(total, given)[1:])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_of_no_rows_the_loss_is_that_of_torch(reduction):
-    *given, target = inputs()
-    nothing = replace(of("mean", target), target=target[:0], reduction=reduction)
-    source, *others = given
-    mine, other = nothing(source[:0], *others), plain(nothing, source[:0], *others)
-    torch.testing.assert_close(mine, other, equal_nan=True)
-    mine.sum().backward()
-    assert all(one.grad is not None for one in others)
-
-
 def test_only_a_chunk_of_logits_exists_with_its_log_probabilities_and_both_gradients():
     width, classes, rows = 64, 20000, 2048
     peaks = {}

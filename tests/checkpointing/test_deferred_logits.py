@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.deferred_logits import DeferredLogits
-from lightning_memtools.checkpointing.loss_head import LossHeadWarning
 
 BATCH, LENGTH, WIDTH, CLASSES = 4, 160, 8, 1030
 
@@ -189,18 +188,6 @@ def test_read_after_the_weights_have_changed_they_raise():
         optimizer.step()
         with pytest.raises(RuntimeError, match="weights that make them have changed"):
             logits.argmax(-1)
-
-
-def test_read_in_a_later_step_the_layer_warns_and_runs_as_usual():
-    model = Ends(flat)
-    with AppliedPlan(model, (), heads=["head"], prove=True) as applied:
-        model(*given()).backward()
-        model.then = READ["accuracy"]
-        with pytest.warns(LossHeadWarning, match=r"`argmax` at .*test_deferred_logits.py:\d+ reads its logits"):
-            model(*given()).backward()
-        model.then = lambda logits, labels: logits
-        assert type(model(*given())) is Tensor
-        assert applied.heads["head"].is_off
 
 
 def test_in_evaluation_and_without_gradients_the_layer_runs_as_usual():
