@@ -86,7 +86,7 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
     """
     names = _Names(model, options)
     if options.include is None:
-        taken = [name for name, module in names.modules.items() if is_plain(module) and len(module) > 0]  # type: ignore[arg-type]
+        taken = [name for name, module in names.modules.items() if is_plain(module) and len(module) > 0]
     else:
         matches = {name for pattern in options.include for name in _matches(names.modules, pattern, "include")}
         taken = [

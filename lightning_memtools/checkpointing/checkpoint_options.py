@@ -66,11 +66,10 @@ class CheckpointOptions:
                 f"segments={segments!r} and memory_budget={memory_budget!r} contradict each other: a fixed number of "
                 'chunks leaves nothing to fit. Give one of them, and leave segments at "auto" for a budget.'
             )
-        is_share = isinstance(memory_budget, float) or memory_budget is None
         return CheckpointOptions(
             segments=None if segments == "auto" else segments,
-            budget_share=_share(memory_budget) if is_share else None,
-            budget_bytes=None if is_share else _size(memory_budget),
+            budget_share=_share(memory_budget) if isinstance(memory_budget, float) else None,
+            budget_bytes=None if memory_budget is None or isinstance(memory_budget, float) else _size(memory_budget),
             bn_dropout=bn_dropout,
             include=None if include is None else _patterns("include", include),
             exclude=_patterns("exclude", exclude),
@@ -89,8 +88,8 @@ class CheckpointOptions:
         return limit is not None and plain.peak_bytes <= limit
 
 
-def _share(budget: float | None) -> float | None:
-    if budget is not None and not 0 < budget <= 1:
+def _share(budget: float) -> float:
+    if not 0 < budget <= 1:
         raise ValueError(f"memory_budget={budget!r} is not a share. {_BUDGETS}")
     return budget
 
