@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import Chain, NothingToApplyTo
+from lightning_memtools.checkpointing.chains import NothingToApplyTo
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.least_recomputation import LeastRecomputation, StepParts
-from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints, predict
-from lightning_memtools.checkpointing.step_units import units_of_step
+from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import ZOO, conv_bn_relu, encoder, mlp, nested, same_seed
@@ -168,30 +166,6 @@ def test_layers_that_share_tensors_or_take_several_have_plans_with_a_low_peak(ki
     step = TracedStep(model, (torch.empty(512, 24, 32),), lambda copy, args: copy(*args), device="cuda")
     plan = StepPlanner(step).plan(CheckpointOptions.parse())
     assert plan.peak_bytes <= share * plan.plain_peak_bytes
-
-
-class Gated(nn.Module):
-    """A block that multiplies the output of an activation by a gate, so that two of its parts keep this output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.act = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
-        self.gate = nn.Conv2d(16, 16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.act(self.norm(self.conv(x)))
-        return x + y * self.gate(y.mean((2, 3), keepdim=True)).sigmoid()
-
-
-def test_what_later_layers_keep_of_a_recomputed_part_is_counted():
-    model, sample = nn.Sequential(*[Gated() for _ in range(6)]), torch.empty(8, 16, 32, 32)
-    step = TracedStep(model, (sample,), lambda copy, args: copy(*args), device="cuda")
-    names = [f"{at}.{part}" for at in range(6) for part in ("norm", "act")]
-    chains = [Chain(name, (name,), {}, is_module=True) for name in names]
-    units = units_of_step(step, chains)
-    least = LeastRecomputation(StepParts.of(units, chains), int(1.02 * units.plain.peak_bytes))
-    peak, _ = least.frontier()[-1]
-    assert predict(step, least.best(peak) or ()).peak_bytes <= 1.02 * peak
 
 
 def test_a_module_that_writes_to_its_input_is_left_out_although_it_is_included():
