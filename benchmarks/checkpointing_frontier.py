@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan, Range
 from lightning_memtools.checkpointing.chains import find_chains, outermost
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
-from lightning_memtools.checkpointing.planned_traces import predict
-from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
+from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner, predict
 from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice

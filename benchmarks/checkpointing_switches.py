@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
-from lightning_memtools.checkpointing.planned_traces import predict
-from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
+from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner, predict
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep
 from tests.checkpointing.foreign_models import LossOf
 from tests.zoo import timm, torchvision_models

@@ -37,7 +37,6 @@ RUNS = 10
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {"memory_budget": 1.0},
     "recomputed": {"memory_budget": 0.3},
-    "offloaded": {"memory_budget": 0.2, "offload": True},
 }
 
 
@@ -123,7 +122,7 @@ def plans() -> dict[str, Any]:
         plain_ms = 0.0
         for name, options in PLANS.items():
             plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", **options))
-            with AppliedPlan(model, plan.chains, offload=plan.offload):
+            with AppliedPlan(model, plan.chains):
                 peak, times = timed_steps(model, given, loss_of)
             plain_ms = plain_ms or statistics.median(times)
             found[f"{precision}, {name}"] = {

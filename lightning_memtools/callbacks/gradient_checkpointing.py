@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 
-from lightning_memtools._lightning import EitherCallback
-from lightning_memtools.callbacks.checkpointing_run import CheckpointingRun
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, LossHead
+from lightning_memtools._lightning import EitherCallback, is_compiled_by_lightning, training_step
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.chains import is_compiled
+from lightning_memtools.checkpointing.checkpoint_options import (
+    BnDropout,
+    CheckpointOptions,
+    CheckpointOptionsError,
+    LossHead,
+)
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.memory.peaks import PeakWindow, peak_counter
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.user_code import user_line_of
+from lightning_memtools.reporting.console import print_on_console, progress_printed
+from lightning_memtools.reporting.files import report_directory, write_report_or_warn
+from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.reporting.strategies import why_unsupported
+from lightning_memtools.simulation.step_runner import without_lbfgs
+from lightning_memtools.simulation.step_trace import NoLossError, TracedStep, device_of
+from lightning_memtools.warning_categories import DegradedWarning
+
+# The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
+_FIRST_MEASURED = 3
+# Batches that give no loss are skipped by the training; a step may return none in its first few calls.
+_MOST_WITHOUT_LOSS = 10
+
+_Made = CheckpointPlan | CheckpointOptionsError | torch.OutOfMemoryError | NoLossError | str
 
 
 class GradientCheckpointing(EitherCallback, Neighbour):
@@ -43,15 +73,13 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         memory_budget: A float is the share of the plain step's activation memory that the plan may have; a size such
             as "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
-            with "recompute" they may, and the results are the same bit for bit; with "avoid" nothing that contains
-            one runs twice; "auto" is "skip", or "recompute" where "skip" leaves nothing worth doing.
+            with "recompute" they may, and the results are the same bit for bit.
         include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
             that is no Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
             that lowers the peak and nothing else takes the output; with "keep", all at once. The loss and its gradients
-            are the same within rounding, which is checked in the first step.
-        offload: Keep the inputs of what is recomputed in pinned host memory between forward and backward. Only on CUDA.
+            are the same within rounding.
 
     Raises:
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
@@ -69,26 +97,22 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         loss_head: LossHead = "auto",
-        offload: bool = False,
     ) -> None:
-        self._options = CheckpointOptions.parse(
-            segments, memory_budget, bn_dropout, include, exclude, loss_head, offload=offload
-        )
+        self._options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
         self.segments = segments
         self.memory_budget = memory_budget
         self.bn_dropout = bn_dropout
         self.include = include
         self.exclude = exclude
         self.loss_head = loss_head
-        self.offload = offload
         self.plan: CheckpointPlan | None = None
-        self._run: CheckpointingRun | None = None
+        self._run: _CheckpointingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo what an earlier fit may have left, and start again."""
         self._undo()
         if stage == "fit":
-            self._run = CheckpointingRun(trainer, self._options)
+            self._run = _CheckpointingRun(trainer, self._options)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan on the first batch that gives a loss; measure the peak of a later step."""
@@ -117,3 +141,174 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         if self._run is not None:
             self._run.undo()
         self._run = None
+
+
+class _CheckpointingRun:
+    """GradientCheckpointing in one fit.
+
+    Args:
+        trainer: The Trainer.
+        options: The arguments of GradientCheckpointing.
+
+    Attributes:
+        plan: The plan of this fit; None until one is made.
+        is_in_trial: Whether this is a trial of BatchSizeTuner, whose batch may be too small for a share to be reached.
+    """
+
+    def __init__(self, trainer: Trainer, options: CheckpointOptions) -> None:
+        self._trainer, self._options = trainer, options
+        self._directory = report_directory(trainer)
+        self._steps = self._without_loss = 0
+        self._is_planned = self._is_planned_again = self._was_measured = False
+        self._applied: AppliedPlan | None = None
+        self._window: PeakWindow | None = None
+        self.plan: CheckpointPlan | None = None
+        self.is_in_trial = False
+
+    def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan on the first batch that gives a loss and apply the plan; begin to measure the peak of a later step.
+
+        Collective until there is a plan.
+
+        Raises:
+            CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
+        """
+        if self._applied is not None:
+            self._drop_what_failed(self._applied)
+        if not self._is_planned:
+            self._is_planned = True
+            self._plan_and_apply(module, batch, batch_idx)
+            if self._trainer.received_sigterm:  # Lightning itself would look after the batch
+                raise SIGTERMException
+        # A late step, which ends an accumulation, is the one whose peak is measured.
+        ends = (batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
+        is_late = ends and not self._was_measured and self._steps + 1 >= _FIRST_MEASURED
+        if is_late and self.plan is not None and self.plan.planned is not None:
+            reader = reader_for(self._trainer.strategy.root_device)
+            if reader is not None and reader.stats().peak_allocated is not None:
+                self._window = peak_counter(reader).open()
+                self._window.resume()
+
+    def end_step(self, *, gave_loss: bool) -> None:
+        """Write the measured peak beside the predicted one, once it is known."""
+        self._steps += gave_loss
+        if self._window is None or self.plan is None:
+            return
+        self._window.pause()
+        measured = self._window.allocated
+        self._window.close()
+        self._window = None
+        self._was_measured = gave_loss
+        if measured is not None and gave_loss and self._trainer.is_global_zero:
+            self._write(self.plan.page(measured))
+            print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
+
+    def undo(self) -> None:
+        """Restore the model, and stop measuring."""
+        if self._applied is not None:
+            self._applied.remove()
+        if self._window is not None:
+            self._window.close()
+        self._applied = self._window = None
+
+    def _drop_what_failed(self, applied: AppliedPlan) -> None:
+        """Undo the plan if its layers did not repeat themselves, or its loss cannot be in chunks: another is made."""
+        differing = self._options.differing | applied.differing.keys()
+        loss_head = "keep" if any(head.is_off for head in applied.heads.values()) else self._options.loss_head
+        options = replace(self._options, differing=differing, loss_head=loss_head)
+        if options != self._options:
+            self._options = options
+            self._is_planned, self._is_planned_again = False, True
+            self.undo()
+
+    def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Make a plan and apply it, or warn that there is none.
+
+        Rank 0 plans for all, and its failures are broadcast too, so that no rank is left waiting. A second plan is made
+        by each rank for itself: plans may differ between ranks, gradients do not.
+        """
+        made: _Made | None = _why_unplanned(self._trainer, module)
+        if made is None and not self._is_planned_again:
+            mine = self._planned_here(module, batch, batch_idx) if self._trainer.is_global_zero else None
+            made = self._trainer.strategy.broadcast(mine)
+        if made is None:
+            # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
+            made = self._planned_here(module, batch, batch_idx)
+        if isinstance(made, CheckpointPlan):
+            self.plan = made
+            if self._trainer.is_global_zero and made.plain is not None:
+                self._write(made.page())
+                figures = () if made.refused is not None else made.figures()
+                print_on_console("GradientCheckpointing: " + "; ".join((made.sentence().rstrip("."), *figures)))
+            self._applied = made.apply(module)
+        elif isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)) and not self._is_planned_again:
+            raise made
+        elif isinstance(made, NoLossError) and self._without_loss < _MOST_WITHOUT_LOSS:
+            self._without_loss += 1
+            self._is_planned = False
+        elif self._trainer.is_global_zero or self._is_planned_again:
+            if isinstance(made, NoLossError):
+                made = f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches"
+            text = f"GradientCheckpointing leaves the model unchanged: {str(made).rstrip('.')}."
+            warnings.warn(text, DegradedWarning, stacklevel=2)
+
+    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
+        """Return this rank's plan, the error of ours that planning raised, or what is to be said of another error.
+
+        An error of the user's own class is not sent to other ranks: it may not survive pickling.
+        """
+        optimizers, history_bytes = without_lbfgs(self._trainer.optimizers)
+        step = TracedStep(
+            module,
+            batch,
+            None,
+            optimizers,
+            device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
+            trainer=self._trainer,
+            batch_idx=batch_idx,
+            held_bytes=_held_by_callbacks(self._trainer, module) + history_bytes,
+        )
+        try:
+            with progress_printed(lambda: "GradientCheckpointing is choosing what to recompute"):
+                return StepPlanner(step).plan(self._options, nearest=self.is_in_trial)
+        except BudgetTooSmallError as error:
+            # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
+            return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
+        except (CheckpointOptionsError, NoLossError, torch.OutOfMemoryError) as error:
+            return error.with_traceback(None)
+        except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
+            line = user_line_of(error)
+            where = "" if line is None else f", at {line}"
+            return (
+                f"a step could not be traced on fake tensors ({in_one_line(error)}{where}). Change that line, or plan "
+                "the part of the model that does not run it: plan_checkpoints(module, sample)"
+            )
+
+    def _write(self, text: str) -> None:
+        write_report_or_warn(self._directory, "checkpoint_plan.md", text)
+        log_text(self._trainer, "memtools/checkpoint_plan", text, training_step(self._trainer))
+
+
+def _held_by_callbacks(trainer: Trainer, model: LightningModule) -> int:
+    """Return the bytes of modules that callbacks hold on the device, such as Lightning's WeightAveraging."""
+    own = set(map(id, (*model.parameters(), *model.buffers())))
+    held = {
+        id(tensor): tensor.nbytes
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        for part in vars(callback).values()
+        if isinstance(part, nn.Module)
+        for tensor in (*part.parameters(), *part.buffers())
+        if tensor.device == trainer.strategy.root_device and id(tensor) not in own
+    }
+    return sum(held.values())
+
+
+def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return why the model cannot be planned; None if it can."""
+    reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
+    if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
+        return (
+            "it is compiled, and torch.compile recomputes by itself: set "
+            "torch._functorch.config.activation_memory_budget, such as 0.5, before it is compiled"
+        )
+    return reason

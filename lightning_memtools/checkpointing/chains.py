@@ -85,37 +85,27 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
     Raises:
         ValueError: A pattern matches no module.
     """
-    modules = dict(model.named_modules())
-    excluded = {name for pattern in options.exclude for name in _matches(modules, pattern, "exclude")}
+    names = _Names(model, options)
     if options.include is None:
-        taken = [name for name, module in modules.items() if is_plain(module) and len(module) > 0]
+        taken = [name for name, module in names.modules.items() if is_plain(module) and len(module) > 0]
     else:
-        found = {name for pattern in options.include for name in _matches(modules, pattern, "include")}
+        matches = {name for pattern in options.include for name in _matches(names.modules, pattern, "include")}
         taken = [
             name
-            for name in modules
-            if name in found and not any(name != other and is_within(name, other) for other in found)
+            for name in names.modules
+            if name in matches and not any(name != other and is_within(name, other) for other in matches)
         ]
-    compiled = [name for name, module in modules.items() if is_compiled(module)]
     chains: list[Chain] = []
     flattened: set[str] = set()
     for name in taken:
-        if name in flattened or any(is_within(name, one) for one in (*excluded, *compiled)):
+        module = names.modules[name]
+        if name in flattened or any(is_within(name, other) for other in (*names.excluded, *names.compiled)):
             continue
-        module = modules[name]
         if is_plain(module):
             layers = list(_layers(name, module, flattened))
-            chains.append(Chain(name, tuple(layers), _outside(modules, layers, options, excluded)))
+            chains.append(Chain(name, tuple(layers), names.outside(layers)))
         else:
-            chains.append(
-                Chain(
-                    name,
-                    (name,),
-                    _outside(modules, [name], options, excluded, is_module=True),
-                    is_module=True,
-                    forced=True,
-                )
-            )
+            chains.append(Chain(name, (name,), names.outside([name], is_module=True), is_module=True, forced=True))
     return chains
 
 
@@ -126,44 +116,69 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
     what runs again inside one sharded module finds its parameters gathered. What only a step can show, whether they run
     at all and can run again, is for its trace to say.
     """
-    modules = dict(model.named_modules())
-    excluded = {name for pattern in options.exclude for name in _matches(modules, pattern, "exclude")}
+    names = _Names(model, options)
     known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
     known |= {chain.name for chain in chains}
-    compiled = [name for name, module in modules.items() if is_compiled(module)]
     return [
-        Chain(name, (name,), _outside(modules, [name], options, excluded, is_module=True), is_module=True)
-        for name, module in modules.items()
+        Chain(name, (name,), names.outside([name], is_module=True), is_module=True)
+        for name, module in names.modules.items()
         if name
         and name not in known
         and not is_plain(module)
         # Another library's forward cannot be replaced, and a script's or a compiled module's neither.
         and "forward" not in vars(module)
         and not isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
-        and not any(is_within(name, other) for other in compiled)
+        and not any(is_within(name, other) for other in names.compiled)
         and not any(map(is_fsdp_module, list(module.modules())[1:]))
     ]
 
 
+class _Names:
+    """The modules of a model by name, and which of them the options exclude or torch.compile compiles."""
+
+    def __init__(self, model: nn.Module, options: CheckpointOptions) -> None:
+        self.modules = dict(model.named_modules())
+        self.excluded = {name for pattern in options.exclude for name in _matches(self.modules, pattern, "exclude")}
+        self.compiled = [name for name, module in self.modules.items() if is_compiled(module)]
+        self._options = options
+
+    def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
+        """Return why layers may not be recomputed, by their index."""
+        reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
+        return {at: reason for at, reason in reasons.items() if reason is not None}
+
+    def _why_outside(self, path: str, *, is_module: bool) -> str | None:
+        # named_modules names a shared module once; its other paths are looked up step by step.
+        layer = self.modules.get(path) or self.modules[""].get_submodule(path)
+        if any(is_within(path, name) or is_within(name, path) for name in self.excluded):
+            return "excluded"
+        if any(is_within(name, path) for name in self._options.differing):
+            return "it did not do the same when it ran again"
+        if any(is_compiled(part) for part in layer.modules()):
+            return "compiled"
+        if any(map(is_fsdp_module, layer.modules())) and not is_module:
+            return _SHARDED
+        return why_outside(layer, self._options.bn_dropout)
+
+
 def outermost(chains: Sequence[Chain]) -> list[Chain]:
     """Return the Sequentials that lie in no other one."""
-    found = [chain for chain in chains if not chain.is_module]
-    return [one for one in found if not any(one is not other and is_within(one.name, other.name) for other in found)]
+    rows = [chain for chain in chains if not chain.is_module]
+    return [row for row in rows if not any(row is not other and is_within(row.name, other.name) for other in rows)]
 
 
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
-    """Return what was looked for, and which patterns would match something."""
+    """Return what was looked for, and what to do."""
     looked_for = (
         "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
         if options.include is None
         else f"modules that match include={list(options.include)}"
     )
-    text = f"GradientCheckpointing has nothing to apply to in {type(model).__name__}: it looked for {looked_for}"
-    if options.exclude:
-        text += f", except exclude={list(options.exclude)}"
-    if any(is_compiled(module) for module in model.modules()):
-        text += ", and leaves compiled modules alone (torch._functorch.config.activation_memory_budget is for these)"
-    return f"{text}. Name blocks with include=[...]."
+    looked_for += f", except exclude={list(options.exclude)}" if options.exclude else ""
+    return (
+        f"GradientCheckpointing has nothing to apply to in {type(model).__name__}: it looked for {looked_for}. "
+        "Name blocks with include=[...]."
+    )
 
 
 def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
@@ -175,42 +190,6 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
             yield from _layers(path, child, flattened)
         else:
             yield path
-
-
-def _outside(
-    modules: dict[str, nn.Module],
-    layers: Sequence[str],
-    options: CheckpointOptions,
-    excluded: set[str],
-    *,
-    is_module: bool = False,
-) -> dict[int, str]:
-    reasons: dict[int, str] = {}
-    for index, path in enumerate(layers):
-        layer = _module_at(modules, path)
-        if any(is_within(path, one) or is_within(one, path) for one in excluded):
-            reasons[index] = "excluded"
-            continue
-        if any(is_within(one, path) for one in options.differing):
-            reasons[index] = "it did not do the same when it ran again"
-            continue
-        if any(is_compiled(part) for part in layer.modules()):
-            reasons[index] = "compiled"
-            continue
-        if any(map(is_fsdp_module, layer.modules())) and not is_module:
-            reasons[index] = _SHARDED
-            continue
-        reason = why_outside(layer, options.bn_dropout)
-        if reason is not None:
-            reasons[index] = reason
-    return reasons
-
-
-def _module_at(modules: dict[str, nn.Module], path: str) -> nn.Module:
-    # named_modules names a shared module once; its other paths are found step by step.
-    if path in modules:
-        return modules[path]
-    return modules[""].get_submodule(path)
 
 
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
@@ -228,9 +207,3 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
 def is_within(name: str, ancestor: str) -> bool:
     """Return whether a module is another one or lies within it, by their qualified names."""
     return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""
-
-
-def ancestors(name: str) -> set[str]:
-    """Return the qualified names of the modules that a module lies in."""
-    parts = name.split(".")
-    return {".".join(parts[:n]) for n in range(len(parts))} if name else set()

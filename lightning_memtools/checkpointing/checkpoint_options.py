@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_memtools.memory.sizes import is_count, parse_size
+from lightning_memtools.simulation.step_trace import StepCost
 
-BnDropout = Literal["skip", "recompute", "avoid", "auto"]
+BnDropout = Literal["skip", "recompute"]
 LossHead = Literal["auto", "keep"]
 
 
@@ -28,9 +29,7 @@ class CheckpointOptions:
         include: Patterns of the modules to take; None to choose among all.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
-        offload: Whether the inputs of what is recomputed are kept in host memory.
-        differing: Names of layers that were found to compute something else when they run again.
-        heads: Names of the layers whose loss is computed in chunks.
+        differing: Names of layers that computed something else when they ran again.
     """
 
     segments: int | None
@@ -41,13 +40,6 @@ class CheckpointOptions:
     exclude: tuple[str, ...]
     loss_head: LossHead = "auto"
     differing: frozenset[str] = frozenset()
-    heads: tuple[str, ...] = ()
-    offload: bool = False
-
-    @property
-    def has_budget(self) -> bool:
-        """True if the memory is limited."""
-        return self.budget_bytes is not None or self.budget_share is not None
 
     @staticmethod
     def parse(  # noqa: PLR0917, in the order of `plan_checkpoints`
@@ -57,8 +49,6 @@ class CheckpointOptions:
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         loss_head: LossHead = "auto",
-        *,
-        offload: bool = False,
     ) -> CheckpointOptions:
         """Check the arguments of `plan_checkpoints`, and return them as options.
 
@@ -66,66 +56,68 @@ class CheckpointOptions:
             ValueError: A value is not among those accepted; the message names both.
         """
         if bn_dropout not in get_args(BnDropout):
-            raise ValueError(f'bn_dropout={bn_dropout!r} is not one of "skip", "recompute", "avoid" and "auto".')
+            raise ValueError(f'bn_dropout={bn_dropout!r} is neither "skip" nor "recompute".')
         if loss_head not in get_args(LossHead):
             raise ValueError(f'loss_head={loss_head!r} is neither "auto" nor "keep".')
-        if not isinstance(offload, bool):
-            raise ValueError(f"offload={offload!r} is neither True nor False.")  # noqa: TRY004, one type for all options
-        share, size = _budget(memory_budget)
-        chunks = _segments(segments)
-        if chunks is not None and memory_budget is not None:
+        if segments != "auto" and not is_count(segments):
+            raise ValueError(f'segments={segments!r} is not a number of chunks: give an int of at least 1, or "auto".')
+        if segments != "auto" and memory_budget is not None:
             raise ValueError(
                 f"segments={segments!r} and memory_budget={memory_budget!r} contradict each other: a fixed number of "
                 'chunks leaves nothing to fit. Give one of them, and leave segments at "auto" for a budget.'
             )
         return CheckpointOptions(
-            segments=chunks,
-            budget_share=share,
-            budget_bytes=size,
+            segments=None if segments == "auto" else segments,
+            budget_share=_share(memory_budget) if isinstance(memory_budget, float) else None,
+            budget_bytes=None if memory_budget is None or isinstance(memory_budget, float) else _size(memory_budget),
             bn_dropout=bn_dropout,
             include=None if include is None else _patterns("include", include),
             exclude=_patterns("exclude", exclude),
             loss_head=loss_head,
-            offload=offload,
         )
 
+    def limit(self, plain: StepCost) -> int | None:
+        """Return the highest peak that the budget allows, in bytes; None without a budget."""
+        if self.budget_share is not None:
+            return plain.static_bytes + int(self.budget_share * plain.activation_bytes)
+        return self.budget_bytes
 
-def _segments(segments: object) -> int | None:
-    if segments == "auto":
-        return None
-    if not is_count(segments):
-        raise ValueError(f'segments={segments!r} is not a number of chunks: give an int of at least 1, or "auto".')
-    return segments
+    def fits(self, plain: StepCost) -> bool:
+        """Return whether the plain step is within the budget."""
+        limit = self.limit(plain)
+        return limit is not None and plain.peak_bytes <= limit
 
 
-def _budget(budget: object) -> tuple[float | None, int | None]:
-    accepted = (
-        "Give a share of the activation memory as a float above 0 and up to 1.0, such as 0.5, or a peak as a size, "
-        'such as "8GiB".'
-    )
-    if budget is None:
-        return None, None
-    if isinstance(budget, str):
-        try:
-            size = parse_size(budget)
-        except ValueError as error:
-            raise ValueError(f"memory_budget={budget!r}: {error}") from None
-        if size == 0:
-            raise ValueError(f"memory_budget={budget!r} leaves no memory at all. {accepted}")
-        return None, size
-    if not isinstance(budget, float):
+def _share(budget: float) -> float:
+    if not 0 < budget <= 1:
+        raise ValueError(f"memory_budget={budget!r} is not a share. {_BUDGETS}")
+    return budget
+
+
+def _size(budget: object) -> int:
+    if not isinstance(budget, str):
         raise ValueError(  # noqa: TRY004, one type of error for all options
             f"memory_budget={budget!r} could be a share or bytes: a bare {type(budget).__name__} never means either. "
-            f"{accepted}"
+            f"{_BUDGETS}"
         )
-    if not 0 < budget <= 1:
-        raise ValueError(f"memory_budget={budget!r} is not a share. {accepted}")
-    return budget, None
+    try:
+        size = parse_size(budget)
+    except ValueError as error:
+        raise ValueError(f"memory_budget={budget!r}: {error}") from None
+    if size == 0:
+        raise ValueError(f"memory_budget={budget!r} leaves no memory at all. {_BUDGETS}")
+    return size
 
 
 def _patterns(name: str, patterns: object) -> tuple[str, ...]:
     if isinstance(patterns, str):
         raise ValueError(f"{name}={patterns!r} is one string: give a list of patterns, as {name}=[{patterns!r}].")  # noqa: TRY004, as above
-    if not isinstance(patterns, Sequence) or not all(isinstance(one, str) and one for one in patterns):
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) and each for each in patterns):
         raise ValueError(f"{name}={patterns!r} is not a list of patterns of module names, such as ['blocks.*'].")
     return tuple(patterns)
+
+
+_BUDGETS = (
+    "Give a share of the activation memory as a float above 0 and up to 1.0, such as 0.5, or a peak as a size, "
+    'such as "8GiB".'
+)

@@ -14,7 +14,7 @@ from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_trace import StepCost
 
-_MOST_NAMES = 12
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class CheckpointPlan:
         notes: What else changes with the plan, in words.
         heads: The linear layers whose cross-entropy is computed in chunks.
         left_out: Why layers may not be recomputed, by name.
-        offload: Whether the inputs of what is recomputed are kept in host memory.
     """
 
     chains: tuple[ChainPlan, ...]
@@ -39,7 +38,6 @@ class CheckpointPlan:
     notes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
-    offload: bool = False
 
     @property
     def peak_bytes(self) -> int | None:
@@ -64,7 +62,7 @@ class CheckpointPlan:
         Returns a handle: `remove()` undoes the plan, and so does leaving it as a context manager. At its first call
         every range runs two more times, to prove that it repeats itself bit for bit.
         """
-        return AppliedPlan(module, self.chains, heads=self.heads, offload=self.offload, prove=True)
+        return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
 
     def recomputed(self, most: int = _MOST_NAMES) -> str:
         """Return which modules are recomputed, such as "blocks.0-40, head.mlp"; "nothing" if none is."""

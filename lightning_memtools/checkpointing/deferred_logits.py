@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,10 @@ from torch import Tensor
 from lightning_memtools._torch import tensor_without_memory, without_torch_function, write_count
 from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy
 
+if TYPE_CHECKING:
+    from lightning_memtools.checkpointing.loss_head import DeferredHead
+
 _SIGNATURE = inspect.signature(F.cross_entropy)
-
-
-class LogitsListener(Protocol):
-    """Hears how logits are used, and computes their loss."""
-
-    def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss of logits."""
-
-    def on_loss(self) -> None:
-        """Note that cross-entropy is asked for."""
-
-    def on_read(self, function: str) -> None:
-        """Note that a function takes logits as a whole."""
 
 
 class DeferredLogits(Tensor):
@@ -45,16 +35,16 @@ class DeferredLogits(Tensor):
         """Call the function: at once if it asks for shapes, later if it can wait, else with real logits."""
         del types
         kwargs = kwargs or {}
-        if func in _ATTRIBUTES or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
+        if _asks_for_no_values(func) or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
             with without_torch_function():
                 return func(*args, **kwargs)
         is_first = bool(args) and isinstance(args[0], DeferredLogits)
         if is_first and func is F.cross_entropy:
-            args[0].recipe.listener.on_loss()
+            args[0].recipe.head.n_losses += 1
         if is_first and (func in _VIEWS or not args[0].recipe.is_real):
-            found = _answer(args[0].recipe, func, args, kwargs)
-            if found is not None:
-                return found
+            answer = _answer(args[0].recipe, func, args, kwargs)
+            if answer is not None:
+                return answer
         return func(*_read(args, func), **_read(kwargs, func))
 
     @classmethod
@@ -75,7 +65,7 @@ class _Recipe:
         source: The input in the shape of the logits, with its features in place of the classes.
         class_dim: The dimension of the classes.
         dtypes: The type that the layer computes in, and that of the logits.
-        listener: Is told what becomes of the logits.
+        head: Is told what becomes of the logits.
         version: How often the layer's weights had been written to.
         autocast: Whether autocast was on, and its type.
         steps: Changes of the logits since the layer, element by element.
@@ -88,7 +78,7 @@ class _Recipe:
     source: Tensor
     class_dim: int
     dtypes: tuple[torch.dtype, torch.dtype]
-    listener: LogitsListener
+    head: DeferredHead
     version: int
     autocast: tuple[bool, torch.dtype]
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
@@ -137,20 +127,20 @@ class _Recipe:
         return made
 
 
-def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, listener: LogitsListener) -> Tensor:
+def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: DeferredHead) -> Tensor:
     """Return the output of a linear layer, which is computed when it is read.
 
     Args:
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        listener: Is told what becomes of the output.
+        head: Is told what becomes of the output.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     dtype = autocast[1] if autocast[0] else source.dtype
     inputs = source, weight, bias
-    recipe = _Recipe(inputs, source, source.dim() - 1, (dtype, dtype), listener, write_count(weight), autocast)
+    recipe = _Recipe(inputs, source, source.dim() - 1, (dtype, dtype), head, write_count(weight), autocast)
     return recipe.deferred()
 
 
@@ -169,9 +159,15 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         """Compute the skipped layer now, and return the gradients of its input, weights and bias."""
         needed = ctx.needs_input_grad[1:]
-        wanted = [one for one, is_needed in zip(ctx.inputs, needed, strict=True) if is_needed]
-        found = iter(torch.autograd.grad(ctx.recipe.all_logits(), wanted, upstream, retain_graph=True))
-        return None, *(next(found) if is_needed else None for is_needed in needed)
+        wanted = [each for each, is_needed in zip(ctx.inputs, needed, strict=True) if is_needed]
+        gradients = iter(torch.autograd.grad(ctx.recipe.all_logits(), wanted, upstream, retain_graph=True))
+        return None, *(next(gradients) if is_needed else None for is_needed in needed)
+
+
+def _asks_for_no_values(func: Any) -> bool:
+    """Return whether a function is about shapes, types and places alone, such as the attribute `Tensor.device`."""
+    attribute = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
+    return func in _OF_SHAPES or (attribute is not None and attribute.__name__ not in _VALUES)
 
 
 def _is_our_own(hook: Any) -> bool:
@@ -187,7 +183,7 @@ def _read(values: Any, func: Any) -> Any:
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
-            recipe.listener.on_read(getattr(func, "__name__", str(func)))
+            recipe.head.on_read(getattr(func, "__name__", str(func)))
         return recipe.all_logits()
     if isinstance(values, dict):
         return {key: _read(value, func) for key, value in values.items()}
@@ -202,7 +198,7 @@ def _answer(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
         return _loss(recipe, *args, **kwargs)
     if func in _VIEWS:
         return _viewed(recipe, func, args[1:], kwargs)
-    if func in _ELEMENTWISE and not any(isinstance(one, Tensor) for one in (*args[1:], *kwargs.values())):
+    if func in _ELEMENTWISE and not any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):
         return _changed(recipe, func, args[1:], kwargs)
     return None
 
@@ -230,8 +226,8 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
     if target.shape != source.shape[:-1]:
         return None  # torch says what is wrong with it
     _, weight, bias = recipe.inputs
-    found = recipe.listener.loss_of(loss, source.reshape(-1, source.shape[-1]), weight, bias)
-    return found.view(target.shape) if loss.reduction == "none" else found
+    out = recipe.head.loss_of(loss, source.reshape(-1, source.shape[-1]), weight, bias)
+    return out.view(target.shape) if loss.reduction == "none" else out
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
@@ -258,16 +254,16 @@ def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
     return replace(recipe, source=source, class_dim=dim, parent=recipe, change=change, real=None).deferred()
 
 
-def _leaves_last_whole(key: Any, n_dims: int) -> bool:
+def _leaves_last_whole(index: Any, n_dims: int) -> bool:
     """Return whether an index selects all of the last dimension."""
-    keys = key if isinstance(key, tuple) else (key,)
-    if any(isinstance(one, list) for one in keys):
+    keys = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(key, list) for key in keys):
         return False
-    dots = [at for at, one in enumerate(keys) if one is Ellipsis]
+    dots = [at for at, key in enumerate(keys) if key is Ellipsis]
     taken = sum(
-        one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
-        for one in keys
-        if one is not None and one is not Ellipsis
+        key.dim() if isinstance(key, Tensor) and key.dtype == torch.bool else 1
+        for key in keys
+        if key is not None and key is not Ellipsis
     )
     if taken < n_dims and (not dots or dots[0] == len(keys) - 1):
         return True
@@ -323,43 +319,17 @@ _ELEMENTWISE = {
     Tensor.tanh,
     torch.tanh,
 }
-_ATTRIBUTES = {
+_OF_SHAPES = {
     Tensor.size,
     Tensor.dim,
-    Tensor.ndimension,
     Tensor.numel,
-    Tensor.nelement,
     Tensor.element_size,
     Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.get_device,
     Tensor.untyped_storage,
     Tensor.__len__,
     Tensor.__hash__,
     torch.numel,
     torch.is_floating_point,
-    torch.is_complex,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "ndim",
-            "nbytes",
-            "itemsize",
-            "layout",
-            "requires_grad",
-            "is_leaf",
-            "grad_fn",
-            "output_nr",
-            "is_cuda",
-            "is_cpu",
-            "is_meta",
-            "is_mps",
-            "is_sparse",
-            "is_quantized",
-            "is_nested",
-        )
-    ),
 }
+# Of a tensor's attributes, those that hold its values or its gradient's, or are views of it.
+_VALUES = {"data", "grad", "T", "H", "mT", "mH", "real", "imag"}

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_memtools._torch import (
     AnyBatchNorm,
     AnyDropout,
     StatisticsNorm,
-    autograd_sequence_number,
     iterates_power,
+    tree_flatten,
+    tree_unflatten,
 )
-from lightning_memtools.checkpointing.drawn_streams import Stream, streams_set_to
+from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, Stream, streams_set_to
 from lightning_memtools.memory.nested_tensors import tensors_in
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
 _DROPOUTS_BY_NAME = {"StochasticDepth", "DropPath", "DropBlock2d", "PatchDropout", "DropBlock"}
 _RATES = ("p", "drop_prob")
+
+Run = Callable[[Callable[[Any], None], Any, Any], Any]
+"""Runs layers one after the other: calls its first argument with the output of each, and gives the first the others."""
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -34,14 +37,9 @@ def is_dropout(module: nn.Module) -> bool:
     return module.training and not (isinstance(rate, (int, float)) and rate == 0)
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a BatchNorm that normalizes by the batch's statistics in its current mode."""
-    return isinstance(module, AnyBatchNorm) and module.training
-
-
 def is_special(module: nn.Module) -> bool:
-    """Return whether the option `bn_dropout` is about this module."""
-    return is_dropout(module) or is_batch_norm(module)
+    """Return whether the option `bn_dropout` is about this module, in its current mode."""
+    return is_dropout(module) or (isinstance(module, AnyBatchNorm) and module.training)
 
 
 def updates_statistics(module: nn.Module) -> bool:
@@ -51,24 +49,14 @@ def updates_statistics(module: nn.Module) -> bool:
 
 def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
     """Return why a layer may not be part of a recomputed range; None if it may."""
-    # Run twice, it would communicate twice.
-    sync = _first_within(layer, lambda part: isinstance(part, nn.SyncBatchNorm) and part.training)
-    if sync is not None:
-        return f"{sync} talks to other ranks"
-    if _first_within(layer, lambda part: part.training and iterates_power(part)) is not None:
+    trained = [part for part in layer.modules() if part.training]
+    if any(isinstance(part, nn.SyncBatchNorm) for part in trained):
+        return "SyncBatchNorm talks to other ranks"
+    if any(map(iterates_power, trained)):
         return "power iteration (spectral_norm) would run twice"
     if bn_dropout == "skip" and is_special(layer):
         return f"{type(layer).__name__} never runs twice"
-    if bn_dropout == "avoid":
-        special = _first_within(layer, is_special)
-        if special is not None:
-            return f"contains {special}" if not is_special(layer) else f"is a {special}"
     return None
-
-
-def _first_within(module: nn.Module, condition: Callable[[nn.Module], bool]) -> str | None:
-    """Return the class name of the first module in a tree that meets the condition; parametrizations are included."""
-    return next((type(part).__name__ for part in module.modules() if condition(part)), None)
 
 
 @contextmanager
@@ -93,72 +81,57 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
                 setattr(module, name, tensor)
 
 
-class RunLog:
-    """Records what each layer of a range returned in the forward pass, to compare with when it runs again.
+class _RunLog:
+    """Compares what each layer of a range returns when it runs again with what it returned in the forward pass.
 
     Torch's own check can only tell that some saved tensor differs; this one knows the layer. It compares shapes, types
-    and counts of operators, which are known without waiting for the device.
+    and the last operators, which are known without waiting for the device.
     """
-
-    __slots__ = ("_again", "_first", "_names", "_position", "_sequence")
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._first: list[Any] = []
-        self._position = 0
-        self._sequence = 0
-        self._again = False
+        self._first: list[str] = []
+        self._again: Iterator[tuple[str, str]] | None = None
 
     def begin(self) -> None:
         """Note that the range begins to run, for the first time or again."""
-        self._again = bool(self._first)
-        self._position = 0
-        self._sequence = autograd_sequence_number()
+        self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
         """Note the output of the next layer, and raise if it is not like the first one."""
-        # Autograd numbers its operators as they run. Under autocast a weight's cast may be there once and cached once.
-        last = autograd_sequence_number()
-        operators = None if torch.is_autocast_enabled(_device_of(out)) else last - self._sequence
-        seen = (*_signature(out), operators)
-        self._sequence = last
-        at = self._position
-        self._position += 1
-        if not self._again:
+        seen = ", ".join(
+            f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
+            for each in tensors_in(out)
+        )
+        if self._again is None:
             self._first.append(seen)
-        elif at < len(self._first) and self._first[at] != seen:
+            return
+        layer, first = next(self._again)
+        if seen != first:
             raise CheckpointError(
-                mismatch_message(
-                    self._names[at], f"{_described(self._first[at])} the first time, {_described(seen)} the second"
-                )
+                f"The layer {layer} did not do the same when it was run again for its gradient ({first} the first "
+                f"time, {seen} the second): its output depends on something besides its input and weights. Leave it "
+                f"out of recomputation with exclude=[{layer!r}]."
             )
 
 
-def mismatch_message(layer: str, evidence: str) -> str:
-    """Return which layer cannot be recomputed, and how to leave it out."""
-    return (
-        f"The layer {layer} did not do the same when it was run again for its gradient ({evidence}): its output "
-        f"depends on something besides its input and weights. Leave it out of recomputation with exclude=[{layer!r}]."
-    )
-
-
-class LaterRun:
+class _LaterRun:
     """The context of a range's later runs: they leave running statistics alone, and draw the same random numbers.
 
     It is made anew whenever it is entered, as each backward through a range runs it again.
 
     Args:
-        modules: The range's layers that update running statistics.
+        norms: The range's layers that update running statistics.
         states: Those of the streams that torch's checkpoint does not restore, before the first run.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], states: Sequence[tuple[Stream, Any]]) -> None:
-        self._modules, self._states = modules, states
+    def __init__(self, norms: Sequence[nn.Module], states: Sequence[tuple[Stream, Any]]) -> None:
+        self._norms, self._states = norms, states
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
-        stack.enter_context(statistics_untouched([module for module in self._modules if updates_statistics(module)]))
+        stack.enter_context(statistics_untouched([module for module in self._norms if updates_statistics(module)]))
         stack.enter_context(streams_set_to(self._states))
         self._entered.append(stack)
 
@@ -168,19 +141,38 @@ class LaterRun:
         return self._entered.pop().__exit__(kind, error, traceback)
 
 
-def _signature(out: Any) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), one.dtype, type(one.grad_fn).__name__) for one in tensors_in(out))
+def recomputed(
+    run: Run, names: Sequence[str], norms: Sequence[nn.Module], streams: DrawnStreams, given: tuple[Any, Any]
+) -> Any:
+    """Run layers whose activations are not kept, so that they run again in backward, and return their output.
 
+    Args:
+        run: Runs them one after the other.
+        names: Their qualified names.
+        norms: Those parts of them that update running statistics.
+        streams: The random streams that they may draw from.
+        given: The arguments of the first layer, by position and by name.
+    """
+    log = _RunLog(names)
+    states = streams.now()
+    # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
+    flat, structure = tree_flatten(given)
+    # Each once: attention that is given one tensor as query, key and value does something else with three equal ones.
+    different = {id(each): each for each in flat}
+    order = {each: at for at, each in enumerate(different)}
+    places = [order[id(each)] for each in flat]
+    # The first run takes what was given itself: the code around sees what a module replaces in a list of its arguments.
+    first = [given]
 
-def _device_of(value: Any) -> str:
-    return next((one.device.type for one in tensors_in(value)), "cpu")
+    def run_flat(*different: Any) -> Any:
+        args, kwargs = first.pop() if first else tree_unflatten([different[at] for at in places], structure)
+        log.begin()
+        return run(log.note_output, args, kwargs)
 
-
-def _described(seen: tuple[Any, ...]) -> str:
-    *tensors, operators = seen
-    shown = ", ".join(f"{_shown(tensor)} by {tensor[-1]}" for tensor in tensors)
-    return shown if operators is None else f"{shown} after {operators} operators"
-
-
-def _shown(tensor: tuple[Any, ...]) -> str:
-    return f"{list(tensor[0])} {str(tensor[1]).removeprefix('torch.')}"
+    return checkpoint(
+        run_flat,
+        *different.values(),
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=lambda: (nullcontext(), _LaterRun(norms, states)),
+    )

@@ -7,25 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
+from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
+
+
+class WithoutCaches:
+    """The forward of a model whose caches of keys and values are off while it is trained."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._trained = module.training
+        self._inner = vars(module).get("forward") or forward_of_class(module)
+        # `generate`, which may run in validation, looks at the names of the arguments.
+        self.__signature__ = signature(forward_of_class(module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if passes_through(self._module, trained=self._trained):
+            return self._inner(*args, **kwargs)
+        with caches_off(self._module):
+            return self._inner(*args, **kwargs)
+
 
 def configs_with_caches(model: nn.Module) -> list[Any]:
     """Return the configurations in a model whose `use_cache` is on, each once."""
-    found = {id(config): config for part in model.modules() if _uses_cache(config := vars(part).get("config"))}
-    return list(found.values())
+    configs = {id(config): config for part in model.modules() if _uses_cache(config := vars(part).get("config"))}
+    return list(configs.values())
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules whose configuration has `use_cache` on, by name."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
-        around = any(not one or name.startswith(f"{one}.") for one in found)
+        around = any(not other or name.startswith(f"{other}.") for other in outermost)
         if not around and _uses_cache(vars(part).get("config")):
-            found[name] = part
-    return found
+            outermost[name] = part
+    return outermost
 
 
 @contextmanager
@@ -44,8 +65,8 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call is given a cache of keys and values: a Cache of transformers or one that acts as such."""
     return any(
-        callable(getattr(type(one), "get_seq_length", None)) and callable(getattr(type(one), "update", None))
-        for one in (*args, *kwargs.values())
+        callable(getattr(type(each), "get_seq_length", None)) and callable(getattr(type(each), "update", None))
+        for each in (*args, *kwargs.values())
     )
 
 

@@ -87,10 +87,6 @@ class DeferredHead:
         self.logits = made.numel() // classes, classes, made.nbytes
         return made
 
-    def on_loss(self) -> None:
-        """Count the losses."""
-        self.n_losses += 1
-
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the loss of logits, in chunks; the first time after a check."""
         if self._checks and not holds_fake_tensors((source, weight)):
@@ -123,10 +119,10 @@ def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | 
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [
-        None if one is None else one.detach().requires_grad_(one.requires_grad)
-        for one in (inputs[0][:rows], *inputs[1:])
+        None if each is None else each.detach().requires_grad_(each.requires_grad)
+        for each in (inputs[0][:rows], *inputs[1:])
     ]
-    wanted = [one for one in given if one is not None and one.requires_grad]
+    wanted = [each for each in given if each is not None and each.requires_grad]
 
     def results(run: Callable[..., Tensor]) -> list[Tensor]:
         out = run(*given)

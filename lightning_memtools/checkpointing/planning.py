@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_memtools._torch import is_fsdp_module
-from lightning_memtools.checkpointing.apply_plan import ChainPlan
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan
 from lightning_memtools.checkpointing.chains import (
     Chain,
     NothingToApplyTo,
@@ -27,13 +27,11 @@ from lightning_memtools.checkpointing.checkpoint_options import (
 )
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
-from lightning_memtools.checkpointing.least_recomputation import LeastRecomputation
+from lightning_memtools.checkpointing.least_recomputation import LeastRecomputation, StepParts
 from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
-from lightning_memtools.checkpointing.planned_traces import PlannedTraces
-from lightning_memtools.checkpointing.step_parts import StepParts
 from lightning_memtools.checkpointing.step_units import StepUnits, units_of_step
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.step_trace import StepCost, StepDiffersError, TracedStep, device_of
+from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, device_of, tracing
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
 # pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -44,14 +42,13 @@ _MOST_TRACED = 2  # of "auto"
 _MOST_ATTEMPTS = 6  # to fit a budget
 _ALIKE = 0.01  # peaks of which one is enough
 _WORTH_A_NOTE = 0.1  # of the peak
-_AS_AT_FIRST = (
-    "so each trace of it found the model's attributes as the first step does, and the peaks leave out what a step "
-    "keeps for later ones"
-)
 _SHARDED = (
     "the peaks are those of one device that holds the whole model: a rank of FSDP 2 holds a part of the parameters, "
     "gradients and optimizer state, and the same activations"
 )
+
+Traced = Callable[[Sequence[ChainPlan], Sequence[str]], StepCost]
+"""Traces a step under a plan, with the loss of the named layers in chunks."""
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
@@ -74,7 +71,6 @@ def plan_checkpoints(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     loss_head: LossHead = "auto",
-    offload: bool = False,
 ) -> CheckpointPlan:
     """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
@@ -92,29 +88,20 @@ def plan_checkpoints(
             recomputes nothing); a size such as "8GiB" is the highest allocated peak. The plan is the one with the
             least recomputation that fits.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
-            with "recompute" they may, and the results are the same bit for bit; with "avoid" nothing that contains
-            one runs twice; "auto" is "skip", or "recompute" where "skip" leaves nothing worth doing.
+            with "recompute" they may, and the results are the same bit for bit.
         include: Patterns of module names to take instead of choosing among all modules. A match that is no Sequential
             becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
             that lowers the peak and nothing else takes the output; with "keep", all at once.
-        offload: Keep the inputs of what is recomputed in pinned host memory between forward and backward.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
-    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head, offload=offload)
-    device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
+    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
+    device = device_of(cuda=any(parameter.is_cuda for parameter in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
     return StepPlanner(step).plan(options)
-
-
-@dataclass(slots=True)
-class PlanningProgress:
-    """The words for what a planner is busy with. It knows no planner: a cycle would keep the step's batch alive."""
-
-    doing: str = "looking for chains of layers"
 
 
 class StepPlanner:
@@ -125,18 +112,12 @@ class StepPlanner:
     Args:
         step: The step.
 
-    Attributes:
-        progress: What the planner is busy with; a model of a thousand layers takes it several seconds.
-        step: The step as it is traced: `first_calls_only` if it fails or gives no loss when it runs again.
     """
 
     def __init__(self, step: TracedStep) -> None:
-        self.progress = PlanningProgress()
-        self.step = step
-        self._notes: tuple[str, ...] = ()
+        self._step = step
         self._measured: dict[tuple[Any, ...], StepUnits] = {}
-        self._costs: dict[tuple[Any, ...], StepCost] = {}
-        self._traces = PlannedTraces()
+        self._costs: dict[tuple[str, ...], dict[tuple[ChainPlan, ...], StepCost]] = {}
         self._in_chunks: LossInChunks | None = None
         self._looked_for_head = False
 
@@ -151,183 +132,75 @@ class StepPlanner:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
-        is_sharded = any(map(is_fsdp_module, self.step.model.modules()))
+        is_sharded = any(map(is_fsdp_module, self._step.model.modules()))
         if is_sharded and options.budget_bytes is not None:
             raise CheckpointOptionsError(
                 f"memory_budget is a peak of {format_size(options.budget_bytes)}, and under FSDP 2 a plan does not "
                 "know what else a rank holds: give a share of the activations, such as memory_budget=0.5."
             )
         loss = self.step_in_chunks() if options.loss_head == "auto" else None
-        with self._traces:
-            plan = self._with_loss(loss, options, nearest=nearest)
-        notes = list(plan.notes)
-        cached = modules_with_caches(self.step.model) if plan.chains else {}
-        if cached:
-            names = ", ".join(sorted({type(one).__name__ for one in cached.values()}))
-            notes.append(f"use_cache of {names} is off in training, where blocks run twice")
-        notes += [_SHARDED] if is_sharded and plan.chains else []
+        # Where a budget needs no change at all, the loss stays as it is.
+        serves = loss is not None and loss.saves(_LEAST_SAVING) and not options.fits(loss.plain)
+        plan = self._best(options, loss if serves else None, nearest=nearest)
+        notes: list[str] = []
+        if loss is not None and serves:
+            plan = replace(plan, refused=None, heads=loss.names)
+            names = " and ".join(loss.names)
+            notes.append(f"the loss of {names} is computed in chunks of {loss.chunk_rows} rows: {loss.size}")
         if loss is not None and loss.read_by and loss.logits[2] > _WORTH_A_NOTE * (plan.peak_bytes or 0):
             notes.append(f"{loss.size}, and {loss.read_by} reads them, so that their loss is not computed in chunks")
-        return replace(plan, notes=(*notes, *self._notes))
+        cached = modules_with_caches(self._step.model) if plan.chains else {}
+        if cached:
+            names = ", ".join(sorted({type(part).__name__ for part in cached.values()}))
+            notes.append(f"use_cache of {names} is off in training, where blocks run twice")
+        notes += [_SHARDED] if is_sharded and plan.chains else []
+        return replace(plan, notes=tuple(notes))
 
     def step_in_chunks(self) -> LossInChunks | None:
         """Trace the step with its loss in chunks, once; return None if it has no cross-entropy of a linear layer."""
         if not self._looked_for_head:
             self._looked_for_head = True
-            self.progress.doing = "tracing a step with its loss in chunks"
             # The user's step may do anything with logits that are not there; what is wrong with it is found later.
             with suppress(Exception):
-                self._in_chunks = loss_in_chunks(self.step)
+                self._in_chunks = loss_in_chunks(self._step)
         return self._in_chunks
 
-    def _with_loss(self, loss: LossInChunks | None, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan, with a loss in chunks if that saves memory and a budget needs any change at all."""
-        if loss is None or not loss.saves(_LEAST_SAVING) or _fits(loss.plain, options):
-            return self._without_dropout_first(_Task(options), nearest=nearest)
-        options = replace(options, exclude=(*options.exclude, *loss.names))
-        plan = self._without_dropout_first(_Task(options, loss.names, loss.plain, loss.cost), nearest=nearest)
-        note = f"the loss of {' and '.join(loss.names)} is computed in chunks of {loss.chunk_rows} rows: {loss.size}"
-        return replace(plan, refused=None, notes=(note, *plan.notes), heads=loss.names)
-
-    def _without_dropout_first(self, task: _Task, *, nearest: bool) -> CheckpointPlan:
-        """Return a plan; for "auto" one that runs no BatchNorm or Dropout layer twice, if there is one."""
-        if task.options.bn_dropout != "auto":
-            return self._best(task, nearest=nearest)
-        plan = None
-        with suppress(BudgetTooSmallError):
-            plan = self._best(task.running_twice("skip"))
-        if plan is not None and plan.refused is None:
-            return plan
-        other = self._best(task.running_twice("recompute"), nearest=nearest)
-        if plan is not None and other.refused is not None:
-            return plan
-        note = "BatchNorm and Dropout layers are recomputed too: without them no plan is worth its cost or fits"
-        return replace(other, notes=(*other.notes, note))
-
-    def _best(self, task: _Task, *, nearest: bool = False) -> CheckpointPlan:
-        """Return the best plan of those that were traced."""
-        options = task.options
-        chains = find_chains(self.step.model, options)
+    def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
+        """Return the best plan of those that are traced, with the loss in chunks if it is given."""
+        heads = () if loss is None else loss.names
+        options = replace(options, exclude=(*options.exclude, *heads))
+        chains = find_chains(self._step.model, options)
         if options.include is None and options.segments is None:
-            chains += find_modules(self.step.model, chains, options)
-        units = self._units(task, chains) if chains else None
-        parts = None if units is None else StepParts.of(units, chains)
-        if units is None or parts is None or not parts.spans:
-            message = nothing_found_message(self.step.model, options)
-            if not task.heads:
-                warnings.warn(message, NothingToApplyTo, stacklevel=5)
-            return CheckpointPlan((), task.plain, task.in_chunks, message)
-        work = _Work(options, task.heads, task.plain or units.plain, task.in_chunks or units.plain, parts)
-        if options.segments is not None:
-            return self._or_refused(work, parts.chunks(options.segments), 0.0)
-        if _fits(work.plain, options):
-            reason = f"The plain step's peak of {format_size(work.plain.peak_bytes)} is within the budget."
-            return CheckpointPlan((), work.plain, work.plain, reason, left_out=parts.left_out)
-        self.progress.doing = f"choosing what to recompute among {len(units.units)} layers"
-        # A little above the plain peak, because sizes are rounded.
-        limit = int(1.02 * max(units.plain.peak_bytes, work.plain.peak_bytes))
-        least = LeastRecomputation(units.units, [*parts.spans], limit, parts.forced, offload=options.offload)
-        if options.has_budget:
-            return self._fitting(work, least, nearest=nearest)
-        plan = self._or_refused(work, self._lowest_product(work, least), _LEAST_SAVING)
-        if plan.refused is None or task.heads or options.bn_dropout not in {"skip", "avoid"}:
-            return plan
-        return replace(plan, refused=f"{plan.refused} {self._with_dropout(task)}")
+            chains += find_modules(self._step.model, chains, options)
+        parts = StepParts.of(self._units(chains, loss), chains) if chains else None
+        if parts is None or not parts.spans:
+            message = nothing_found_message(self._step.model, options)
+            if loss is None:
+                warnings.warn(message, NothingToApplyTo, stacklevel=4)
+                return CheckpointPlan((), None, None, message)
+            return CheckpointPlan((), loss.plain, loss.cost, message)
+        plain, start = (parts.step.plain, parts.step.plain) if loss is None else (loss.plain, loss.cost)
+        if options.segments is None and options.fits(plain):
+            reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
+            return CheckpointPlan((), plain, plain, reason, left_out=parts.left_out)
+        known = self._costs.setdefault(heads, {(): start})
+        with planned_traces(self._step) as traced:
+            search = _PlanSearch(options, heads, plain, start, parts, traced, known)
+            plan = search.plan(nearest=nearest)
+        hints = plan.refused is not None and not heads and options.bn_dropout == "skip" and options.segments is None
+        return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
 
-    def _units(self, task: _Task, chains: Sequence[Chain]) -> StepUnits:
+    def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
         """Measure the units of the step, once for all plans of these chains."""
-        key = task.heads, *((chain.name, chain.layers) for chain in chains)
+        heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
+        key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
-            n_layers = sum(len(chain.layers) for chain in chains)
-            self.progress.doing = f"tracing a step layer by layer, {n_layers} of them"
-            try:
-                self._measured[key] = units_of_step(self.step, chains, task.heads, task.in_chunks)
-            except StepDiffersError as error:
-                if self.step.first_calls_only:
-                    raise
-                # A step that counts its calls may expect a number of them, or give a loss at every second one alone.
-                self.step = replace(self.step, first_calls_only=True)
-                self._notes = (f"{error}, {_AS_AT_FIRST}",)
-                return self._units(task, chains)
+            self._measured[key] = units_of_step(self._step, chains, heads, cost)
         return self._measured[key]
 
-    def _plan(self, work: _Work, chains: tuple[ChainPlan, ...]) -> CheckpointPlan:
-        """Return the plan that recomputes this, traced."""
-        offload = work.options.offload
-        key = work.heads, offload, chains
-        if not chains:
-            self._costs[key] = work.in_chunks
-        if key not in self._costs:
-            self.progress.doing = "tracing a step under the plan"
-            self._costs[key] = self._traces.cost(self.step, chains, work.heads, offload=offload)
-        found = CheckpointPlan(chains, work.plain, self._costs[key], left_out=work.parts.left_out, offload=offload)
-        if not (offload and chains):
-            return found
-        return replace(found, notes=("the inputs of what is recomputed are kept in host memory",))
-
-    def _or_refused(self, work: _Work, chains: tuple[ChainPlan, ...], least_saving: float) -> CheckpointPlan:
-        """Return the plan, or one without any ranges if it does not lower the peak by this share."""
-        plan = self._plan(work, chains)
-        was, now = work.in_chunks.peak_bytes, plan.peak_bytes or 0
-        if chains and now < was * (1 - least_saving):
-            return plan
-        reason = f"No plan lowers the predicted peak of {format_size(was)} at an acceptable cost."
-        if chains:
-            does = "does not lower the peak" if now >= was else "saves too little"
-            reason = f"The plan {does}: {format_size(was)} without it, {format_size(now)} with it."
-        return CheckpointPlan((), work.plain, work.in_chunks, reason, left_out=work.parts.left_out)
-
-    def _lowest_product(self, work: _Work, least: LeastRecomputation) -> tuple[ChainPlan, ...]:
-        """Return the ranges with the lowest product of memory and operations, of the few that were traced."""
-        most = MOST_OPERATIONS * work.plain.operations
-
-        def product(peak: int, operations: int) -> int:
-            return max(peak - work.plain.resident_bytes, 1) * operations
-
-        points = [(peak, work.plain.operations + extra) for peak, extra in least.frontier()]
-        allowed = [one for one in points if one[1] <= most] or points[:1]
-        best: tuple[ChainPlan, ...] = ()
-        lowest, tried = product(work.in_chunks.peak_bytes, work.plain.operations), list[int]()
-        for peak, _ in sorted(allowed, key=lambda one: (product(*one), one[0])):
-            if len(tried) == _MOST_TRACED:
-                break
-            if any(abs(peak - other) < _ALIKE * peak for other in tried):
-                continue
-            tried.append(peak)
-            chains = work.parts.plans(least.best(peak) or ())
-            cost = self._plan(work, chains).planned
-            assert cost is not None
-            found = product(cost.peak_bytes, cost.operations)
-            if found < lowest and cost.operations <= most:
-                best, lowest = chains, found
-        return best
-
-    def _fitting(self, work: _Work, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with the least recomputation whose traced peak is within the limit."""
-        limit = _limit(work.plain, work.options)
-        assert limit is not None
-        aim = float(limit)
-        tried: list[CheckpointPlan] = []
-        for attempt in range(_MOST_ATTEMPTS):
-            spans = least.best(aim)
-            if spans is None:
-                break
-            plan = self._plan(work, work.parts.plans(spans))
-            over = (plan.peak_bytes or 0) - limit
-            if over <= 0:
-                return plan
-            tried.append(plan)
-            aim -= over + 0.001 * 2**attempt * limit
-        tried += [self._plan(work, work.parts.plans(least.best(peak) or ())) for peak, _ in least.frontier()[-1:]]
-        smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
-        is_share = work.options.budget_share is not None
-        if smallest is not None and ((smallest.peak_bytes or 0) <= limit or (nearest and is_share)):
-            return smallest
-        raise _too_small(work.options, limit, work.plain, smallest)
-
-    def _with_dropout(self, task: _Task) -> str:
+    def _with_dropout(self, options: CheckpointOptions) -> str:
         """Describe what a plan would give that may run BatchNorm and Dropout layers twice."""
-        plan = self._best(task.running_twice("recompute"))
+        plan = self._best(replace(options, bn_dropout="recompute"), None, nearest=False)
         result = (
             "no lower peak either"
             if plan.refused
@@ -336,41 +209,128 @@ class StepPlanner:
         return f'bn_dropout="recompute" would give {result}.'
 
 
+@contextmanager
+def planned_traces(step: TracedStep) -> Iterator[Traced]:
+    """Yield a function that traces the step under a plan. The fake model is made once, when it is first needed."""
+    traces: list[StepTrace] = []
+    with ExitStack() as stack:
+
+        def traced(plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
+            is_first = not traces
+            if is_first:
+                traces.append(stack.enter_context(tracing(step)))
+            with AppliedPlan(traces[0].model, plans, heads=heads):
+                if is_first:  # it leaves the memory as a later step finds it
+                    traces[0].run()
+                return traces[0].run()
+
+        yield traced
+
+
+def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
+    """Return the memory and operations of a step under a plan; without plans, those of the plain step."""
+    with planned_traces(step) as traced:
+        return traced(plans, heads)
+
+
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """A plan to make: the options, the layers whose loss is computed in chunks, and the costs without and with that."""
+class _PlanSearch:
+    """Looks for the plan that the options ask for, among those that a dynamic program proposes.
 
-    options: CheckpointOptions
-    heads: tuple[str, ...] = ()
-    plain: StepCost | None = None
-    in_chunks: StepCost | None = None
-
-    def running_twice(self, bn_dropout: BnDropout) -> _Task:
-        """Return the same with another choice of what may happen to BatchNorm and Dropout."""
-        return replace(self, options=replace(self.options, bn_dropout=bn_dropout))
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A task whose step was measured: the cost of the plain step, that with its loss in chunks, and the parts."""
+    Attributes:
+        options: The options.
+        heads: The layers whose loss is computed in chunks.
+        plain: The memory and operations of the plain step.
+        start: The same without recomputation, with the loss in chunks if it is.
+        parts: The parts of the step that may run twice.
+        traced: Traces the step under a plan.
+        known: The costs of plans that were traced.
+    """
 
     options: CheckpointOptions
     heads: tuple[str, ...]
     plain: StepCost
-    in_chunks: StepCost
+    start: StepCost
     parts: StepParts
+    traced: Traced
+    known: dict[tuple[ChainPlan, ...], StepCost]
 
+    def plan(self, *, nearest: bool) -> CheckpointPlan:
+        """Return the plan; without any ranges and with the reason if none is worth its cost."""
+        if self.options.segments is not None:
+            return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
+        # A little above the plain peak, because sizes are rounded.
+        least = LeastRecomputation(self.parts, int(1.02 * max(self.start.peak_bytes, self.plain.peak_bytes)))
+        limit = self.options.limit(self.plain)
+        if limit is not None:
+            return self._fitting(limit, least, nearest=nearest)
+        return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
-def _fits(plain: StepCost, options: CheckpointOptions) -> bool:
-    limit = _limit(plain, options)
-    return limit is not None and plain.peak_bytes <= limit
+    def _plan(self, chains: tuple[ChainPlan, ...]) -> CheckpointPlan:
+        """Return the plan that recomputes this, traced."""
+        if chains not in self.known:
+            self.known[chains] = self.traced(chains, self.heads)
+        return CheckpointPlan(chains, self.plain, self.known[chains], left_out=self.parts.left_out)
 
+    def _or_refused(self, chains: tuple[ChainPlan, ...], least_saving: float) -> CheckpointPlan:
+        """Return the plan, or one without any ranges if it does not lower the peak by this share."""
+        plan = self._plan(chains)
+        was, now = self.start.peak_bytes, plan.peak_bytes or 0
+        if chains and now < was * (1 - least_saving):
+            return plan
+        reason = f"No plan lowers the predicted peak of {format_size(was)} at an acceptable cost."
+        if chains:
+            does = "does not lower the peak" if now >= was else "saves too little"
+            reason = f"The plan {does}: {format_size(was)} without it, {format_size(now)} with it."
+        return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
 
-def _limit(plain: StepCost, options: CheckpointOptions) -> int | None:
-    """Return the highest peak that a budget allows."""
-    if options.budget_share is not None:
-        return plain.static_bytes + int(options.budget_share * plain.activation_bytes)
-    return options.budget_bytes
+    def _lowest_product(self, least: LeastRecomputation) -> tuple[ChainPlan, ...]:
+        """Return the ranges with the lowest product of memory and operations, of the few that are traced."""
+        most = MOST_OPERATIONS * self.plain.operations
+
+        def product(peak: int, operations: int) -> int:
+            return max(peak - self.plain.resident_bytes, 1) * operations
+
+        points = [(peak, self.plain.operations + extra) for peak, extra in least.frontier()]
+        allowed = [point for point in points if point[1] <= most] or points[:1]
+        best: tuple[ChainPlan, ...] = ()
+        lowest, tried = product(self.start.peak_bytes, self.plain.operations), list[int]()
+        for peak, _ in sorted(allowed, key=lambda point: (product(*point), point[0])):
+            if len(tried) == _MOST_TRACED:
+                break
+            if any(abs(peak - other) < _ALIKE * peak for other in tried):
+                continue
+            tried.append(peak)
+            chains = least.best(peak) or ()
+            cost = self._plan(chains).planned
+            assert cost is not None
+            value = product(cost.peak_bytes, cost.operations)
+            if value < lowest and cost.operations <= most:
+                best, lowest = chains, value
+        return best
+
+    def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
+        """Return the plan with the least recomputation whose traced peak is within the limit."""
+        if self.start.peak_bytes <= limit:
+            return self._plan(())
+        aim = float(limit)
+        tried: list[CheckpointPlan] = []
+        for attempt in range(_MOST_ATTEMPTS):
+            chains = least.best(aim)
+            if chains is None:
+                break
+            plan = self._plan(chains)
+            over = (plan.peak_bytes or 0) - limit
+            if over <= 0:
+                return plan
+            tried.append(plan)
+            aim -= over + 0.001 * 2**attempt * limit
+        tried += [self._plan(least.best(peak) or ()) for peak, _ in least.frontier()[-1:]]
+        smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
+        is_share = self.options.budget_share is not None
+        if smallest is not None and ((smallest.peak_bytes or 0) <= limit or (nearest and is_share)):
+            return smallest
+        raise _too_small(self.options, limit, self.plain, smallest)
 
 
 def _too_small(
@@ -389,6 +349,6 @@ def _too_small(
     if options.budget_share is None:  # a share of the activations is no easier to reach with a smaller batch
         ways.append("make the batch smaller")
     if options.bn_dropout == "skip":
-        ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="auto")')
+        ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="recompute")')
     message += f"Next: {' or '.join(ways)}."
     return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import FakeTensor
+from lightning_memtools._torch import FakeTensor, tree_flatten, tree_unflatten
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, streams_set_to
-from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched
+from lightning_memtools.checkpointing.exact_recomputation import Run, statistics_untouched
 from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.warning_categories import DegradedWarning
-
-Run = Callable[[Callable[[Any], None]], Any]
-"""Runs layers one after the other, and calls its argument with the output of each."""
 
 
 class RecomputationDiffersWarning(DegradedWarning):
@@ -26,7 +23,7 @@ class RecomputationDiffersWarning(DegradedWarning):
 
 
 def layer_that_differs(
-    run: Run, layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
+    run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
 ) -> tuple[int, str] | None:
     """Run layers twice, and return the first that does not repeat itself, with the evidence; None if all do.
 
@@ -36,16 +33,16 @@ def layer_that_differs(
     """
     seen: list[list[tuple[int, str, Tensor]]] = []
     for _ in range(2):
-        found, changed = _fingerprints_of(run, layers, norms, streams)
-        if changed is not None:
-            return changed
-        seen.append(found)
+        prints, changed = _fingerprints_of(run, given, layers, norms, streams)
+        if changed:
+            return changed[0]
+        seen.append(prints)
     first, second = seen
-    for (layer, what, one), (_, other_what, other) in zip(first, second, strict=False):
-        if what != other_what:
-            return layer, f"{what} the first time, {other_what} the second"
-        if one.item() != other.item():
-            return layer, f"{what} had other values the second time"
+    for (layer, tensor, value), (_, other, other_value) in zip(first, second, strict=False):
+        if tensor != other:
+            return layer, f"{tensor} the first time, {other} the second"
+        if value.item() != other_value.item():
+            return layer, f"{tensor} had other values the second time"
     if len(first) != len(second):
         at = min(len(first), len(second)) - 1
         return first[max(at, 0)][0], "it kept another number of tensors the second time"
@@ -54,25 +51,29 @@ def layer_that_differs(
 
 def holds_fake_tensors(value: Any) -> bool:
     """Return whether values cannot be compared, because there are none."""
-    return any(isinstance(one, FakeTensor) or one.is_meta for one in tensors_in(value))
+    return any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors_in(value))
 
 
 def _fingerprints_of(
-    run: Run, layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
-) -> tuple[list[tuple[int, str, Tensor]], tuple[int, str] | None]:
-    found: list[tuple[int, str, Tensor]] = []
+    run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
+) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
+    """Run layers, and return the tensors that they return or keep, and which layers changed a buffer.
+
+    Each tensor comes as the layer's index, in words, and a hash; each layer as its index, and in words.
+    """
+    prints: list[tuple[int, str, Tensor]] = []
     at = 0
 
     def note_output(out: Any) -> None:
         nonlocal at
-        found.extend((at, f"its output, {_shown(one)},", fingerprint(one)) for one in tensors_in(out))
+        prints.extend((at, f"its output, {_shown(tensor)},", fingerprint(tensor)) for tensor in tensors_in(out))
         at += 1
 
     def note_kept(tensor: Tensor) -> None:
         layer = min(at, len(layers) - 1)
         is_unset = _is_seed(tensor, layers[layer]) or _is_reserve(tensor, layers[layer])
         value = torch.zeros((), dtype=torch.int64) if is_unset else fingerprint(tensor)
-        found.append((layer, f"a tensor that it keeps for backward, {_shown(tensor)},", value))
+        prints.append((layer, f"a tensor that it keeps for backward, {_shown(tensor)},", value))
 
     with (
         statistics_untouched(norms),
@@ -83,8 +84,8 @@ def _fingerprints_of(
         # Nothing is kept: packing gives None, and no gradient is taken.
         torch.autograd.graph.saved_tensors_hooks(note_kept, lambda none: none),
     ):
-        run(note_output)
-    return found, changed[0] if changed else None
+        run(note_output, *tree_unflatten(*tree_flatten(given)))  # in lists of its own, which a layer may change
+    return prints, changed
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:

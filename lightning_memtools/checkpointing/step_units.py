@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,11 @@ from lightning_memtools.checkpointing.chains import Chain, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
-from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
-from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
+
+_OF_EVERY_MODULE = {*vars(nn.Module())}  # its registries, and its mode
 
 Place = tuple[int, int]
 """The indices of a chain and of a layer in it."""
@@ -42,36 +40,35 @@ class Unit:
         out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
         same_storage: Whether its output is its input's storage.
         may_start: Whether a recomputed range may begin with it: nothing overwrites its input.
-        saves: Whether it keeps anything for backward, parameters included.
         operations: The operations of its forward pass.
-        tail_operations: Those of them that follow the last tensor that is kept: recomputation stops there.
+        again: Those of them up to the last tensor that is kept: recomputation stops there. None if it keeps nothing.
         forward_bytes: The peak of its forward pass, above what was allocated when it began.
         forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
         backward_need: The same at the peak of its backward pass; 0 if no gradient passes through it.
+        shared: Of each tensor that it keeps first and later units as well: the last of these, the bytes, whether it is
+            this unit's input, and whether it is its output and the next unit keeps it.
     """
 
-    own_bytes: int = 0
-    in_kept: int = 0
-    out_kept: int = 0
-    out_held: bool = False
-    out_bytes: int = 0
-    same_storage: bool = False
-    may_start: bool = True
-    saves: bool = True
-    operations: int = 0
-    tail_operations: int = 0
-    forward_bytes: int = 0
-    forward_base: int = 0
-    backward_base: int = 0
-    backward_need: int = 0
+    own_bytes: int
+    in_kept: int
+    out_kept: int
+    out_held: bool
+    out_bytes: int
+    same_storage: bool
+    may_start: bool
+    operations: int
+    again: int | None
+    forward_bytes: int
+    forward_base: int
+    backward_base: int
+    backward_need: int
+    shared: tuple[tuple[int, int, bool, bool], ...]
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
         """Return the bytes that it adds by keeping its tensors, and whether its output is held then."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
-        if self.same_storage:
-            return added, input_held or self.in_kept > 0
-        return added, self.out_held
+        return added, input_held or self.in_kept > 0 if self.same_storage else self.out_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ def units_of_step(
             measured = trace.run(recorder.around_forward, recorder.begin_backward)
             recorder.leave_backward()
         changed = recorder.layers_that_changed(chains)
-        return StepUnits(_units(recorder.records), plain or measured, recorder.spans, changed)
+        return StepUnits(tuple(_units(recorder.records)), plain or measured, recorder.spans, changed)
 
 
 @dataclass(slots=True)
@@ -123,29 +120,12 @@ class _Record:
     input: dict[int, int]
     output: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
-    saves: bool = False
-    operations_at_last_save: int = 0
+    operations_at_last_save: int | None = None
     operations: int = 0
     peak: int = 0
     overwrites: bool = False
     backward_before: int | None = None
     backward_peak: int = 0
-
-
-class _PeakListener(DeviceListener):
-    """Knows the highest allocation since it was last asked."""
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self._device = device
-        self._peak = 0
-
-    def since_last(self) -> int:
-        peak, self._peak = self._peak, self._device.allocator.allocated
-        return peak
-
-    def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        del block, category, module
-        self._peak = max(self._peak, self._device.allocator.allocated)
 
 
 class _Recorder:
@@ -160,7 +140,6 @@ class _Recorder:
         self.records: list[_Record] = []
         self.spans: dict[Place, tuple[int, int]] = {}
         self._trace = trace
-        self._peaks = _PeakListener(trace.device)
         self._static: set[int] = set()
         self._open = _Record(0, 0, {})
         self._given: list[tuple[int, weakref.ref[Tensor], int]] = []
@@ -174,8 +153,6 @@ class _Recorder:
     def around_forward(self) -> Any:
         self._state_before = _state_of(self._trace.model)
         self._static = {entry.block.id for entry in self._trace.device.blocks()}
-        # From now on, since training_step itself may run backward passes.
-        self._trace.device.listen(self._peaks)
         self._begin({})
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -190,7 +167,7 @@ class _Recorder:
 
     def leave_backward(self) -> None:
         """Note that the backward pass of a unit is over."""
-        peak = self._peaks.since_last()
+        peak = self._trace.peak_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
 
@@ -228,11 +205,11 @@ class _Recorder:
     def _call(self, place: Place, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._cut((args, kwargs), begins=True)
         start = len(self.records)
-        given = [(start, weakref.ref(one), write_count(one)) for one in tensors_in((args, kwargs))]
+        given = [(start, weakref.ref(tensor), write_count(tensor)) for tensor in tensors_in((args, kwargs))]
         out = layer(*args, **kwargs)
         self._cut(out, begins=False)
-        for one in given:  # now, while they are there, and again when the forward pass is over
-            self._note_writes(*one)
+        for each in given:  # now, while they are there, and again when the forward pass is over
+            self._note_writes(*each)
         self._given += given
         self.spans.setdefault(place, (start, len(self.records)))
         return out
@@ -246,8 +223,9 @@ class _Recorder:
         """End a unit and begin another, where a layer is given or returns a value; not if nothing has run between."""
         record, keys = self._open, self._keys(value)
         record.operations = self._trace.counted.total
-        if record.saves or record.operations > record.operations_before or not self.records:
-            record.peak = self._peaks.since_last()
+        has_run = record.operations_at_last_save is not None or record.operations > record.operations_before
+        if has_run or not self.records:
+            record.peak = self._trace.peak_since()
             record.output = keys
             self.records.append(record)
             self._note_makers(record, value)
@@ -259,18 +237,17 @@ class _Recorder:
         self._begin(keys)
 
     def _begin(self, keys: dict[int, int]) -> None:
-        total = self._trace.counted.total
-        self._open = _Record(self._trace.allocated(), total, keys, operations_at_last_save=total)
-        self._peaks.since_last()
+        self._open = _Record(self._trace.allocated(), self._trace.counted.total, keys)
+        self._trace.peak_since()
 
     def _note_makers(self, record: _Record, value: Any) -> None:
         """When the gradient of an output is ready, the unit's backward pass begins."""
-        for one in tensors_in(value):
-            if one.requires_grad and one.grad_fn is not None:
-                key = node_sequence_number(one.grad_fn), one.output_nr
+        for tensor in tensors_in(value):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                key = node_sequence_number(tensor.grad_fn), tensor.output_nr
                 if key not in self._makers:
                     makers = self._makers[key] = []
-                    one.register_hook(partial(self._enter_all, makers))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(partial(self._enter_all, makers))  # type: ignore[no-untyped-call]
                 self._makers[key].append(record)
 
     def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
@@ -286,100 +263,99 @@ class _Recorder:
             self._backward = record
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        record = self._open
-        record.saves = True
-        record.operations_at_last_save = self._trace.counted.total
-        record.saved.update(self._keys(tensor))
+        self._open.operations_at_last_save = self._trace.counted.total
+        self._open.saved.update(self._keys(tensor))
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _keys(self, value: Any) -> dict[int, int]:
+        """Return the blocks of tensors that the step made, by id, with their sizes."""
         entries = map(self._trace.device.block_of, tensors_in(value))
-        return {one.block.id: one.block.size for one in entries if one is not None and one.block.id not in self._static}
+        blocks = [entry.block for entry in entries if entry is not None]
+        return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
-def _units(records: Sequence[_Record]) -> tuple[Unit, ...]:
-    """Return the units that were measured. A block counts as kept by the first unit that keeps it."""
+def _units(records: Sequence[_Record]) -> Iterator[Unit]:
+    """Yield the units that were measured. A block counts as kept by the first unit that keeps it."""
     may_start, overwritten = [True] * len(records), False
     for at in range(len(records) - 1, -1, -1):
         record = records[at]
         is_view = bool(record.output) and record.output.keys() <= record.input.keys()
         overwritten = record.overwrites or (is_view and overwritten)
         may_start[at] = not overwritten
-    units: list[Unit] = []
+    keepers: dict[int, list[int]] = {}
+    for at, record in enumerate(records):
+        for key in record.saved:
+            keepers.setdefault(key, []).append(at)
     seen: set[int] = set()
     before: dict[int, int] = {}
     kept, held = 0, True
-    for at, record in enumerate(records):
+    for at, (record, may) in enumerate(zip(records, may_start, strict=True)):
         passed, saved = record.output, record.saved
         new = saved.keys() - seen - before.keys()
         seen |= saved.keys()
-        unit = Unit(
-            own_bytes=sum(saved[key] for key in new - passed.keys()),
-            in_kept=sum(size for key, size in before.items() if key in saved),
-            out_kept=sum(saved[key] for key in new & passed.keys()),
-            out_held=seen.issuperset(passed),
-            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
-            same_storage=bool(passed) and passed.keys() <= before.keys(),
-            may_start=may_start[at],
-            saves=record.saves,
-            operations=record.operations - record.operations_before,
-            tail_operations=record.operations - record.operations_at_last_save,
-            forward_bytes=record.peak - record.allocated_before,
-        )
         # Above what is kept by the model's own count, so that its estimate of the plain step is exact.
         forward_base = record.allocated_before - kept - (0 if held else sum(before.values()))
-        added, held = unit.keep(input_held=held)
-        kept += added
+        own_bytes = sum(saved[key] for key in new - passed.keys())
+        in_kept = sum(size for key, size in before.items() if key in saved)
+        out_kept = sum(saved[key] for key in new & passed.keys())
+        out_held, same_storage = seen.issuperset(passed), bool(passed) and passed.keys() <= before.keys()
+        kept += own_bytes + out_kept + (0 if held else in_kept)
+        last = record.operations_at_last_save
         has_backward = record.backward_before is not None
-        units.append(
-            replace(
-                unit,
-                forward_base=forward_base,
-                backward_base=record.backward_before - kept if record.backward_before is not None else 0,
-                backward_need=max(record.backward_peak - kept, 0) if has_backward else 0,
-            )
+        yield Unit(
+            own_bytes=own_bytes,
+            in_kept=in_kept,
+            out_kept=out_kept,
+            out_held=out_held,
+            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
+            same_storage=same_storage,
+            may_start=may,
+            operations=record.operations - record.operations_before,
+            again=None if last is None else last - record.operations_before,
+            forward_bytes=record.peak - record.allocated_before,
+            forward_base=forward_base,
+            backward_base=(record.backward_before or 0) - kept if has_backward else 0,
+            backward_need=max(record.backward_peak - kept, 0) if has_backward else 0,
+            shared=tuple(
+                (keepers[key][-1], size, key in before, key in passed and keepers[key][1] == at + 1)
+                for key, size in saved.items()
+                if keepers[key][0] == at < keepers[key][-1]
+            ),
         )
+        held = held or in_kept > 0 if same_storage else out_held
         before = passed
-    return tuple(units)
 
 
-def _state_of(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """Return what modules hold that a forward pass could change: numbers, strings, lengths, tensors and buffers.
+def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
+    """Return what modules hold that a forward pass could change: numbers, strings, tensors, and lists of anything.
 
     Running statistics are left out: exact_recomputation.py takes care of these, but of no other buffer.
     """
-    found: dict[tuple[int, str], Any] = {}
+    state: dict[tuple[int, str], list[Any]] = {}
     for part in model.modules():
-        for name, value in vars(part).items():
+        held = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
+        held |= {f"{variable.name} (of a hook)": variable.value for variable in variables_of_hooks(part)}
+        held |= {} if updates_statistics(part) else dict(part.named_buffers(recurse=False))
+        for name, value in held.items():
             if isinstance(value, (list, dict, set, deque)):
-                found[id(part), name] = str(len(value))
-            else:
-                _note(found, (id(part), name), value)
-        for variable in variables_of_hooks(part):
-            name, value = f"{variable.name} (of a hook)", variable.value
-            if isinstance(value, (list, dict, set, deque)):
-                # The elements too: a list of what was seen may be emptied at the beginning of each step.
-                found[id(part), name] = tuple(value.values() if isinstance(value, dict) else value)
-            else:
-                _note(found, (id(part), name), value)
-        for name, tensor in () if updates_statistics(part) else part.named_buffers(recurse=False):
-            found[id(part), name] = tensor, write_count(tensor)
-    return found
+                elements = value.values() if isinstance(value, dict) else value
+                state[id(part), name] = [len(value), *map(_noted, elements)]
+            elif isinstance(value, (int, float, str, Tensor)):
+                state[id(part), name] = [_noted(value)]
+    return state
 
 
-def _note(found: dict[tuple[int, str], Any], key: tuple[int, str], value: Any) -> None:
-    if isinstance(value, (int, float, str)):
-        found[key] = repr(value)
-    elif isinstance(value, Tensor):
-        found[key] = value, write_count(value)
+def _noted(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value, write_count(value)
+    return repr(value) if isinstance(value, (int, float, str)) else type(value)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same_element, one, other))
-    return bool(one == other)
+def _is_same(before: list[Any], after: list[Any]) -> bool:
+    def is_same(old: Any, new: Any) -> bool:
+        if isinstance(old, tuple) and isinstance(new, tuple):
+            return old[0] is new[0] and old[1] == new[1]
+        return bool(old == new)
 
-
-def _is_same_element(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str)) and one == other)
+    return len(before) == len(after) and all(map(is_same, before, after))

@@ -19,7 +19,6 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from tests.zoo import timm, torchvision_models
 
 Made = tuple[nn.Module, dict[str, Tensor]]
-Steps = Callable[..., dict[str, Tensor]]
 N_WORDS = 200
 
 
@@ -251,26 +250,6 @@ def three_steps(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[
     return found | _state(model)
 
 
-def three_steps_as_of_transformers(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[str, Tensor]:
-    """The same, in the order in which transformers' Trainer does it: two micro-batches, clipping, AdamW, a schedule."""
-    torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
-    found: dict[str, Tensor] = {}
-    for step in range(3):
-        for part in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(batch)
-            (loss / 2).backward()
-            found[f"loss {step}.{part}"] = loss.detach()
-        found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        found |= _gradients(model, step)
-        optimizer.step()
-        schedule.step()
-        model.zero_grad()
-    return found | _state(model)
-
-
 class _OfLightning(L.LightningModule):
     def __init__(self, net: LossOf) -> None:
         super().__init__()
@@ -326,7 +305,7 @@ def _state(model: LossOf) -> dict[str, Tensor]:
     return model.state_dict() | dict(model.named_buffers()) | {"random numbers": torch.get_rng_state()}
 
 
-def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool, steps: Steps = three_steps) -> dict[str, str]:
+def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool) -> dict[str, str]:
     """What differs between three plain and three planned steps, and what was found not to repeat itself.
 
     Caches of keys and values are off in both, as a plan turns them off: they make keys and values contiguous, and a
@@ -335,9 +314,9 @@ def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool, steps: Steps
     model, batch = made(name)
     other = copy.deepcopy(model)
     with caches_off(other):
-        plain = steps(other, batch, bf16=bf16)
+        plain = three_steps(other, batch, bf16=bf16)
     with plan.apply(model) as applied:
-        planned = steps(model, batch, bf16=bf16)
+        planned = three_steps(model, batch, bf16=bf16)
     return _differences(plain, planned) | applied.differing
 
 

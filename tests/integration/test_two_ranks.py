@@ -188,7 +188,7 @@ def test_an_error_of_the_users_own_class_in_planning_leaves_both_ranks_without_a
         assert_same_bits(found["plain", rank]["weights"], found["planned", rank]["weights"])
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp2", "offloaded"])
+@pytest.mark.parametrize("case", ["ddp", "fsdp2"])
 def test_both_ranks_recompute_the_same_and_end_in_the_same_bits(case, folder):
     """Under FSDP 2, nothing is gathered more often than without a plan."""
     found = plans(folder, case)
@@ -199,7 +199,6 @@ def test_both_ranks_recompute_the_same_and_end_in_the_same_bits(case, folder):
         plain, planned = found["plain", rank], found["planned", rank]
         assert planned["gathered"] == plain["gathered"]
         assert case != "fsdp2" or plain["gathered"] > 0
-        assert case != "offloaded" or planned["peak"] < 0.8 * plain["peak"]
         assert_same_bits(plain["weights"], planned["weights"])
 
 
