@@ -31,7 +31,7 @@ def _callbacks(package: str) -> list[object]:
 
     try:
         from lightning_memtools._lightning import PACKAGE  # noqa: PLC0415, as above
-        from lightning_memtools.callbacks.run_summary import RunSummary  # noqa: PLC0415, as above
+        from lightning_memtools.verdict.in_trainer.run_summary import RunSummary  # noqa: PLC0415, as above
 
         if package != PACKAGE:
             raise RuntimeError(f"this program imported {PACKAGE} first, and a Trainer is of {package}")  # noqa: TRY301

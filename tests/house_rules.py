@@ -37,10 +37,12 @@ FLOOR = {
     "recovery": 5,
     "callbacks": 6,
     "null_cuda/dry_run": 7,
+    "verdict/in_trainer": 7,
     "cli": 8,
 }
 MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting", "batch_size/trainer", "simulation", "doctor"} | {
-    "null_cuda/dry_run"
+    "null_cuda/dry_run",
+    "verdict/in_trainer",
 }
 APART = "tensorboard_plugin"
 

@@ -87,7 +87,7 @@ def _options(chosen: argparse.Namespace) -> dict[str, Any]:
     given = {"add": chosen.add, "leave_out": chosen.leave_out, "arguments": arguments}
     options = {name: value for name, value in given.items() if value}
     if options:
-        from lightning_memtools.callbacks.asked_callbacks import asked_callbacks  # noqa: PLC0415, it imports torch
+        from lightning_memtools.verdict.in_trainer.asked_callbacks import asked_callbacks  # noqa: PLC0415, it imports torch
 
         try:
             asked_callbacks(**options)

@@ -18,10 +18,10 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 import lightning_memtools
 from lightning_memtools import HaltOnNaN, MemoryMonitor, OOMReport
-from lightning_memtools.callbacks.run_summary import RunSummary
 from lightning_memtools.cli import run as run_command
 from lightning_memtools.cli.main import main
 from lightning_memtools.memory.peaks import PhaseClock
+from lightning_memtools.verdict.in_trainer.run_summary import RunSummary
 from tests.lightning_models import assert_same_bits
 from tests.two_processes import run_ranks
 

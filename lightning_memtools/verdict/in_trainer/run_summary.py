@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import callbacks_of, prepared_loaders, training_step
-from lightning_memtools.callbacks.asked_callbacks import asked_callbacks
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.callbacks.training_doctor import TrainingDoctor
 from lightning_memtools.doctor.findings import DoctorReport
@@ -27,6 +26,7 @@ from lightning_memtools.reporting.loggers import hear_scalars, log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 from lightning_memtools.verdict.at_exit import tell_at_exit
+from lightning_memtools.verdict.in_trainer.asked_callbacks import asked_callbacks
 from lightning_memtools.verdict.judging import judge
 from lightning_memtools.verdict.phase_times import watch_fetching
 from lightning_memtools.verdict.run_facts import RankFacts, RunFacts, summary_of
