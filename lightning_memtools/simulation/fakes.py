@@ -141,13 +141,6 @@ def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def attributes_restored(root: Any) -> Iterator[None]:
-    """Restore all references of an object and of those within it afterwards; see `borrowed`. Values may differ."""
-    with borrowed([root], lambda tensor: tensor):
-        yield
-
-
 def copy_optimizer(
     optimizer: Optimizer, exchange: Callable[[torch.Tensor], torch.Tensor | None], *, with_state: bool
 ) -> Optimizer:

@@ -18,7 +18,7 @@ from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode, opera
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
+from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step_runner import PlainModule, Recipe, StepRunner
 from lightning_memtools.simulation.tracer import FakeBatches
@@ -43,7 +43,6 @@ class TracedStep:
             the last of these.
         batch_idx: The index of the batch in its epoch.
         held_bytes: The memory that other things take on the device all the time, such as averages of the weights.
-        first_calls_only: Each traced run of the step finds the attributes of the model as the first one found them.
     """
 
     model: nn.Module
@@ -54,7 +53,6 @@ class TracedStep:
     trainer: Any = None
     batch_idx: int = 0
     held_bytes: int = 0
-    first_calls_only: bool = False
 
 
 class NoLossError(Exception):
@@ -203,8 +201,7 @@ class StepTrace(FakeBatches):
 
         runner.around_step = around_step
         self._before_backward = before_backward if runner.is_automatic else lambda: None
-        with attributes_restored(self.model) if self._step.first_calls_only else nullcontext():
-            runner.run_batch(self._index())
+        runner.run_batch(self._index())
         self._before_backward = lambda: None
         has_loss = runner.n_losses > n_losses
         if not has_loss:  # it is optimized manually, or has no backward pass

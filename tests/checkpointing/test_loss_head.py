@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning_memtools.checkpointing.planned_traces import predict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -18,7 +17,7 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
 from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
-from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
+from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints, predict
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.actions import ActionKind, Outcome
 from lightning_memtools.simulation.step_trace import TracedStep
