@@ -122,6 +122,9 @@ def runs(logs: Path, wanted: set[str]) -> None:
     if "recovered" in wanted:
         recover: list[L.Callback] = [memtools.OOMRecovery(loss="mean"), memtools.OOMReport(), memtools.MemoryMonitor()]
         fit(logs / "recovered", "64MiB", Blocks(2048), recover, max_epochs=2)
+    if "plan" in wanted:
+        fit(logs / "plan", "96MiB", Blocks(), [*monitor, memtools.GradientCheckpointing()], max_epochs=2)
+        fit(logs / "plain", "96MiB", Blocks(), monitor, max_epochs=2)
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,10 @@ ONLY_SIZES = """
 document.querySelectorAll('.report').forEach((one) => {
     one.open = one.querySelector('.title').textContent === 'Batch size';
 });"""
+OPEN_FIRST = "document.querySelector('.report').open = true;"
 ONLY_TWO = """
 document.querySelectorAll('.choice').forEach((one) => {
-    const wanted = ['version_0', 'version_2'].includes(one.textContent), box = one.querySelector('input');
+    const wanted = ['plain', 'plan'].includes(one.textContent), box = one.querySelector('input');
     if (box.checked !== wanted) box.click();
 });"""
 PICTURES = {
@@ -162,8 +166,8 @@ PICTURES = {
     "oom-report": Picture("version_1", "reports", (1000, 700)),
     "oom-recovery": Picture("recovered", "reports"),
     "halt-on-nan": Picture("version_3", "reports"),
-    "training-doctor": Picture("mistakes", "reports", (1000, 700)),
-    "gradient-checkpointing": Picture("version_2", "compare", (1000, 700), ONLY_TWO),
+    "training-doctor": Picture("mistakes", "reports", (1000, 700), OPEN_FIRST),
+    "gradient-checkpointing": Picture("plan", "compare", (1000, 700), ONLY_TWO),
     "batch-size": Picture("version_2", "reports", (1000, 800), ONLY_SIZES),
 }
 

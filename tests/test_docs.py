@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RUN_ELSEWHERE = {"index.md", "dry-run.md", "halt-on-nan.md", "oom-report.md"}
-"""Pages whose examples end with an error, of which tests below read more, or that run in tests/null_cuda/test_dry_run.py
-or in tests/integration/test_tutorial.py."""
+"""Pages whose examples end with an error, of which tests below read more, or that other tests run:
+tests/null_cuda/test_dry_run.py and tests/integration/test_tutorial.py."""
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
