@@ -99,7 +99,7 @@ def fit(
 def runs(logs: Path, wanted: set[str]) -> None:
     """Write the log directories that are wanted: those of `make demo`, whose names begin with "version", and others."""
     if any(name.startswith("version") for name in wanted):
-        subprocess.run(["make", "--silent", "demo"], check=True, cwd=ROOT)
+        subprocess.run(["/usr/bin/make", "--silent", "demo"], check=True, cwd=ROOT)
         shutil.copytree(ROOT / "logs" / "demo" / "lightning_logs", logs, dirs_exist_ok=True)
     watch = memtools.default_callbacks
     monitor: list[L.Callback] = [memtools.MemoryMonitor(), memtools.LossCurves()]
