@@ -17,7 +17,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "doctor",
         help="find the classic training mistakes, by running a few steps that are taken back",
-        description=__doc__,
+        usage="%(prog)s [OPTIONS] MODULE:CALLABLE",
+        description="Find the classic training mistakes in a model, its data and its optimizer.",
         epilog="Exit status: 0 if nothing serious was found, 1 if it was, or after an error, 2 for a wrong option.",
     )
     TARGET.add_to(parser, "A plain module needs the dict, with its step: step=lambda model, batch: loss.")

@@ -25,41 +25,24 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "dry-run",
         aliases=[_WITH_ADVICE],
         help="run a training script on PyTorch's CUDA code without a GPU",
+        usage="%(prog)s [OPTIONS] SCRIPT [ARGS ...]",
         description="Run an unchanged training script on CUDA devices that account for memory and compute nothing. "
         f"`memtools {_WITH_ADVICE}` is `memtools dry-run --advise`. Exit status: 0 the run fits, 3 it ran out of "
         "memory, 4 it takes more than --at-most, 1 the script failed, 2 it could not be started.",
     )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="the GPU that the device is like, such as 'RTX 4090' (default: an A100 of 1 TiB)"
-    )
+    parser.add_argument("--gpu", metavar="NAME", help="the GPU, such as 'RTX 4090' (default: an A100 of 1 TiB)")
     parser.add_argument("--capacity", metavar="SIZE", help="bytes of each device, such as 24GiB (default: the GPU's)")
-    parser.add_argument(
-        "--advise", action="store_true",
-        help="if memory runs out in a Trainer, try what would make the script fit, also FSDP on 2, 4 and 8 devices; it "
-        "takes up to two minutes of a processor and more (default: the quick checks of the out-of-memory report)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--at-most", metavar="SIZE", help="a budget for the peak of allocated memory, such as 22GiB (default: none)"
-    )
+    parser.add_argument("--advise", action="store_true", help="try what makes the script fit, for minutes")
+    parser.add_argument("--at-most", metavar="SIZE", help="a budget for the peak of allocated memory")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices there are (default: 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is run (default: 0)")
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N",
-        help="optimizer steps and evaluation batches per stage of a Trainer; 0 for the script's own (default: 3)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--directory", metavar="DIR", help="where the run's logs and checkpoints go (default: a temporary folder)"
+        "--steps", type=int, default=3, metavar="N", help="steps of each stage (default: 3); 0 for the script's own"
     )
-    parser.add_argument(
-        "--snapshot", metavar="FILE", help="write torch's memory snapshot, for pytorch.org/memory_viz (default: none)"
-    )
-    parser.add_argument(
-        "--json", action="store_true",
-        help="print the result as JSON, and the script's output to stderr (default: a table)",
-    )  # fmt: skip
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module (default: a file)"
-    )
+    parser.add_argument("--directory", metavar="DIR", help="where logs and checkpoints go (default: temporary)")
+    parser.add_argument("--snapshot", metavar="FILE", help="write torch's snapshot, for pytorch.org/memory_viz")
+    parser.add_argument("--json", action="store_true", help="print JSON, and the script's output to stderr")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the training script, as it is")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
     parser.set_defaults(run=run)

@@ -27,40 +27,24 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "estimate",
         help="predict the memory of a training step, without a GPU",
-        description=__doc__,
+        usage="%(prog)s [OPTIONS] MODULE:CALLABLE",
+        description="Predict the memory of a training step, and list the GPUs it fits on.",
     )
-    TARGET.add_to(parser, "Build large models under torch.device('meta').")
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="a class of torch.optim, such as AdamW (default: that of a LightningModule, else none)",
-    )
-    parser.add_argument("--precision", choices=PRECISIONS, help="as Lightning's Trainer names it (default: 32-true)")
-    parser.add_argument("--stage", choices=STAGES, help="the step that runs (default: train)")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps, or batches of evaluation (default: 2)")
+    TARGET.add_to(parser, "Build large models on the meta device.")
+    others = ", ".join(PRECISIONS[1:])
+    parser.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim (default: the module's, or none)")
+    parser.add_argument("--precision", choices=PRECISIONS, metavar="TYPE", help=f"{others} (default: {PRECISIONS[0]})")
+    parser.add_argument("--stage", choices=STAGES, metavar="STAGE", help="train, val, test or predict (default: train)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps or evaluation batches (default: 2)")
     parser.add_argument("--accumulate", type=int, metavar="N", help="batches per optimizer step (default: 1)")
-    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm (default: no clipping)")
-    parser.add_argument(
-        "--allocator",
-        metavar="CONF",
-        help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True (default: no settings)",
-    )
-    parser.add_argument(
-        "--capacity", metavar="SIZE", help='a size such as "24GiB", or a GPU such as "RTX 4090" (default: no limit)'
-    )
-    parser.add_argument(
-        "--max-batch", action="store_true", help="find the largest batch for --capacity (default: no search)"
-    )
-    parser.add_argument("--all-gpus", action="store_true", help="list every known GPU (default: those near the limit)")
-    parser.add_argument(
-        "--modules", type=int, default=10, metavar="N", help="show the N modules that save most (default: 10)"
-    )
-    parser.add_argument(
-        "--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz (default: none)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the peak as JSON, for memtools diff (default: tables)"
-    )
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm")
+    parser.add_argument("--allocator", metavar="CONF", help="as in PYTORCH_ALLOC_CONF")
+    parser.add_argument("--capacity", metavar="SIZE", help='a size such as 24GiB, or a GPU such as "RTX 4090"')
+    parser.add_argument("--max-batch", action="store_true", help="find the largest batch for --capacity")
+    parser.add_argument("--all-gpus", action="store_true", help="list every known GPU, not only those near the limit")
+    parser.add_argument("--modules", type=int, default=10, metavar="N", help="show the N largest modules (default: 10)")
+    parser.add_argument("--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz")
+    parser.add_argument("--json", action="store_true", help="print the peak as JSON, for memtools diff")
     parser.set_defaults(run=run)
 
 

@@ -45,7 +45,7 @@ def test_the_example_of_budgets():
 def test_the_example_with_digits():
     module = example("digits")
     batch = default_collate([(torch.zeros(1, 8, 8), 0)] * 256)
-    assert_peak_memory(module.DigitClassifier(), batch)
+    assert_peak_memory(module.Digits(), batch)
 
 
 @pytest.mark.cuda_memory

@@ -73,11 +73,11 @@ def test_every_callback_has_a_page():
 
 @every_page
 def test_a_page_begins_with_its_question_an_example_and_a_picture(callback):
-    """The home page's table has the same question. tests/test_docs.py runs the example."""
+    """The guide's table has the same question. tests/test_docs.py runs the example."""
     beginning = text_of(callback).partition("\n## ")[0]
     title, question = re.match(r"# (\w+)\n\n\*\*(.+?\?)\*\*", beginning).groups()
     assert title == callback
-    assert f"| {question} | [{callback}]({PAGES[callback]}.md)" in (DOCS / "index.md").read_text("utf-8")
+    assert f"| {question} | [{callback}]({PAGES[callback]}.md)" in (DOCS / "guide.md").read_text("utf-8")
     picture = re.search(r"!\[(.+?)\]\((images/[\w-]+\.png)\)", beginning, re.DOTALL)
     assert 0 < beginning.find("```python") < beginning.find(f"{callback}(") < picture.start()
     words, path = picture.groups()

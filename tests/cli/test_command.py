@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_memtools
+from lightning_memtools.cli.main import command_parser
 from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,18 @@ def test_without_arguments_it_shows_its_commands():
     done = memtools()
     assert done.returncode == 2
     assert "the memory of a training step" in done.stderr
+
+
+def test_every_page_of_help_fits_a_screen_of_24_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = command_parser()._subparsers._group_actions[0].choices
+    assert {"estimate", "plan", "dry-run", "diff", "doctor", "replay", "report", "snapshot"} <= set(commands)
+    for command in ([], *([name] for name in commands)):
+        with pytest.raises(SystemExit):
+            command_parser().parse_args([*command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24, command
+        assert max(map(len, lines)) <= 80, command
 
 
 def test_every_option_of_every_command_is_described_and_stands_in_the_manual():

@@ -104,7 +104,7 @@ def test_the_example_s_run_is_drawn(window, board, tmp_path):
     open_memory_tab(window, board, "lightning_logs/version_0")
     window.save_screenshot(str(tmp_path / "memory_tab.png"))
     text = text_of(window)
-    for words in ("Peak allocated", "Peak reserved", "Left on the device", "validation peak", "test peak", "capacity",
+    for words in ("Peak allocated", "Peak reserved", "Left on the device", "validation peak", "capacity",
                   "Loss", "Step time", "MiB"):  # fmt: skip
         assert words in text
     assert inked(window, 0, ALLOCATED) > 500
@@ -339,7 +339,7 @@ def test_composition_comparison_and_reports(window, board):
         assert words in text
     assert re.search(r"[+\u2212][\d,.]+%", text)
     open_memory_tab(window, board, "lightning_logs/version_0", "reports")
-    assert text_of(window).count("Memory summary") == 2
+    assert text_of(window).count("Memory summary") == 1
     assert "call 2 of 2" in text_of(window)
     closed = window.execute_script("return document.querySelector('#view').textContent")
     assert "during fit" in closed
