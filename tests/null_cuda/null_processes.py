@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -47,27 +46,3 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-TARGETS = """
-import torch
-from torch import nn
-
-def large():
-    with torch.device("meta"):
-        model = nn.Linear(2**15, 2**17, bias=False)
-    return model, torch.zeros(4, 2**15, device="meta"), lambda model, x: model(x).sum()
-
-def divides():
-    return nn.Linear(3, 3), torch.ones(2, 3), lambda model, x: model(x).sum() * (1 / model(x).sum().cpu().item())
-"""
-
-
-def command(folder, *arguments):
-    """What `memtools estimate` prints where no device of a dry run was prepared."""
-    (folder / "my_targets.py").write_text(TARGETS)
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and name[:9] != "NULL_CUDA"}
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments],
-        capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=clean | {"COLUMNS": "200"},
-    )  # fmt: skip
