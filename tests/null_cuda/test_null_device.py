@@ -79,43 +79,31 @@ def test_without_a_capacity_twenty_expandable_ranges_have_addresses_of_the_devic
     assert forks(code) == "0.0"
 
 
-def test_running_out_of_memory_is_pytorchs_own_error_after_its_own_retry():
-    code = """
-        import torch
-        kept = torch.empty(600 * 2**20, dtype=torch.uint8, device="cuda")
-        cached = torch.empty(300 * 2**20, dtype=torch.uint8, device="cuda")
-        del cached
-        again = torch.empty(400 * 2**20, dtype=torch.uint8, device="cuda")  # fits once the cached segment is freed
-        try:
-            torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
-        except torch.OutOfMemoryError as error:
-            print(str(error)[:53])
-        stats = torch.cuda.memory_stats()
-        print(stats["num_alloc_retries"], stats["num_ooms"])
-    """
-    assert printed(code, "--capacity", "1GiB") == ("CUDA out of memory. Tried to allocate 100.00 MiB. GPU\n2 1")
-
-
 @pytest.mark.parametrize(
-    ("config", "simulated"),
-    [("", ""), ("-1", ""), (":128:8:64:16:32:32", ":128:8:64:16:32:32"), (":4096:8", ":4096:8"), (":16:8", ":16:8")],
+    ("capability", "config"),
+    [
+        *(("86", config) for config in ("", ":128:8:64:16:32:32", ":4096:8", ":4096:2:16:8", ":16:8", ":0:0", "4096")),
+        *((capability, "") for capability in ("75", "80", "89", "90", "100", "120")),
+    ],
 )
-def test_cublas_gets_the_workspace_that_the_simulation_gives_it(config, simulated, forks):
+def test_cublas_gets_the_workspace_that_the_simulation_gives_it(capability, config, forks):
     """As torch's own test_cublas_workspace_explicit_allocation does; what is no setting counts as none."""
     code = f"""
-        import os, warnings
+        import ctypes, os, warnings
         import torch
         warnings.simplefilter("ignore")
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = {config!r}
+        os.environ.update({{"CUBLAS_WORKSPACE_CONFIG": {config!r}, "NULL_CUDA_CAPABILITY": {capability!r}}})
+        ctypes.CDLL(None).null_begin()
         x = torch.empty(7, 7, device="cuda")
         out = torch.empty(7, 7, device="cuda")
         n_bytes = -torch.cuda.memory_stats()["requested_bytes.all.allocated"]
         torch.mm(x, x, out=out)
         n_bytes += torch.cuda.memory_stats()["requested_bytes.all.allocated"]
-        print(torch.cuda.get_device_capability()[0], n_bytes)
+        print(*torch.cuda.get_device_capability(), n_bytes)
     """
-    major, n_bytes = map(int, forks(code).split())
-    assert n_bytes == cublas_workspace_bytes(compute_capability=(major, 0), config=simulated)
+    *reported, n_bytes = map(int, forks(code).split())
+    assert "".join(map(str, reported)) == capability
+    assert n_bytes == cublas_workspace_bytes(compute_capability=tuple(reported), config=config)
 
 
 def test_what_is_read_back_is_zero(forks):
