@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import subprocess
 import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -32,6 +37,25 @@ for code in map(json.loads, sys.stdin):
     assert os.waitpid(child, 0)[1] == 0
     print(json.dumps(text), flush=True)
 """
+
+
+@contextlib.contextmanager
+def forks(*options: str) -> Iterator[Callable[[str], str]]:
+    """Run pieces of code, which must succeed, each in a process of its own, and return what it printed."""
+    with subprocess.Popen(
+        **null_python(*options, "-c", FORKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        asked, answered = process.stdin, process.stdout
+        assert asked is not None
+        assert answered is not None
+
+        def run(code: str) -> str:
+            asked.write(json.dumps(textwrap.dedent(code)) + "\n")
+            asked.flush()
+            return str(json.loads(answered.readline())).strip()
+
+        yield run
+        asked.close()
 
 
 class Classifier(L.LightningModule):

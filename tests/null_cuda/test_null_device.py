@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import torch
 
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
-from tests.null_cuda.null_processes import FORKS, null_python
+from tests.null_cuda.null_processes import forks, null_python
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -27,20 +26,10 @@ def run_on_null(code: str, *options: str, **environment: str) -> subprocess.Comp
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Callable[[str], str]]:
+def forked() -> Iterator[Callable[[str], str]]:
     """Runs code, which must succeed, in a process of its own without options, and returns what it printed."""
-    with subprocess.Popen(**null_python("-c", FORKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        asked, answered = process.stdin, process.stdout
-        assert asked is not None
-        assert answered is not None
-
-        def run(code: str) -> str:
-            asked.write(json.dumps(textwrap.dedent(code)) + "\n")
-            asked.flush()
-            return str(json.loads(answered.readline())).strip()
-
+    with forks() as run:
         yield run
-        asked.close()
 
 
 def printed(code: str, *options: str, **environment: str) -> str:
@@ -66,7 +55,7 @@ def test_a_multiprocessor_has_the_threads_of_nvidias_table(gpu, threads):
     assert GpuShape.of(find_gpu(gpu)).threads == threads
 
 
-def test_without_a_capacity_twenty_expandable_ranges_have_addresses_of_the_device(forks):
+def test_without_a_capacity_twenty_expandable_ranges_have_addresses_of_the_device(forked):
     code = """
         import torch
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -76,7 +65,7 @@ def test_without_a_capacity_twenty_expandable_ranges_have_addresses_of_the_devic
                 kept.append(torch.zeros(3 * 2**20, device="cuda"))
         print(sum(one.sum().item() for one in kept))
     """
-    assert forks(code) == "0.0"
+    assert forked(code) == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +75,7 @@ def test_without_a_capacity_twenty_expandable_ranges_have_addresses_of_the_devic
         *((capability, "") for capability in ("75", "80", "89", "90", "100", "120")),
     ],
 )
-def test_cublas_gets_the_workspace_that_the_simulation_gives_it(capability, config, forks):
+def test_cublas_gets_the_workspace_that_the_simulation_gives_it(capability, config, forked):
     """As torch's own test_cublas_workspace_explicit_allocation does; what is no setting counts as none."""
     code = f"""
         import ctypes, os, warnings
@@ -101,21 +90,21 @@ def test_cublas_gets_the_workspace_that_the_simulation_gives_it(capability, conf
         n_bytes += torch.cuda.memory_stats()["requested_bytes.all.allocated"]
         print(*torch.cuda.get_device_capability(), n_bytes)
     """
-    *reported, n_bytes = map(int, forks(code).split())
+    *reported, n_bytes = map(int, forked(code).split())
     assert "".join(map(str, reported)) == capability
     assert n_bytes == cublas_workspace_bytes(compute_capability=tuple(reported), config=config)
 
 
-def test_what_is_read_back_is_zero(forks):
+def test_what_is_read_back_is_zero(forked):
     code = """
         import torch
         x = torch.full((4,), 7.0, device="cuda")
         print(x.sum().item(), (x + 1).tolist(), x.nonzero().shape[0])
     """
-    assert forks(code) == "0.0 [0.0, 0.0, 0.0, 0.0] 0"
+    assert forked(code) == "0.0 [0.0, 0.0, 0.0, 0.0] 0"
 
 
-def test_what_nothing_has_touched_since_is_read_back_as_it_was_written(forks):
+def test_what_nothing_has_touched_since_is_read_back_as_it_was_written(forked):
     """DDP writes the order of its buckets to the device, reads it back and indexes with it."""
     code = """
         import torch
@@ -125,10 +114,10 @@ def test_what_nothing_has_touched_since_is_read_back_as_it_was_written(forks):
         y.add_(1)
         print(read, y.tolist())
     """
-    assert forks(code) == "[3, 4, 5] [0, 0, 0]"
+    assert forked(code) == "[3, 4, 5] [0, 0, 0]"
 
 
-def test_cuda_graphs_are_refused_by_name(forks):
+def test_cuda_graphs_are_refused_by_name(forked):
     code = """
         import torch
         graph = torch.cuda.CUDAGraph()
@@ -140,7 +129,7 @@ def test_cuda_graphs_are_refused_by_name(forks):
             print(str(error).splitlines()[0])
     """
     expected = "CUDA error: CUDA graphs cannot be captured on a device that computes nothing (dry run)"
-    assert forks(code) == expected
+    assert forked(code) == expected
 
 
 def test_nvml_answers_for_the_pretended_gpu():
@@ -169,7 +158,7 @@ def test_each_device_has_a_uuid_of_its_own():
     assert printed(code, "--devices", "3") == "0 True\n1 True\n2 True"
 
 
-def test_nvml_lists_this_process_and_no_other(forks):
+def test_nvml_lists_this_process_and_no_other(forked):
     """So a report's lines on other processes say that there are none, as on a GPU of one's own."""
     pytest.importorskip("pynvml")
     code = """
@@ -179,7 +168,7 @@ def test_nvml_lists_this_process_and_no_other(forks):
         x = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
         print(other_gpu_processes(0), reader_for(x.device).stats().device_used // 2**20)
     """
-    assert forks(code) == "[] 100"
+    assert forked(code) == "[] 100"
 
 
 NVIDIAS = ("libcudart", "libcublas", "libcudnn", "libcufft", "libcuda.", "libnv", "libnccl", "libcusparse",

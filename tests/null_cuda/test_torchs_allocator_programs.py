@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -18,7 +17,7 @@ import pytest
 
 from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED
-from tests.null_cuda.null_processes import FORKS, null_python
+from tests.null_cuda.null_processes import forks
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -197,21 +196,8 @@ PROGRAMS |= {
 @pytest.fixture(scope="module")
 def on_cuda() -> Iterator[Callable[[Program], list[Any]]]:
     """Runs a program on PyTorch's CUDA code, and returns what it saw after each step."""
-    started = null_python("--capacity", f"{CAPACITY}B", "-c", FORKS)
-    with subprocess.Popen(**started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        asked, answered = process.stdin, process.stdout
-        assert asked is not None
-        assert answered is not None
-
-        def run(program: Program) -> list[Any]:
-            steps = _with_fraction(program)
-            asked.write(json.dumps(ON_CUDA.format(json.dumps([program.settings, steps]))) + "\n")
-            asked.flush()
-            seen: list[Any] = json.loads(json.loads(answered.readline()))
-            return seen
-
-        yield run
-        asked.close()
+    with forks("--capacity", f"{CAPACITY}B") as run:
+        yield lambda program: json.loads(run(ON_CUDA.format(json.dumps([program.settings, _with_fraction(program)]))))
 
 
 def _with_fraction(program: Program) -> list[tuple[Any, ...]]:

@@ -91,3 +91,16 @@ def test_a_sum_of_gradients_takes_no_new_tensor():
     # The skipped and the branch's gradient, of which one becomes the sum.
     assert peak_of_backward(RULES) == 2 * MIB
     assert peak_of_backward(others) == 3 * MIB
+
+
+def test_a_gradient_that_somebody_holds_is_not_written_to():
+    held = []
+    with VirtualDevice():
+        leaf = torch.ones(4, requires_grad=True)
+        hidden = leaf * 2
+        first, second = hidden + 0, hidden + 0
+        first.register_hook(held.append)
+        second.register_hook(held.append)
+        (first * 3 + second * 5).sum().backward()
+    assert sorted(gradient[0].item() for gradient in held) == [3.0, 5.0]
+    assert torch.equal(leaf.grad, torch.full((4,), 16.0))
