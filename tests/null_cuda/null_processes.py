@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 
-def null_python(*options: str, **environment: str) -> dict[str, Any]:
+def null_python(*options: str) -> dict[str, Any]:
     """The arguments with which `subprocess` starts a fresh Python on null devices."""
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return {"args": [sys.executable, "-m", "lightning_memtools.null_cuda", *options], "env": clean, "text": True}
 
 

@@ -93,6 +93,8 @@ KERNELS = {
     "softmax": (lambda: Scaled(lambda x: x.transpose(1, 2).softmax(-1)), {"x": ((8, 64, 512), FLOAT)}, {}),
     "rms norm": (lambda: Scaled(nn.RMSNorm(512)), {"x": ((8, 64, 512), FLOAT)}, {}),
     "scaled loss": (partial(nn.Linear, 700, 900), {"x": ((4, 700), FLOAT)}, {"precision": "16-mixed"}),
+    "buffers of a bias gradient": (partial(nn.Linear, 64, 4096), {"x": ((2048, 64), FLOAT)}, {}),
+    "gradients that meet": (lambda: Scaled(lambda x: (x + x * 3.0) * 5.0), {"x": ((256, 1024), FLOAT)}, {}),
     "dropout": (lambda: Scaled(nn.Dropout(0.5)), {"x": ((256, 1024), FLOAT)}, {}),
     "layer norm of halves": (partial(nn.LayerNorm, 64), {"x": ((4096, 64), FLOAT)}, {"precision": "bf16-true"}),
     "batch norm of halves": (lambda: Scaled(nn.BatchNorm2d(16)), images(), {"precision": "bf16-true"}),

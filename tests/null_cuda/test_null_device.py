@@ -19,12 +19,6 @@ pytestmark = pytest.mark.cuda_memory
 MIB = 2**20
 
 
-def run_on_null(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh Python on null devices."""
-    started = null_python(*options, "-c", textwrap.dedent(code), **environment)
-    return subprocess.run(**started, capture_output=True, check=False, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def forked() -> Iterator[Callable[[str], str]]:
     """Runs code, which must succeed, in a process of its own without options, and returns what it printed."""
@@ -32,9 +26,10 @@ def forked() -> Iterator[Callable[[str], str]]:
         yield run
 
 
-def printed(code: str, *options: str, **environment: str) -> str:
-    """Run code, which must succeed, and return what it printed."""
-    done = run_on_null(code, *options, **environment)
+def printed(code: str, *options: str) -> str:
+    """Run code, which must succeed, in a fresh Python on null devices, and return what it printed."""
+    started = null_python(*options, "-c", textwrap.dedent(code))
+    done = subprocess.run(**started, capture_output=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -203,5 +198,4 @@ def test_a_program_that_used_every_part_ends_cleanly():
             optimizer.step()
         print("done")
     """
-    done = run_on_null(code)
-    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+    assert printed(code) == "done"
