@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -10,7 +11,45 @@ from hypothesis import strategies as st
 
 from lightning_memtools.memory.peaks import PhaseWatch, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
-from tests.memory.scripted import ScriptedDevice
+from lightning_memtools.memory.stats import MemoryStats
+
+
+class ScriptedDevice:
+    """A device with one resettable peak per figure, as real ones have, whose memory goes where the test says.
+
+    Allocated goes to what `use` says; reserved follows it upwards and never falls.
+    """
+
+    name = "scripted:0"
+    simulated = True
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._at_peak = 0
+
+    def use(self, *levels: int) -> None:
+        """Let allocated pass through these levels, in bytes."""
+        for level in levels:
+            self.allocated = level
+            self.reserved = max(self.reserved, level)
+            if level > self.peak_allocated:
+                self.peak_allocated = self._at_peak = level
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def stats(self) -> MemoryStats:
+        return MemoryStats(
+            allocated=self.allocated,
+            reserved=self.reserved,
+            peak_allocated=self.peak_allocated,
+            peak_reserved=self.peak_reserved,
+        )
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self._at_peak = self.allocated
+        self.peak_reserved = self.reserved
+
+    def composition_at_peak(self) -> Mapping[str, int]:
+        return {"parameters": self._at_peak}
 
 
 def test_a_forgotten_peak_belongs_to_no_window():
