@@ -31,7 +31,7 @@ def printed(code: str, *options: str) -> str:
     started = null_python(*options, "-c", textwrap.dedent(code))
     done = subprocess.run(**started, capture_output=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 def test_properties_are_those_of_the_gpu_that_was_asked_for():
