@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -55,97 +54,21 @@ class DecoderBlock(nn.Module):
         return hidden + self.mlp(self.norms[1](hidden))
 
 
-class UNet(nn.Module):
-    """Skips that hold activations for long, group norm, transposed convolutions, interpolation."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.down = nn.ModuleList(
-            [self.block(3, width), self.block(width, 2 * width), self.block(2 * width, 4 * width)]
-        )
-        self.up = nn.ModuleList([self.block(6 * width, 2 * width), self.block(3 * width, width)])
-        self.out = nn.ConvTranspose2d(width, 3, 2, stride=1)
-
-    @staticmethod
-    def block(n_in, n_out):
-        return nn.Sequential(nn.Conv2d(n_in, n_out, 3, padding=1), nn.GroupNorm(4, n_out), nn.SiLU())
-
-    def forward(self, image):
-        first = self.down[0](image)
-        second = self.down[1](F.max_pool2d(first, 2))
-        third = self.down[2](F.avg_pool2d(second, 2))
-        hidden = self.up[0](torch.cat([F.interpolate(third, scale_factor=2.0), second], 1))
-        return self.out(self.up[1](torch.cat([F.interpolate(hidden, scale_factor=2.0), first], 1)))
-
-
-class Checkpointed(nn.Module):
-    """Blocks that forget their activations and compute them again."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.blocks = nn.ModuleList([mlp(64, 256, 64) for _ in range(4)])
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, rows):
-        rows = rows.clone().requires_grad_()
-        for block in self.blocks:
-            rows = checkpoint(block, rows, use_reentrant=self.use_reentrant)
-        return self.head(rows)
-
-
-class Residual(nn.Module):
-    """Gradients that meet in backward, in place or not."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(4)])
-
-    def forward(self, rows):
-        for layer in self.layers:
-            rows = rows + torch.tanh(layer(rows)) * 0.5
-        return rows
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.position = nn.Buffer(torch.zeros(16, 32))
-
-    def forward(self, rows):
-        return self.encoder(rows + self.position)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind="LSTM", n_layers=1):
-        super().__init__()
-        self.layer = getattr(nn, kind)(16, 32, n_layers, batch_first=True)
-
-    def forward(self, rows):
-        return self.layer(rows)[0]
-
-
 class Classifier(pl.LightningModule):
     """Automatic optimization with a scheduler, a metric and logging."""
 
-    def __init__(self, *, logs=True):
+    def __init__(self):
         super().__init__()
         self.network = mlp(32, 256, 64, 4)
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(4)
-        self.n_steps = 0
-        self.logs = logs
 
     def training_step(self, batch, batch_idx):
-        self.n_steps += 1
         rows, classes = batch
         scores = self.network(rows)
         loss = F.cross_entropy(scores, classes)
-        if self.logs:
-            self.accuracy(scores, classes)
-            self.log("train_loss", loss)
-            self.log("train_accuracy", self.accuracy)
+        self.accuracy(scores, classes)
+        self.log("train_loss", loss)
+        self.log("train_accuracy", self.accuracy)
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -179,10 +102,6 @@ class Gan(pl.LightningModule):
 
     def configure_optimizers(self):
         return [torch.optim.Adam(self.generator.parameters()), torch.optim.SGD(self.critic.parameters(), momentum=0.9)]
-
-
-def images(n=2, size=64):
-    return torch.zeros(n, 3, size, size), torch.zeros(n, dtype=torch.long)
 
 
 def classify(model, batch):

@@ -13,14 +13,12 @@ from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocato
 MIB = 2**20
 
 
-def program(n, *, constant=3 * MIB, per_sample=70_000, n_tensors=4, extra_from=10**9):
-    """What a small step asks of the allocator at a batch size; from some size on it needs a workspace too."""
+def program(n, *, constant=3 * MIB, per_sample=70_000, n_tensors=4):
+    """What a small step asks of the allocator at a batch size."""
     allocator = CachingAllocator(AllocatorConfig(), record=True)
     weights = allocator.malloc(constant)
     sizes = [per_sample * n // (i + 1) for i in range(n_tensors)]
     activations = [allocator.malloc(size) for size in sizes]
-    if n >= extra_from:
-        allocator.free(allocator.malloc(50 * MIB))
     for block, size in zip(reversed(activations), reversed(sizes), strict=True):
         gradient = allocator.malloc(size)
         allocator.free(block)

@@ -46,19 +46,6 @@ class Array(Lists):
         return float(self.items[25 * index])
 
 
-def warnings_of(dataset) -> list[str]:
-    """What a watch says while two real workers read a data set."""
-    watch = HostWatch(share=1.0)
-    said: list[str] = []
-    loader = DataLoader(dataset, 1000, shuffle=True, num_workers=2, multiprocessing_context="fork")
-    for index, _ in enumerate(loader):
-        if index % 10 == 0:
-            host, texts = watch.look(epoch=0, datasets=[dataset])
-            said += texts
-            assert host is None or (len(host.workers) == 2 and host.total > host.process.proportional)
-    return said
-
-
 def in_fresh_process(expression):
     """Return the value of a list of texts, from a process without what earlier tests hold.
 
@@ -71,18 +58,14 @@ def in_fresh_process(expression):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_workers_that_share_an_array_are_not_named():
-    assert [text for text in in_fresh_process("warnings_of(Array())") if "nearly full" not in text] == []
-
-
 def batch_of_four(_):
     return [torch.zeros(8, 4), torch.zeros(8, 1)]
 
 
-def warnings_of_a_run(root) -> list[str]:
-    """What a fit with the monitor warns of."""
+def warnings_of_a_run(dataset, root) -> list[str]:
+    """What a fit with the monitor warns of, while two real workers read a data set."""
     data = DataLoader(
-        Lists(), 1000, shuffle=True, num_workers=2, multiprocessing_context="fork", collate_fn=batch_of_four
+        dataset, 1000, shuffle=True, num_workers=2, multiprocessing_context="fork", collate_fn=batch_of_four
     )
     often = partial(HostWatch, share=1.0)  # a run of seconds is too short for the usual share
     with warnings.catch_warnings(record=True) as said, patch.object(memory_run, "HostWatch", often):
@@ -92,9 +75,13 @@ def warnings_of_a_run(root) -> list[str]:
 
 
 def test_the_monitor_names_workers_that_copy_a_list_of_objects(tmp_path):
-    said = "\n".join(in_fresh_process(f"warnings_of_a_run({str(tmp_path)!r})"))
+    said = "\n".join(in_fresh_process(f"warnings_of_a_run(Lists(), {str(tmp_path)!r})"))
     assert re.search(r"2 loader workers has grown by .* Lists\.items is a list of 500,000 objects", said)
     assert "NumPy array" in said
+
+
+def test_workers_that_share_an_array_are_not_named(tmp_path):
+    assert "loader workers" not in "\n".join(in_fresh_process(f"warnings_of_a_run(Array(), {str(tmp_path)!r})"))
 
 
 def test_the_figures_are_those_of_psutil():

@@ -2,15 +2,54 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memtools.memory.peaks import peak_counter
+from lightning_memtools.memory.peaks import PhaseWatch, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
-from tests.memory.scripted import ScriptedDevice
+from lightning_memtools.memory.stats import MemoryStats
+
+
+class ScriptedDevice:
+    """A device with one resettable peak per figure, as real ones have, whose memory goes where the test says.
+
+    Allocated goes to what `use` says; reserved follows it upwards and never falls.
+    """
+
+    name = "scripted:0"
+    simulated = True
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._at_peak = 0
+
+    def use(self, *levels: int) -> None:
+        """Let allocated pass through these levels, in bytes."""
+        for level in levels:
+            self.allocated = level
+            self.reserved = max(self.reserved, level)
+            if level > self.peak_allocated:
+                self.peak_allocated = self._at_peak = level
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def stats(self) -> MemoryStats:
+        return MemoryStats(
+            allocated=self.allocated,
+            reserved=self.reserved,
+            peak_allocated=self.peak_allocated,
+            peak_reserved=self.peak_reserved,
+        )
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self._at_peak = self.allocated
+        self.peak_reserved = self.reserved
+
+    def composition_at_peak(self) -> Mapping[str, int]:
+        return {"parameters": self._at_peak}
 
 
 def test_a_forgotten_peak_belongs_to_no_window():
@@ -82,6 +121,62 @@ def test_three_windows_agree_with_a_full_record_of_events(actions):
     for i in range(3):
         expected = max(seen[i], default=None)
         assert windows[i].allocated == expected
+
+
+def test_memory_after_the_last_point_still_counts_in_the_maximum():
+    device = ScriptedDevice()
+    watch = StageWatch(peak_counter(device))
+    watch.enter("train")
+    watch.point("train")
+    device.use(70, 0)
+    watch.close()
+    watch.close()
+    assert watch.peaks["train"].allocated == 70
+
+
+def test_closing_takes_the_windows_off_the_counter():
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    watch, phases = StageWatch(counter), PhaseWatch(counter)
+    watch.enter("train")
+    phases.switch("forward")
+    watch.close()
+    phases.close()
+    assert not counter.running
+
+
+def test_each_phase_has_the_peak_of_its_own_time():
+    device = ScriptedDevice()
+    phases = PhaseWatch(peak_counter(device))
+    for forward, backward, optimizer in [(30, 45, 20), (35, 40, 25)]:
+        phases.switch("forward")
+        device.use(forward, 28)
+        phases.switch("backward")
+        device.use(backward, 15)
+        phases.switch(None)
+        device.use(99, 15)  # between phases: nobody's
+        phases.switch("optimizer")
+        device.use(optimizer, 15)
+        phases.switch(None)
+    assert phases.point() == {"forward": 35, "backward": 45, "optimizer": 25}
+    assert phases.point() == {}
+
+
+def test_the_optimizer_phase_ends_when_the_step_returns_and_the_hook_comes_off():
+    device = ScriptedDevice()
+    phases = PhaseWatch(peak_counter(device), between="forward")
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    phases.follow([optimizer])
+    phases.switch("optimizer")
+    device.use(20, 10)
+    optimizer.step()
+    device.use(80, 10)  # the next forward of a manual optimization
+    phases.switch(None)
+    assert phases.point() == {"forward": 80, "optimizer": 20}
+    phases.close()
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.cuda_memory

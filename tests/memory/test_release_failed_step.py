@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMReport, VirtualDevice, release_failed_step
+from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.readers import allocated_bytes
 from tests.callbacks.recovery_runs import Sequences, batches
 from tests.lightning_models import trainer
@@ -93,3 +95,20 @@ def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is
             del kept
     assert left["without"] > 20 * 2**20  # two activations
     assert left["with"] < 3 * 2**20  # weights, momentum and the batch that the loader still holds
+
+
+def test_a_backward_that_ran_out_of_memory_is_released():
+    with VirtualDevice("52MiB") as device:
+
+        def fail():
+            x = torch.ones(1 << 22, requires_grad=True)
+            loss = x.tanh().sum() + x.sigmoid().sum()
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                loss.backward()
+            traceback.clear_frames(raised.value.__traceback__)
+
+        fail()
+        gc.collect()
+        assert device.stats().allocated >= 16 << 20, "autograd's queue keeps what was still to be run"
+        free_failed_backward()
+        assert device.stats().allocated == 0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memtools.memory.sizes import GIB, MIB, format_size, parse_size, to_gib
+from lightning_memtools.memory.sizes import GIB, MIB, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,3 @@ def test_sizes_are_printed_in_the_largest_unit_with_three_digits(n_bytes, text):
 @given(st.integers(0, 2**50))
 def test_a_printed_size_reads_back_within_its_three_digits(n_bytes):
     assert parse_size(format_size(n_bytes)) == pytest.approx(n_bytes, rel=0.0051, abs=0)
-
-
-def test_gib_is_two_to_the_thirty():
-    assert to_gib(3 * 2**29) == 1.5

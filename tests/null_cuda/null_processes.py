@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -12,9 +16,9 @@ import torch
 from torch import nn
 
 
-def null_python(*options: str, **environment: str) -> dict[str, Any]:
+def null_python(*options: str) -> dict[str, Any]:
     """The arguments with which `subprocess` starts a fresh Python on null devices."""
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return {"args": [sys.executable, "-m", "lightning_memtools.null_cuda", *options], "env": clean, "text": True}
 
 
@@ -35,6 +39,25 @@ for code in map(json.loads, sys.stdin):
 """
 
 
+@contextlib.contextmanager
+def forks(*options: str) -> Iterator[Callable[[str], str]]:
+    """Run pieces of code, which must succeed, each in a process of its own, and return what it printed."""
+    with subprocess.Popen(
+        **null_python(*options, "-c", FORKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        asked, answered = process.stdin, process.stdout
+        assert asked is not None
+        assert answered is not None
+
+        def run(code: str) -> str:
+            asked.write(json.dumps(textwrap.dedent(code)) + "\n")
+            asked.flush()
+            return str(json.loads(answered.readline())).strip()
+
+        yield run
+        asked.close()
+
+
 class Classifier(L.LightningModule):
     """A model of torchvision with AdamW."""
 
@@ -47,27 +70,3 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-TARGETS = """
-import torch
-from torch import nn
-
-def large():
-    with torch.device("meta"):
-        model = nn.Linear(2**15, 2**17, bias=False)
-    return model, torch.zeros(4, 2**15, device="meta"), lambda model, x: model(x).sum()
-
-def divides():
-    return nn.Linear(3, 3), torch.ones(2, 3), lambda model, x: model(x).sum() * (1 / model(x).sum().cpu().item())
-"""
-
-
-def command(folder, *arguments):
-    """What `memtools estimate` prints where no device of a dry run was prepared."""
-    (folder / "my_targets.py").write_text(TARGETS)
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and name[:9] != "NULL_CUDA"}
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments],
-        capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=clean | {"COLUMNS": "200"},
-    )  # fmt: skip

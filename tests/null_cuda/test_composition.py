@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor
+from tests.lightning_models import trainer
 from tests.list_logger import ListLogger
 from tests.null_cuda.null_processes import Classifier
 from tests.zoo import torchvision_models
@@ -23,11 +24,7 @@ def curves_of(folder, net, size, *callbacks):
     """The composition that is logged in three steps, as bytes: a list for each part."""
     data = TensorDataset(torch.zeros(12, 3, size, size), torch.zeros(12, dtype=torch.long))
     logger = ListLogger()
-    run = L.Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, log_every_n_steps=1, logger=logger, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=[*callbacks, MemoryMonitor()],
-    )  # fmt: skip
+    run = trainer(folder, *callbacks, MemoryMonitor(), accelerator="gpu", devices=1, logger=logger)
     run.fit(Classifier(net), DataLoader(data, batch_size=4))
     return {part: [value * GIB for _, value in logger.curves[f"memory/composition/{part}_gib"]] for part in CATEGORIES}
 

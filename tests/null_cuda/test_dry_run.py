@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.memory.sizes import known_gpus
 from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command, write_script
 
 pytestmark = pytest.mark.cuda_memory
@@ -38,12 +37,6 @@ def test_a_lightning_script_is_cut_short_and_leaves_the_users_files_alone(cut):
     assert [path.name for path in files] == ["train.py"]
     assert "It fits." in done.stdout
     assert "Each training run was cut to 2 optimizer steps of one epoch" in done.stdout
-
-
-def test_the_smallest_gpu_that_fits_is_printed(cut):
-    printed = cut[0].stdout
-    (gpu,) = re.findall(r"smallest known GPU .*: (.+)\. Other GPUs run other kernels", printed)
-    assert gpu == min(known_gpus(), key=lambda one: (one.usable_bytes, one.name)).name
 
 
 def test_what_the_peak_consists_of_is_what_arithmetic_says(trained):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from lightning_memtools.memory.sizes import known_gpus
 from lightning_memtools.null_cuda.dry_run.api import dry_run
 from tests.null_cuda.dry_run_scripts import MIB, command
-from tests.null_cuda.null_processes import FORKS, null_python
+from tests.null_cuda.null_processes import forks
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -167,16 +166,11 @@ print(torch.cuda.get_device_capability(), torch.cuda.max_memory_allocated() > 0)
 
 
 def test_the_kernels_of_every_gpu_of_the_table_run_in_every_precision():
-    with subprocess.Popen(**null_python("-c", FORKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    with forks() as run:
         for gpu in {(one.compute_capability, one.multiprocessors): one for one in known_gpus()}.values():
             environment = {
                 "NULL_CUDA_CAPABILITY": gpu.compute_capability.replace(".", ""),
                 "NULL_CUDA_MULTIPROCESSORS": str(gpu.multiprocessors),
             }
-            process.stdin.write(json.dumps(KERNELS.format(environment=environment)) + "\n")
-            process.stdin.flush()
-            printed = json.loads(process.stdout.readline()).strip()
+            printed = run(KERNELS.format(environment=environment))
             assert printed == f"({gpu.compute_capability.replace('.', ', ')}) True", gpu.name
-        process.stdin.close()

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.zoo import timm, torchvision_models
 
+pytestmark = pytest.mark.cuda_memory
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FLOAT, INT = torch.float32, torch.int64
 
@@ -59,19 +61,16 @@ class RunAgain(nn.Module):
         return checkpoint(self.module, x * self.scale, use_reentrant=False)
 
 
-class Outputs(nn.Module):
-    """The outputs of a recurrent layer, without its states."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
 def attend(x):
     return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def log_softmax():
+    return nn.Sequential(nn.Linear(8, 8192, bias=False), nn.LogSoftmax(-1))
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
 
 
 def images(shape=(4, 16, 64, 64)):
@@ -94,6 +93,19 @@ KERNELS = {
     "softmax": (lambda: Scaled(lambda x: x.transpose(1, 2).softmax(-1)), {"x": ((8, 64, 512), FLOAT)}, {}),
     "rms norm": (lambda: Scaled(nn.RMSNorm(512)), {"x": ((8, 64, 512), FLOAT)}, {}),
     "scaled loss": (partial(nn.Linear, 700, 900), {"x": ((4, 700), FLOAT)}, {"precision": "16-mixed"}),
+    "buffers of a bias gradient": (partial(nn.Linear, 64, 4096), {"x": ((2048, 64), FLOAT)}, {}),
+    "gradients that meet": (lambda: Scaled(lambda x: (x + x * 3.0) * 5.0), {"x": ((256, 1024), FLOAT)}, {}),
+    "dropout": (lambda: Scaled(nn.Dropout(0.5)), {"x": ((256, 1024), FLOAT)}, {}),
+    "layer norm of halves": (partial(nn.LayerNorm, 64), {"x": ((4096, 64), FLOAT)}, {"precision": "bf16-true"}),
+    "batch norm of halves": (lambda: Scaled(nn.BatchNorm2d(16)), images(), {"precision": "bf16-true"}),
+    "GRU cell": (partial(nn.GRUCell, 32, 256), {"x": ((128, 32), FLOAT)}, {}),
+    "LSTM cell": (partial(nn.LSTMCell, 32, 256), {"x": ((128, 32), FLOAT)}, {}),
+    "log sigmoid": (lambda: Scaled(nn.LogSigmoid()), {"x": ((128, 256), FLOAT)}, {}),
+    "log softmax of float16": (log_softmax, {"x": ((512, 8), FLOAT)}, {"precision": "16-mixed"}),
+    "log softmax of bfloat16": (log_softmax, {"x": ((512, 8), FLOAT)}, {"precision": "bf16-mixed"}),
+    "half copies of weights": (two_layers, {"x": ((8, 512), FLOAT)}, {"precision": "bf16-mixed"}),
+    "foreach optimizer": (partial(nn.Linear, 2048, 2048), {"x": ((1, 2048), FLOAT)}, {"optimizer": "Adam"}),
+    "fused optimizer": (partial(nn.Linear, 2048, 2048), {"x": ((1, 2048), FLOAT)}, {"optimizer": "AdamW fused"}),
 }  # fmt: skip
 
 
@@ -115,20 +127,28 @@ def unfused(heads=4, mask=None, **options):
 
 # Attention that no fused kernel takes: torch computes halves in float32, and casts the result back.
 UNFUSED = {
-    "plain": (unfused(), (2, 4, 72, 40)),
-    "causal, dropout": (unfused(is_causal=True, dropout_p=0.1), (2, 4, 72, 40)),
-    "a bool mask, dropout": (unfused(mask=torch.bool, dropout_p=0.1), (2, 4, 72, 40)),
-    "grouped queries, a mask": (unfused(2, mask=torch.bool, enable_gqa=True), (2, 4, 72, 40)),
-    "one key for all queries, a mask, dropout": (unfused(1, mask=FLOAT, dropout_p=0.1), (2, 4, 72, 40)),
+    "plain": unfused(),
+    "causal, dropout": unfused(is_causal=True, dropout_p=0.1),
+    "a bool mask, dropout": unfused(mask=torch.bool, dropout_p=0.1),
+    "grouped queries, a mask": unfused(2, mask=torch.bool, enable_gqa=True),
+    "one key for all queries, a mask, dropout": unfused(1, mask=FLOAT, dropout_p=0.1),
+}
+KERNELS |= {
+    f"unfused attention, {name}, {precision}": (build, images((2, 4, 72, 40)), {"precision": precision})
+    for name, build in UNFUSED.items()
+    for precision in ("32-true", "bf16-mixed")
 }
 
 # The reserve space of recurrent layers is an assumption that both make.
+SEQUENCES = {"x": ((16, 24, 64), FLOAT)}
+LSTM = partial(nn.LSTM, 64, 128, 2, batch_first=True)
 RECURRENT = {
-    "long short-term memory": (lambda: Outputs(nn.LSTM(64, 128, 2, batch_first=True)), {}),
-    "after a transposition": (lambda: Turned(Outputs(nn.GRU(24, 128, batch_first=True)), 1, 2), {}),
-    "run again": (lambda: RunAgain(Outputs(nn.LSTM(64, 128, 2, batch_first=True))), {}),
-    "mixed with bfloat16": (lambda: Outputs(nn.LSTM(64, 128, 2, batch_first=True)), {"precision": "bf16-mixed"}),
+    "long short-term memory": (LSTM, SEQUENCES, {}),
+    "after a transposition": (lambda: Turned(nn.GRU(24, 128, batch_first=True), 1, 2), SEQUENCES, {}),
+    "run again": (lambda: RunAgain(LSTM()), SEQUENCES, {}),
+    "mixed with bfloat16": (LSTM, SEQUENCES, {"precision": "bf16-mixed"}),
 }
+KERNELS |= RECURRENT
 
 MODELS = {
     "torchvision's ResNet-18": (lambda: torchvision_models().resnet18(), {"optimizer": "AdamW", "clip": 1.0}),
@@ -157,16 +177,15 @@ def case_of(truth, build, inputs, settings):
     return truth.TruthCase(name="case", source="test", build=build, inputs=inputs, **settings)
 
 
-@pytest.mark.cuda_memory
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_allocation_is_that_of_cuda(truth, name):
     case = case_of(truth, *KERNELS[name])
     real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
     assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
-    assert max(one.allocated for one in simulated) == max(one.allocated for one in real)
+    assert [one.allocated for one in simulated] == [one.allocated for one in real]
 
 
-@pytest.mark.cuda_memory
 @pytest.mark.parametrize("name", IN_VALIDATION)
 def test_peaks_of_evaluation_are_those_of_cuda(truth, name):
     case = case_of(truth, *IN_VALIDATION[name], {"stage": "val"})
@@ -174,29 +193,6 @@ def test_peaks_of_evaluation_are_those_of_cuda(truth, name):
     assert (made["allocated"], made["reserved"]) == (real["allocated"], real["reserved"])
 
 
-@pytest.mark.cuda_memory
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", UNFUSED)
-def test_unfused_attention_allocates_what_cudas_does(truth, name, precision):
-    build, shape = UNFUSED[name]
-    case = case_of(truth, build, {"x": (shape, FLOAT)}, {"precision": precision})
-    real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
-    assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
-    assert max(one.allocated for one in simulated) == max(one.allocated for one in real)
-
-
-@pytest.mark.cuda_memory
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-@pytest.mark.parametrize("name", RECURRENT)
-def test_steps_of_recurrent_layers_allocate_what_cuda_allocates(truth, name):
-    build, settings = RECURRENT[name]
-    case = case_of(truth, build, {"x": ((16, 24, 64), FLOAT)}, settings)
-    real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
-    assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
-    assert [one.allocated for one in simulated] == [one.allocated for one in real]
-
-
-@pytest.mark.cuda_memory
 @pytest.mark.parametrize("name", MODELS)
 def test_peaks_of_models_are_those_of_cuda(truth, name):
     build, settings = MODELS[name]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_memtools import MemoryMonitor
 from lightning_memtools.memory.host_memory import read_host_memory
 from lightning_memtools.memory.sizes import GIB, MIB
 from tests.event_files import scalars
-from tests.lightning_models import Regression
+from tests.lightning_models import Regression, loader, trainer
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -29,13 +28,9 @@ def test_pinned_memory_is_what_torch_holds():
 
 
 def test_batches_that_are_pinned_are_logged(tmp_path):
-    data = TensorDataset(torch.zeros(64, 4), torch.zeros(64, 1))
-    run = L.Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, log_every_n_steps=1, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path, callbacks=[MemoryMonitor()],
-    )  # fmt: skip
+    run = trainer(tmp_path, MemoryMonitor(), accelerator="gpu", devices=1)
     held = torch.empty(32 * MIB, dtype=torch.uint8, pin_memory=True)
-    run.fit(Regression(), DataLoader(data, batch_size=8, pin_memory=True))
+    run.fit(Regression(), DataLoader(loader().dataset, batch_size=8, pin_memory=True))
     assert held.is_pinned()
     logged = [value for _, value in scalars(run.log_dir)["memory/host/pinned_gib"]]
     assert logged

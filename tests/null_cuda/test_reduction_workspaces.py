@@ -11,6 +11,8 @@ from lightning_memtools._torch import cuda_memory_snapshot, record_cuda_history,
 from lightning_memtools.memory.cuda_ops.reductions import workspaces
 from lightning_memtools.memory.sizes import GpuShape
 
+pytestmark = pytest.mark.cuda_memory
+
 SHAPES = [(2048, 4096), (4096, 10), (100_000, 64), (8, 64, 56, 56), (2_097_152,), (3, 5, 7, 100_000), (12, 1023, 77)]
 # How each is called, how many tensors it returns, and the bytes that a block leaves of each output.
 REDUCTIONS = {
@@ -22,12 +24,6 @@ REDUCTIONS = {
 }
 
 
-def test_a_bias_gradient_takes_what_the_issue_measured():
-    gradient = torch.empty(2048, 4096, device="meta")
-    assert workspaces(gradient, [0], GpuShape(28, 1536), part_bytes=4) == (23_068_672, 128)
-
-
-@pytest.mark.cuda_memory
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buffers_are_those_of_pytorchs_own_kernels(name, dtype):

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lightning_memtools.null_cuda.launch import null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError, TorchBuild, stub_libraries
-
-
-def memtools(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_memtools.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=False,
-        timeout=120,
-    )
+from tests.null_cuda.dry_run_scripts import command
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
 def test_a_build_for_the_cpu_is_refused_with_the_way_to_get_the_other(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
-    done = memtools("dry-run", str(script))
+    done = command(str(script))
     assert done.returncode == 2
     assert done.stderr.startswith(
         f"memtools: torch {torch.__version__} is a build for the CPU, and a dry run needs one"
@@ -38,7 +24,7 @@ def test_a_build_for_the_cpu_is_refused_with_the_way_to_get_the_other(tmp_path):
 
 
 def test_a_script_that_does_not_exist_is_named():
-    done = memtools("dry-run", "nowhere/train.py")
+    done = command("nowhere/train.py")
     assert (done.returncode, done.stderr) == (2, "memtools: There is no script 'nowhere/train.py'.\n")
 
 
@@ -48,15 +34,6 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path, monkeypa
     with pytest.raises(DryRunError, match=r"needs a C compiler and binutils .* apt-get install gcc"):
         stub_libraries(build, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_the_command_answers_an_unknown_gpu_in_one_line(tmp_path):
-    (tmp_path / "train.py").touch()
-    done = memtools("dry-run", "--gpu", "RTX 409", str(tmp_path / "train.py"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("memtools: Not a capacity: 'RTX 409'.")
-    assert "Did you mean 'RTX 4090 24GB'" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("count", [0, 121])

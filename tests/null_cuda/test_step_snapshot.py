@@ -15,6 +15,7 @@ from lightning_memtools._torch import is_cuda_history_recorded
 from lightning_memtools.cli.main import main
 from lightning_memtools.tensorboard_plugin.snapshot_file import read_snapshot
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from
+from tests.lightning_models import trainer
 from tests.null_cuda.null_processes import Classifier
 from tests.zoo import torchvision_models
 
@@ -39,10 +40,7 @@ class Reads(L.Callback):
 def test_a_real_step_has_its_phases_its_modules_and_what_each_block_is(tmp_path):
     data = TensorDataset(torch.zeros(16, 3, 224, 224), torch.zeros(16, dtype=torch.long))
     reads = Reads()
-    run = L.Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=tmp_path, callbacks=[reads, MemoryMonitor(snapshot_at_step=2)],
-    )  # fmt: skip
+    run = trainer(tmp_path, reads, MemoryMonitor(snapshot_at_step=2), accelerator="gpu", devices=1)
     model = Classifier(torchvision_models().resnet18())
     run.fit(model, DataLoader(data, batch_size=4))
     assert not is_cuda_history_recorded()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -18,7 +17,7 @@ import pytest
 
 from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED
-from tests.null_cuda.null_processes import FORKS, null_python
+from tests.null_cuda.null_processes import forks
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -109,7 +108,7 @@ def random_steps(seed: int) -> list[tuple[Any, ...]]:
 
 THREE = [allocate("a", 40 * MIB), allocate("b", 40 * MIB), allocate("c", 40 * MIB)]
 
-# Named after the tests of test/test_cuda.py whose requests they make; the sizes are for a device of 256 MiB.
+# Most are named after the tests of test/test_cuda.py whose requests they make; sizes are for a device of 256 MiB.
 PROGRAMS = {
     "test_memory_allocation": Program([allocate("a", 1), *free("a")]),
     "test_memory_stats": Program(
@@ -146,6 +145,32 @@ PROGRAMS = {
     "test_memory_snapshot": Program(
         [allocate("x", 311 * 411 * 4), allocate("y", 2 * MIB), *free("x"), allocate("z", 100), *free("y"), ("empty",)]
     ),
+    "expandable, pages that are unmapped": Program(
+        [allocate("a", 30 * MIB), allocate("b", 50 * MIB), allocate("c", 15 * MIB), *free("b"), ("empty",),
+         *free("a", "c"), ("empty",)],
+        settings="expandable_segments:True",
+    ),
+    "the best fit, and among equals the oldest": Program(
+        [allocate("a", 30 * MIB), allocate("b", 12 * MIB), allocate("c", 14 * MIB), allocate("d", 12 * MIB),
+         *free("d", "a", "b", "c"), *(allocate(str(mib), mib * MIB) for mib in (13, 11, 10, 9))]
+    ),
+    "a rest of 1 MiB is not split off, a larger one is": Program(
+        [allocate("a", 11 * MIB), allocate("b", 11 * MIB - 512)]
+    ),
+    "oversize blocks serve no small request, and none that is far smaller": Program(
+        [*(step for mib in (60, 70) for step in (allocate("kept", mib * MIB), *free("kept"))), allocate("a", 12 * MIB),
+         allocate("b", 40 * MIB), allocate("c", 40 * MIB + 512)],
+        settings="max_split_size_mb:40",
+    ),
+    "oversize blocks are released from the largest, then all that is cached": Program(
+        [allocate("a", 42 * MIB), allocate("b", 60 * MIB), allocate("c", 50 * MIB), allocate("d", 20 * MIB),
+         *free("a", "b", "c", "d"), allocate("e", 150 * MIB), *free("e"), allocate("f", 200 * MIB)],
+        settings="max_split_size_mb:40",
+    ),
+    "a small request releases no oversize block": Program(
+        [allocate("a", CAPACITY // 2), allocate("b", CAPACITY // 2), *free("a", "b"), allocate("c", 4)],
+        settings="max_split_size_mb:40",
+    ),
     "test_mempool_expandable, on another stream": Program(
         [allocate("a", 40 * MIB, 1), allocate("b", 12 * MIB, 1), *free("a"), allocate("c", 5 * MIB, 1),
          allocate("d", 5 * MIB)],
@@ -171,21 +196,8 @@ PROGRAMS |= {
 @pytest.fixture(scope="module")
 def on_cuda() -> Iterator[Callable[[Program], list[Any]]]:
     """Runs a program on PyTorch's CUDA code, and returns what it saw after each step."""
-    started = null_python("--capacity", f"{CAPACITY}B", "-c", FORKS)
-    with subprocess.Popen(**started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        asked, answered = process.stdin, process.stdout
-        assert asked is not None
-        assert answered is not None
-
-        def run(program: Program) -> list[Any]:
-            steps = _with_fraction(program)
-            asked.write(json.dumps(ON_CUDA.format(json.dumps([program.settings, steps]))) + "\n")
-            asked.flush()
-            seen: list[Any] = json.loads(json.loads(answered.readline()))
-            return seen
-
-        yield run
-        asked.close()
+    with forks("--capacity", f"{CAPACITY}B") as run:
+        yield lambda program: json.loads(run(ON_CUDA.format(json.dumps([program.settings, _with_fraction(program)]))))
 
 
 def _with_fraction(program: Program) -> list[tuple[Any, ...]]:

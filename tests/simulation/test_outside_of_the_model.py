@@ -87,7 +87,7 @@ def losses_of_fit(kind: str, root: Any, *callbacks: Any) -> list[float]:
     seeded()
     block, model = KINDS[kind](), Regression()
     model.net = nn.Sequential(nn.Linear(4, 16), *(block() for _ in range(4)), nn.Linear(16, 1))
-    trainer(root, *callbacks, logger=False).fit(model, loader())
+    trainer(root, *callbacks, logger=False).fit(model, loader(1024, 512))
     return model.train_losses
 
 

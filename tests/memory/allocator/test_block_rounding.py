@@ -1,21 +1,13 @@
-"""Rule 2 (rounding), 3 (pool limit) and 4 (segments): every figure by hand."""
+"""Rounding to divisions of powers of two, for sizes that fit no small device too: every figure by hand."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightning_memtools.memory.allocator import AllocatorConfig
-from lightning_memtools.memory.allocator.block_rounding import block_size, segment_size
+from lightning_memtools.memory.allocator.block_rounding import block_size
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-
-
-@pytest.mark.parametrize(
-    ("asked", "size"),
-    [(1, 512), (4, 512), (511, 512), (512, 512), (513, 1024), (1024, 1024), (1025, 1536), (MIB + 1, MIB + 512)],
-)
-def test_sizes_are_rounded_up_to_multiples_of_512(asked: int, size: int) -> None:
-    assert block_size(asked) == size
 
 
 @pytest.mark.parametrize(
@@ -37,19 +29,3 @@ def test_sizes_are_rounded_up_to_multiples_of_512(asked: int, size: int) -> None
 )  # fmt: skip
 def test_sizes_are_rounded_up_to_the_divisions_of_their_interval(divisions, sizes):
     assert {asked: block_size(asked, divisions) for asked in sizes} == sizes
-
-
-@pytest.mark.parametrize(
-    ("size", "segment"),
-    [
-        (512, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 512, 12 * MIB),
-        (25 * MIB, 26 * MIB),
-    ],
-)
-def test_segments(size: int, segment: int) -> None:
-    assert segment_size(size) == segment

@@ -77,7 +77,9 @@ def grows_on_the_host(model, device, at):
 
 
 def keeps_the_latest_graph(model, device, at):
-    model.last_loss = model.linear(torch.ones(2, 8)).sum()
+    if at == 1:
+        model.first_loss = model.linear(torch.ones(2, 8)).sum()
+    model.last_loss = model.linear(torch.ones(2, 8)).sum() + getattr(model, "first_loss", 0.0)
 
 
 def grows_layers(model, device, at):  # what the model owns
