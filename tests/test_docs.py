@@ -44,18 +44,18 @@ def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_report_of_a_nan_and_its_replay_are_what_the_page_shows(tmp_path, monkeypatch, capsys):
+def test_the_report_of_a_nan_is_what_the_page_shows_and_its_step_runs_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())  # `memtools replay` adds the folder of the script
     example, again = blocks("halt-on-nan.md")
-    report, replayed = blocks("halt-on-nan.md", "text")
+    (report,) = blocks("halt-on-nan.md", "text")
     Path("train.py").write_text(example)
     done = subprocess.run([prepared_python(), "train.py"], check=False, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "\n".join(report.splitlines()[:4]) in done.stderr
     (command,) = blocks("halt-on-nan.md", "bash")
     assert main(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out.splitlines() == replayed.splitlines()
+    assert "Bit for bit the same as in the step: losses and gradients." in capsys.readouterr().out
     exec(again, {})  # noqa: S102, our own page
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_memtools._torch import FakeTensor, tree_flatten, tree_unflatten
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, streams_set_to
 from lightning_memtools.checkpointing.exact_recomputation import Run, statistics_untouched
-from lightning_memtools.memory.fingerprints import fingerprint
+from lightning_memtools.checkpointing.fingerprints import fingerprint
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.warning_categories import DegradedWarning

@@ -78,10 +78,7 @@ def diagnose(
     if not is_count(steps):
         raise ValueError(f"steps={steps!r} watches nothing. Give a number of training steps from 1 upwards.")
     if step is None and not is_lightning_module(model):
-        raise ValueError(
-            f"{type(model).__name__} is no LightningModule, so diagnose does not know its loss. Pass "
-            "step=lambda model, batch: loss."
-        )
+        raise ValueError(f"{type(model).__name__} is no LightningModule: pass step=lambda model, batch: loss.")
     is_list = isinstance(dataloader, list) and bool(dataloader) and all(isinstance(one, Tensor) for one in dataloader)
     if is_list or isinstance(dataloader, Tensor | tuple | Mapping):
         dataloader = [dataloader]
@@ -110,9 +107,8 @@ def diagnose(
     finally:
         snapshot.restore()
     if examination.failures:
-        warnings.warn(
-            f"diagnose leaves out checks that failed: {'; '.join(examination.failures)}.", DegradedWarning, stacklevel=2
-        )
+        text = f"diagnose leaves out checks that failed: {'; '.join(examination.failures)}."
+        warnings.warn(text, DegradedWarning, stacklevel=2)
     return examination.report()
 
 

@@ -12,6 +12,7 @@ from lightning_memtools.doctor import graph_checks, loader_checks, loss_checks, 
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.memory.first_time import FirstTime
 
 Event = Literal[
     "start",  # model, optimizers and loaders are ready
@@ -104,7 +105,7 @@ class Examination:
         self._steps = steps
         self._active = [check for check in CHECKS if check[0] in names]
         self._noting_lines: torch.autograd.set_detect_anomaly | None = None
-        self._passed: set[str] = set()
+        self._is_first = FirstTime()
 
     def report(self) -> DoctorReport:
         """Return the findings so far."""
@@ -120,8 +121,7 @@ class Examination:
             return
         if event == "batch_start" and not self.case.n_steps:
             loader_checks.note_shapes(self.case, argument)
-        if event not in self._passed:
-            self._passed.add(event)
+        if self._is_first(event):
             self._call(f"first {event}", argument)
         self._call(event, argument)
         self.is_concluded |= event == "end"

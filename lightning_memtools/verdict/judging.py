@@ -79,8 +79,10 @@ def _limit_of(facts: RunFacts) -> _Reason:
         return _Reason("unknown", f"{counted(steps, 'step', 'steps')} measured.", f"train at least {least} steps.")
     if slow is not None:
         waits = slow.host_s.get("data", 0.0) > slow.host_s.get("forward", 0.0)
-        why = f"rank {slow.rank} takes {_own_ms(slow):.3g} ms until its backward, most of it "
-        why += f"{'the wait for its data' if waits else 'its forward'}; the others {_others_ms(slow, facts.ranks):.3g}."
+        why = f"rank {slow.rank} takes {_time(_own_ms(slow))} until its backward, most of it "
+        why += (
+            f"{'the wait for its data' if waits else 'its forward'}; the others {_time(_others_ms(slow, facts.ranks))}."
+        )
         work = "an equal share of data and disk" if waits else "equal work"
         return _Reason("slow-rank", why, f"give every rank {work}: the others wait for rank {slow.rank} in each step.")
     return _limit_by_shares(facts, facts.ranks[0])
@@ -180,7 +182,7 @@ def _time_lines(rank: RankFacts) -> Iterator[str]:
         parts = ", ".join(f"{phase} {rank.share(phase):.0%}" for phase in phases)
         clock = "host's" if rank.device_s is None else "GPU's"
         yield (
-            f"Time: {rank.step_ms:.3g} ms a step ({clock} time, {rank.steps} steps): {parts}; "
+            f"Time: {_time(rank.step_ms)} a step ({clock} time, {rank.steps} steps): {parts}; "
             f"validation {rank.share('validation'):.0%} of the fit."
         )
 
@@ -205,3 +207,7 @@ def _memory_lines(facts: RunFacts, largest: int | None) -> Iterator[str]:
     least = min(peaks, key=lambda number: peaks[number])
     if rank.peak_bytes >= THRESHOLDS["fuller rank"] * peaks[least]:
         yield f"Ranks: rank {rank.rank} is the fullest; rank {least} has a peak of {format_size(peaks[least])}."
+
+
+def _time(ms: float) -> str:
+    return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"  # noqa: PLR2004

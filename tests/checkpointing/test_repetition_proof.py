@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_memtools import plan_checkpoints
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan, Range
+from lightning_memtools.checkpointing.fingerprints import fingerprint
 from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
-from lightning_memtools.memory.fingerprints import fingerprint
 from tests.checkpointing.models import SMALL, harshest, same_seed
 
 

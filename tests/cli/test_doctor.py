@@ -85,7 +85,7 @@ def test_the_table_and_an_unknown_check(tmp_path):
             "project:three returned a value of type int. Return (model, dataloader), (model, dataloader, ",
         ),
         (["project:needs"], "project:needs cannot be called without arguments: missing a required argument: 'size'"),
-        (["project:plain"], "Sequential is no LightningModule, so diagnose does not know its loss"),
+        (["project:plain"], "Sequential is no LightningModule: pass step="),
         (["project:healthy", "--steps", "0"], "steps=0 watches nothing"),
         (["project:healthy", "--checkpoint", "no.ckpt"], "checkpoint='no.ckpt' cannot be read: FileNotFoundError"),
     ],
