@@ -31,9 +31,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Predict the memory of a training step, and list the GPUs it fits on.",
     )
     TARGET.add_to(parser, "Build large models on the meta device.")
-    others = ", ".join(PRECISIONS[1:])
     parser.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim (default: the module's, or none)")
-    parser.add_argument("--precision", choices=PRECISIONS, metavar="TYPE", help=f"{others} (default: {PRECISIONS[0]})")
+    parser.add_argument("--precision", choices=PRECISIONS, metavar="TYPE", help="such as bf16-mixed (default: 32-true)")
     parser.add_argument("--stage", choices=STAGES, metavar="STAGE", help="train, val, test or predict (default: train)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps or evaluation batches (default: 2)")
     parser.add_argument("--accumulate", type=int, metavar="N", help="batches per optimizer step (default: 1)")

@@ -24,6 +24,6 @@ class Deep(Regression):
 def test_of_many_bad_gradients_the_first_eight_are_listed(tmp_path):
     with pytest.raises(NonFiniteError):
         trainer(tmp_path, HaltOnNaN(directory=str(tmp_path))).fit(Deep(), loader())
-    table = (tmp_path / "nonfinite-step0-report.md").read_text().partition("## Bad gradients")[2].partition("##")[0]
+    table = (tmp_path / "nonfinite-step0-report.md").read_text().partition("bad gradient")[2]
     assert table.count("| net.") == 8
     assert table.strip().endswith("and 15 more")
