@@ -93,10 +93,6 @@ def test_counts_of_non_finite_values_agree_with_python(values):
     assert [(b.name, b.n_nan, b.n_inf, b.n_elements) for b in find_bad(named)] == expected
 
 
-def test_a_norm_that_overflows_is_not_bad():
-    assert find_bad([("large", torch.full((100,), 1e20)), ("none", torch.zeros(0))]) == []
-
-
 def test_the_text_of_a_count_names_numbers_and_share():
     (bad,) = find_bad([("layer.weight", torch.tensor([1.0, torch.nan, torch.inf, torch.nan]))])
     assert str(bad) == "layer.weight (2 NaN and 1 Inf of 4, 75%)"
