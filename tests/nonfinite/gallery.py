@@ -193,6 +193,9 @@ class _BadBackward(torch.autograd.Function):
         return gradient * x / x.abs()  # 0 / 0 at 0
 
 
+BAD_FUNCTION = _BadBackward.__name__
+
+
 class CustomBackward(Small):
     def loss(self, x):
         return _BadBackward.apply(self.body(x) * x[:, :1]).mean()
