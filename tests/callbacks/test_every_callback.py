@@ -307,6 +307,7 @@ def test_a_trainer_can_be_pickled_and_copied_while_it_trains(callback, tmp_path)
     for twins in pickles.copies:
         (twin,) = (one for one in twins.callbacks if type(one) is type(first))
         assert twin is not first
+        assert twins.save_checkpoint.__self__ is twins
     twin.teardown(pickles.copies[-1], Regression(), "fit")  # what belongs to the run stays with the original
     assert run.callbacks[0] is first
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from shlex import quote
 from typing import Any
 
@@ -95,24 +93,6 @@ def test_buffers_of_the_bad_first_step_are_as_before_it(tmp_path: Any) -> None:
     assert model.centre is None
     assert not hasattr(model, "count")
     assert torch.equal(model.scale, torch.ones(4))
-
-
-class Pickles(L.Callback):
-    n = 0
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        again = pickle.loads(pickle.dumps(trainer))  # noqa: S301, our own
-        assert again.precision_plugin._after_closure.__self__ is again.precision_plugin
-        assert again.save_checkpoint.__self__ is again
-        copied = copy.deepcopy(trainer.precision_plugin)
-        assert "_after_closure" not in vars(copied) or copied._after_closure.__self__ is not trainer
-        self.n += 1
-
-
-def test_a_trainer_can_be_pickled_and_copied_during_fit(tmp_path: Any) -> None:
-    probe = Pickles()
-    trainer(tmp_path, HaltOnNaN(), probe, logger=False).fit(Regression(), loader())
-    assert probe.n == 4
 
 
 def test_the_printed_command_can_be_pasted_into_a_shell(tmp_path: Any) -> None:

@@ -32,6 +32,7 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
     return root.leaf.name if root.leaf is not None else root.event.operation
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it differentiates forward
 @pytest.mark.parametrize(
     ("compute", "operation"),
     [
@@ -49,6 +50,7 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
         (lambda x: nn.LSTM(2, 2)(x.masked_fill(x >= 0, torch.inf))[0].square(), "aten.mkldnn_rnn_layer"),
         (lambda x: nn.MultiheadAttention(2, 1)(x, x, x, key_padding_mask=torch.ones(2).bool())[0], "aten.softmax"),
         (torch.func.vmap(torch.func.grad(lambda row: row.log().sum())), "aten.div"),
+        (lambda x: torch.func.jvp(torch.log, (x,), (torch.ones_like(x),))[0], "aten.log"),
         (lambda x: torch.autograd.grad(x.square().sum(), x, create_graph=True)[0].sqrt(), "aten.div"),  # twice backward
         # Who copies or fills is not named: the NaN is made before its memory is partly overwritten.
         (lambda x: torch.softmax(torch.sqrt(x - 9).masked_fill(torch.eye(2).bool(), -torch.inf), 1), "aten.sqrt"),

@@ -1,4 +1,4 @@
-"""Models in users' style: right step, state, checkpoint and cause where one fails; the same bits where none does."""
+"""Models in users' style: right step, state, checkpoint and cause where one fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.nonfinite.user_models import BAD, CASES, UserModel
 pytestmark = pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized|stream does not match|degrees of freedom).*")
 
 
-def trained(name: str, root: Path, *callbacks: L.Callback, bad: bool, fused: bool = False) -> tuple[Any, L.Trainer]:
+def trained(name: str, root: Path, *callbacks: L.Callback) -> tuple[Any, L.Trainer]:
     L.seed_everything(0, verbose=False)
-    model = UserModel(CASES[name], fused=fused)
+    model = UserModel(CASES[name])
     run = trainer(root, *callbacks, logger=False, **CASES[name].options)
-    run.fit(model, CASES[name].loader(bad=bad))
+    run.fit(model, CASES[name].loader(bad=True))
     return model, run
 
 
@@ -50,7 +50,7 @@ class StepStart(Observer):
 @pytest.mark.parametrize("name", CASES)
 def test_a_failing_model_of_a_user(name, tmp_path):
     case, observer = CASES[name], StepStart()
-    trained(name, tmp_path, observer, bad=True)
+    trained(name, tmp_path, observer)
     model = run = None
 
     class Watch(L.Callback):
@@ -60,7 +60,7 @@ def test_a_failing_model_of_a_user(name, tmp_path):
 
     halt = HaltOnNaN(directory=str(tmp_path / "out"))
     with pytest.raises(NonFiniteError) as caught:
-        trained(name, tmp_path, Watch(), halt, bad=True)
+        trained(name, tmp_path, Watch(), halt)
     error = caught.value
     assert (error.step, error.batch_idx) == (observer.first_bad, BAD)
     assert all(each.requires_grad for each in model.net.parameters()), "not as a toggled optimizer left them"

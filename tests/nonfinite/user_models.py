@@ -77,13 +77,13 @@ class UserCase:
 class UserModel(L.LightningModule):
     """A network, what the case adds, and its loss."""
 
-    def __init__(self, case: UserCase, *, fused: bool = False) -> None:
+    def __init__(self, case: UserCase) -> None:
         super().__init__()
         self.net = nn.Linear(D, D)
         self.other = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.1))
         for name, part in case.parts().items():
             setattr(self, name, part)
-        self.case, self.fused = case, fused
+        self.case = case
         self.automatic_optimization = case.n_optimizers == 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -93,7 +93,7 @@ class UserModel(L.LightningModule):
         groups = (
             [self.parameters()] if self.automatic_optimization else [self.net.parameters(), self.other.parameters()]
         )
-        return [torch.optim.AdamW(group, lr=1e-3, fused=self.fused) for group in groups]
+        return [torch.optim.AdamW(group, lr=1e-3) for group in groups]
 
 
 def size(x: Tensor) -> Tensor:
