@@ -41,7 +41,8 @@ def write_failed_run(directory: Path) -> None:
         facts = "|  |  |\n|---|---|\n| when | step 0 |"
         writer.add_text("memtools/oom_report", f"## What happened\n\n{facts}\n\n> No memory\n> left.", 0)
         sizes = "Batch size: train 96, val 128 (in 9 trials, 2.0 s). On VirtualDevice."
-        writer.add_text("memtools/batch_size", f"# Batch size\n\n{sizes}", 0)
+        for step in (0, 1):  # two calls
+            writer.add_text("memtools/batch_size", f"# Batch size\n\n{sizes}", step)
         plan = "| module |\n|---|\n| net |"
         writer.add_text("memtools/ended", "OutOfMemoryError: CUDA out of memory. Tried to allocate.", 0)
         writer.add_text("memtools/checkpoint_plan", f"### Plan\n\n{plan}\n\n- activations: 5.20 MiB", 0)
