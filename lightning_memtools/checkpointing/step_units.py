@@ -107,6 +107,7 @@ def units_of_step(
             recorder = _Recorder(trace, chains)
             measured = trace.run(recorder.around_forward, recorder.begin_backward)
             recorder.leave_backward()
+            recorder.close()
         changed = recorder.layers_that_changed(chains)
         return StepUnits(tuple(_units(recorder.records)), plain or measured, recorder.spans, changed)
 
@@ -144,6 +145,7 @@ class _Recorder:
         self._open = _Record(0, 0, {})
         self._given: list[tuple[int, weakref.ref[Tensor], int]] = []
         self._backward: _Record | None = None
+        self._hooks: list[Any] = []
         self._makers: dict[tuple[int, int], list[_Record]] = {}  # by autograd's node and the number of its output
         self._state_before: dict[tuple[int, str], Any] = {}
         self._state_after: dict[tuple[int, str], Any] = {}
@@ -170,6 +172,11 @@ class _Recorder:
         peak = self._trace.peak_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
+
+    def close(self) -> None:
+        """Remove the hooks: as long as a graph lives, its hooks keep this recorder, and with it the user's model."""
+        for hook in self._hooks:
+            hook.remove()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
         """Return the layers that hold what running changes, besides what only the first pass sets, with its name."""
@@ -247,7 +254,8 @@ class _Recorder:
                 key = node_sequence_number(tensor.grad_fn), tensor.output_nr
                 if key not in self._makers:
                     makers = self._makers[key] = []
-                    tensor.register_hook(partial(self._enter_all, makers))  # type: ignore[no-untyped-call]
+                    hook = tensor.register_hook(partial(self._enter_all, makers))  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
                 self._makers[key].append(record)
 
     def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
