@@ -60,6 +60,8 @@ def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_othe
     findings = [one for one in found(model, rows(), step) if one.check != "reproducibility"]
     assert [(one.check, one.severity) for one in findings] == [("step", "error"), ("devices", "warning")]
     assert 'KeyError: "the user\'s own mistake"' in findings[0].evidence
+    assert findings[1].place == "0.scale"
+    assert "0.scale is on meta" in findings[1].evidence
     assert findings[0].place.startswith("tests/doctor/test_diagnose.py:")
 
 
