@@ -13,7 +13,7 @@ from lightning_memtools.checkpointing.exact_recomputation import is_special
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from tests.checkpointing.models import SMALL, ZOO, harshest, same_seed
 
-MODES = ("skip", "recompute")
+MODES = [("skip", False), ("recompute", False), ("recompute", True)]
 
 
 def train(model: nn.Module, shape: tuple[int, ...], steps: int = 3) -> dict[str, torch.Tensor]:
@@ -49,16 +49,17 @@ def plainly():
     return run
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "prove"), MODES)
 @pytest.mark.parametrize("name", SMALL | ZOO)
-def test_gradients_weights_buffers_and_random_numbers_after_three_steps(name, mode, plainly):
+def test_gradients_weights_buffers_and_random_numbers_after_three_steps(name, mode, prove, plainly):
     make, shape = (SMALL | ZOO)[name]
     plain = plainly(name)
     model = same_seed(make)
     plans = harshest(model, bn_dropout=mode)
     assert any(plan.ranges for plan in plans)
-    with AppliedPlan(model, plans):
+    with AppliedPlan(model, plans, prove=prove) as applied:
         assert_same_bits(plain, train(model, shape))
+    assert applied.differing == {}
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -82,9 +83,10 @@ def test_batchnorm_and_dropout_layers_run_once_a_step_when_skipped(name):
     assert sum(runs["plain"].values()) > 0
 
 
+@pytest.mark.parametrize("prove", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["encoder", "conv_bn_relu", "shared"])
-def test_under_autocast_gradients_and_weights_are_bitwise_equal(name, dtype):
+def test_under_autocast_gradients_and_weights_are_bitwise_equal(name, dtype, prove):
     make, shape = SMALL[name]
     ends = []
     for recompute in (False, True):
@@ -92,7 +94,7 @@ def test_under_autocast_gradients_and_weights_are_bitwise_equal(name, dtype):
         scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
         plans = harshest(model, bn_dropout="recompute") if recompute else []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with AppliedPlan(model, plans):
+        with AppliedPlan(model, plans, prove=prove):
             torch.manual_seed(1)
             for _ in range(3):
                 optimizer.zero_grad()

@@ -104,10 +104,6 @@ def test_the_budget_is_kept_with_less_recomputation_the_larger_it_is():
     assert extras[0] > 0
     limit = plan_checkpoints(model, x).plain_peak_bytes // 2
     assert plan_checkpoints(model, x, memory_budget=f"{limit}B").peak_bytes <= limit
-    with pytest.raises(
-        ValueError, match=r"No plan fits memory_budget=0\.001 .*The smallest reachable peak is \d.* [KM]iB"
-    ):
-        plan_checkpoints(model, x, memory_budget=0.001)
 
 
 def mlp_block() -> nn.Module:

@@ -116,13 +116,14 @@ LANGUAGE_MODELS = {
     "Llama": "LlamaForCausalLM",
     "T5": "T5ForConditionalGeneration",
     "DistilBert": "DistilBertForMaskedLM",
+    "Gemma2": "Gemma2ForCausalLM",
 }
 
 
-def language_model(kind: str) -> Any:
+def language_model(kind: str, vocab_size: int = 64) -> Any:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        tie_word_embeddings=True, decoder_start_token_id=0,
+        vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, intermediate_size=48, tie_word_embeddings=True, decoder_start_token_id=0,
     )  # fmt: skip
     return getattr(transformers, LANGUAGE_MODELS[kind])(config)
