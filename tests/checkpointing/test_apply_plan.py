@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections import Counter
 
@@ -17,21 +16,11 @@ from lightning_memtools.checkpointing.chains import find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from tests.checkpointing.models import nested, same_seed
 
-
-def through_torch_save(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "slice": lambda module: module[:],
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),  # noqa: S301, our own
-    "torch.save": through_torch_save,
 }
 
 

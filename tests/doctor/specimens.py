@@ -95,7 +95,14 @@ class Stream(IterableDataset[Any]):
         return self.make()
 
 
-class Paced(Regression):
+class Logs(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+class Paced(Logs):
     def __init__(self, make: Callable[[Any], Any], **how: Any) -> None:
         super().__init__()
         self.make, self.how = make, how
@@ -103,11 +110,6 @@ class Paced(Regression):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.how}}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
 
 
 LANGUAGE_MODELS = {

@@ -14,7 +14,7 @@ from lightning_memtools.doctor import examination
 from lightning_memtools.doctor.examination import NAMES, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.state.random_state import RandomState
-from tests.doctor.specimens import found, network, rows, serious, squared
+from tests.doctor.specimens import Logs, found, network, rows, serious, squared
 from tests.lightning_models import Adversaries, Regression, loader
 
 
@@ -38,13 +38,6 @@ def test_one_batch_in_the_place_of_a_loader_is_that_batch(kind):
     batch = kind(next(iter(rows())))
     report = diagnose(network(), batch, step=squared, steps=3)
     assert (report.serious, report.steps) == ((), 3)
-
-
-class Logs(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
 
 
 def test_a_step_that_logs_and_reads_values_brings_no_remark():
