@@ -64,7 +64,11 @@ def test_compiled_layers_are_not_recomputed():
     assert chain.outside == {1: "compiled", 4: "compiled"}
 
 
-DROPOUTS = {
+NEVER_TWICE = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
+    "BatchNorm3d": lambda: nn.BatchNorm3d(4),
+    "LazyBatchNorm1d": nn.LazyBatchNorm1d,
     "Dropout": lambda: nn.Dropout(0.1),
     "Dropout1d": lambda: nn.Dropout1d(0.1),
     "Dropout2d": lambda: nn.Dropout2d(0.1),
@@ -78,26 +82,16 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout_of_any_class_stays_outside_in_training(name):
-    layer = DROPOUTS[name]()
-    assert is_dropout(layer)
-    assert not is_dropout(layer.eval())
-    (chain,) = find_chains(nn.Sequential(nn.Linear(4, 4), layer.train()), CheckpointOptions.parse())
-    assert chain.outside == {1: f"{name} never runs twice"}
+@pytest.mark.parametrize("name", NEVER_TWICE)
+def test_dropout_and_batchnorm_of_any_class_stay_outside_in_training(name):
+    model = nn.Sequential(nn.Linear(4, 4), NEVER_TWICE[name]())
+    (training,) = find_chains(model, CheckpointOptions.parse())
+    (evaluating,) = find_chains(model.eval(), CheckpointOptions.parse())
+    assert training.outside == {1: f"{name} never runs twice"}
+    assert evaluating.outside == {}
 
 
 @pytest.mark.parametrize("rate", [0, 0.0])
 def test_dropout_that_drops_nothing_is_an_ordinary_layer(rate):
     assert not is_dropout(nn.Dropout(rate))
     assert not is_dropout(timm().layers.DropPath(rate))
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LazyBatchNorm1d])
-def test_batchnorm_of_any_class_stays_outside_in_training(kind):
-    layer = kind() if kind is nn.LazyBatchNorm1d else kind(4)
-    model = nn.Sequential(nn.Linear(4, 4), layer)
-    (training,) = find_chains(model, CheckpointOptions.parse())
-    (evaluating,) = find_chains(model.eval(), CheckpointOptions.parse())
-    assert training.outside == {1: f"{kind.__name__} never runs twice"}
-    assert evaluating.outside == {}

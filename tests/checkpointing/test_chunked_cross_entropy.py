@@ -133,25 +133,14 @@ def test_gradients_of_gradients():
         torch.testing.assert_close(one, other)
 
 
-def test_where_no_row_counts_the_mean_is_nan_as_torch_has_it():
-    *given, target = inputs()
-    nothing = replace(of("mean", target), target=torch.full_like(target, -100))
-    assert nothing(*given).isnan()
-    assert plain(nothing, *given).isnan()
-    total = replace(nothing, reduction="sum")
-    assert total(*given) == 0
-    assert all(one.count_nonzero() == 0 for one in results(total, given)[1:])
-
-
+@pytest.mark.parametrize("rows", [0, ROWS])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_of_no_rows_the_loss_is_that_of_torch(reduction):
-    *given, target = inputs()
-    nothing = replace(of("mean", target), target=target[:0], reduction=reduction)
-    source, *others = given
-    mine, other = nothing(source[:0], *others), plain(nothing, source[:0], *others)
-    torch.testing.assert_close(mine, other, equal_nan=True)
-    mine.sum().backward()
-    assert all(one.grad is not None for one in others)
+def test_where_no_row_counts_loss_and_gradients_are_those_of_torch(reduction, rows):
+    source, *others, target = inputs()
+    given = [source[:rows].detach().requires_grad_(), *others]
+    nothing = replace(of("mean", target), target=torch.full((rows,), -100), reduction=reduction)
+    for mine, other in zip(results(nothing, given), results(partial(plain, nothing), given), strict=True):
+        torch.testing.assert_close(mine, other, equal_nan=True)
 
 
 def test_logits_of_a_chunk_are_there_twice():

@@ -51,43 +51,15 @@ class Translating(Trained):
         return self.layers(x, x)
 
 
-def feed_forward() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+class Detecting(Trained):
+    """It chooses a size at random, and sorts, selects and drops boxes by scores that nobody knows."""
 
-
-COVERED = {
-    "LBFGS": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "LBFGS"),
-    "NAdam": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "NAdam"),
-    "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
-    "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),
-    "an encoder and a decoder": lambda: Translating(nn.Transformer(32, 4, 2, 2, 64, 0.1, batch_first=True)),
-}
-
-
-@pytest.mark.parametrize("name", COVERED)
-def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
-    weights = []
-    for callbacks in ([], [GradientCheckpointing(bn_dropout="recompute")]):
-        torch.manual_seed(0)
-        module = COVERED[name]()
-        trainer(tmp_path, *callbacks, logger=False).fit(module)
-        weights.append(module.state_dict())
-    plan = callbacks[0].plan
-    assert plan.refused is None
-    assert plan.planned.activation_bytes < 0.75 * plan.plain.activation_bytes
-    assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
-
-
-class Detecting(pl.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
+    def __init__(self) -> None:
+        build = torchvision_models().detection.fasterrcnn_resnet50_fpn
+        super().__init__(build(weights=None, weights_backbone=None, num_classes=5, min_size=96, max_size=128))
 
     def training_step(self, batch, batch_idx):
-        return sum(self.net(*batch).values())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        return sum(self.layers(*batch).values())
 
     def train_dataloader(self):
         generator = torch.Generator().manual_seed(0)
@@ -97,18 +69,35 @@ class Detecting(pl.LightningModule):
         return torch.utils.data.DataLoader([batch] * 2, batch_size=None, collate_fn=lambda one: one)
 
 
-@pytest.mark.filterwarnings("ignore:GPU available but not used")
-@pytest.mark.cuda_memory  # torchvision's own operators run on a CUDA build of torch only
-def test_a_detector_is_planned_and_trained_bit_for_bit(tmp_path):
-    """It chooses a size at random, and sorts, selects and drops boxes by scores that nobody knows."""
-    build = torchvision_models().detection.fasterrcnn_resnet50_fpn
+def feed_forward() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+COVERED = {
+    "LBFGS": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "LBFGS"),
+    "NAdam": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "NAdam"),
+    "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
+    "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),
+    "a detector": Detecting,
+    "an encoder and a decoder": lambda: Translating(nn.Transformer(32, 4, 2, 2, 64, 0.1, batch_first=True)),
+}
+
+
+# torchvision's own operators run on a CUDA build of torch only.
+ON_CUDA = [pytest.mark.cuda_memory, pytest.mark.filterwarnings("ignore:GPU available but not used")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=ON_CUDA if name == "a detector" else []) for name in COVERED]
+)
+def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
     weights = []
     for callbacks in ([], [GradientCheckpointing(bn_dropout="recompute")]):
         torch.manual_seed(0)
-        module = Detecting(build(weights=None, weights_backbone=None, num_classes=5, min_size=96, max_size=128))
+        module = COVERED[name]()
         trainer(tmp_path, *callbacks, logger=False).fit(module)
         weights.append(module.state_dict())
     plan = callbacks[0].plan
     assert plan.refused is None
-    assert plan.peak_bytes < plan.plain_peak_bytes
+    assert plan.planned.activation_bytes < (0.95 if name == "a detector" else 0.75) * plan.plain.activation_bytes
     assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))

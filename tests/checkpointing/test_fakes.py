@@ -95,20 +95,12 @@ def hooked_model() -> tuple[nn.Sequential, dict[str, Any]]:
                    "last": lambda: store.last, "global": lambda: len(SEEN_BY_ALL)}  # fmt: skip
 
 
-def test_what_hooks_note_of_a_traced_step_is_forgotten():
-    model, noted = hooked_model()
-    before = {name: read() for name, read in noted.items()}
-    plan_checkpoints(model, torch.zeros(256, 64))
-    assert {name: read() for name, read in noted.items()} == before
-    model(torch.zeros(2, 64))
-    assert noted["calls"]() == 1
-    SEEN_BY_ALL.clear()
-
-
-def test_layers_whose_hooks_keep_what_they_see_never_run_twice():
+def test_what_hooks_note_of_a_traced_step_is_forgotten_and_their_layers_never_run_twice():
     model, noted = hooked_model()
     x = torch.zeros(256, 64)
+    before = {name: read() for name, read in noted.items()}
     plan = plan_checkpoints(model, x)
+    assert {name: read() for name, read in noted.items()} == before
     left_out = plan.left_out
     assert set(left_out) == {"1", "2", "3"}
     assert left_out["1"] == "it changes calls (of a hook) when it runs"

@@ -21,6 +21,7 @@ from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoi
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.actions import ActionKind, Outcome
 from lightning_memtools.simulation.step_trace import TracedStep
+from tests.doctor.specimens import LANGUAGE_MODELS, language_model
 from tests.oom.advice_runs import advice_on
 
 WIDTH, WORDS, ROWS = 32, 16384, 512
@@ -179,36 +180,25 @@ def test_read_in_a_later_step_it_is_taken_back_and_planned_again():
     assert callback.plan.heads == ()
 
 
-def _transformers(model: str, config: str, **options: Any) -> Any:
-    library: Any = pytest.importorskip("transformers")
+def of_library(kind: str) -> Any:
     torch.manual_seed(0)
-    return getattr(library, model)(getattr(library, config)(vocab_size=2000, **options)).train()
+    return language_model(kind, vocab_size=2000).train()
 
 
-_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-_GEMMA = {**_SMALL, "num_key_value_heads": 2, "head_dim": 16}
-_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-LIBRARY = {
-    "GPT-2, tied": lambda: _transformers("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=2),
-    "BERT, with a bias": lambda: _transformers("BertForMaskedLM", "BertConfig", **_SMALL),
-    "Llama": lambda: _transformers("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **_SMALL),
-    "T5, scaled": lambda: _transformers("T5ForConditionalGeneration", "T5Config", **_T5),
-    "Gemma 2, capped": lambda: _transformers("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LIBRARY)
-def test_models_of_transformers_as_they_are(name):
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+def test_models_of_transformers_as_they_are(kind):
     words = torch.randint(3, 2000, (4, 150), generator=torch.Generator().manual_seed(0))
     labels = words.masked_fill(words % 5 == 0, -100)
-    step = TracedStep(LIBRARY[name](), (words, labels), lambda m, a: m(input_ids=a[0], labels=a[1]).loss, device="cuda")
+    step = TracedStep(
+        of_library(kind), (words, labels), lambda m, a: m(input_ids=a[0], labels=a[1]).loss, device="cuda"
+    )
     found = loss_in_chunks(step)
     assert found is not None
     assert len(found.names) == 1
     assert found.cost.peak_bytes < found.plain.peak_bytes
     results = []
     for heads in ((), found.names):
-        model = LIBRARY[name]().eval()  # without dropout, whose numbers the two runs would have to share
+        model = of_library(kind).eval()  # without dropout, whose numbers the two runs would have to share
         with AppliedPlan(model, (), heads=heads, prove=True) as applied:
             loss = model(input_ids=words, labels=labels).loss
             loss.backward()
@@ -234,7 +224,7 @@ def test_a_report_of_running_out_of_memory_advises_it():
 @pytest.mark.cuda_memory
 def test_its_peak_is_the_measured_one():
     words = words_of().cuda()
-    for make in (Language, LIBRARY["BERT, with a bias"]):
+    for make in (Language, lambda: of_library("Bert")):
         model = make().cuda()
         forward = (lambda m, a: m(*a)) if make is Language else (lambda m, a: m(input_ids=a[0], labels=a[0]).loss)
         given = (words if make is Language else words % 2000,)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_memtools import TrainingDoctor
 from lightning_memtools.doctor.diagnosing import diagnose
 from lightning_memtools.doctor.findings import Finding
+from tests.lightning_models import Regression, trainer
 
 
 def rows(n: int = 32, batch_size: int = 8, *, flat: bool = False, drop_last: bool = False) -> DataLoader[Any]:
@@ -72,3 +76,56 @@ def only(findings: list[Finding], check: str) -> Finding:
 
 def serious(findings: list[Finding]) -> list[str]:
     return [str(finding) for finding in findings if finding.is_serious]
+
+
+def doctored(root: Any, model: Any, data: Any, **options: Any) -> list[Any]:
+    doctor = TrainingDoctor(ignore="reproducibility")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callbacks = options.pop("callbacks", [])
+        trainer(root, doctor, *callbacks, **({"logger": False, "max_epochs": 2} | options)).fit(model, data)
+    return list(doctor.report.findings)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        return self.make()
+
+
+class Logs(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+class Paced(Logs):
+    def __init__(self, make: Callable[[Any], Any], **how: Any) -> None:
+        super().__init__()
+        self.make, self.how = make, how
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.how}}
+
+
+LANGUAGE_MODELS = {
+    "GPT2": "GPT2LMHeadModel",
+    "Bert": "BertForMaskedLM",
+    "Llama": "LlamaForCausalLM",
+    "T5": "T5ForConditionalGeneration",
+    "DistilBert": "DistilBertForMaskedLM",
+    "Gemma2": "Gemma2ForCausalLM",
+}
+
+
+def language_model(kind: str, vocab_size: int = 64) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, intermediate_size=48, tie_word_embeddings=True, decoder_start_token_id=0,
+    )  # fmt: skip
+    return getattr(transformers, LANGUAGE_MODELS[kind])(config)

@@ -14,7 +14,7 @@ from lightning_memtools.doctor import examination
 from lightning_memtools.doctor.examination import NAMES, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.state.random_state import RandomState
-from tests.doctor.specimens import found, network, rows, serious, squared
+from tests.doctor.specimens import Logs, found, network, rows, serious, squared
 from tests.lightning_models import Adversaries, Regression, loader
 
 
@@ -40,13 +40,6 @@ def test_one_batch_in_the_place_of_a_loader_is_that_batch(kind):
     assert (report.serious, report.steps) == ((), 3)
 
 
-class Logs(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-
 def test_a_step_that_logs_and_reads_values_brings_no_remark():
     assert not diagnose(Logs(), loader(), steps=3, ignore=["reproducibility"]).findings
 
@@ -60,6 +53,8 @@ def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_othe
     findings = [one for one in found(model, rows(), step) if one.check != "reproducibility"]
     assert [(one.check, one.severity) for one in findings] == [("step", "error"), ("devices", "warning")]
     assert 'KeyError: "the user\'s own mistake"' in findings[0].evidence
+    assert findings[1].place == "0.scale"
+    assert "0.scale is on meta" in findings[1].evidence
     assert findings[0].place.startswith("tests/doctor/test_diagnose.py:")
 
 

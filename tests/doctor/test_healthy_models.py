@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_memtools.doctor.diagnosing import diagnose
-from tests.doctor.specimens import network, rows, serious, squared
-from tests.lightning_models import Adversaries, loader
+from tests.doctor.specimens import LANGUAGE_MODELS, language_model, network, rows, serious, squared
 from tests.zoo import timm, torchvision_models
 
 STEPS = 8
@@ -73,32 +72,10 @@ def tokens() -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids}, {"input_ids": ids.flip(0), "labels": ids.flip(0)}]
 
 
-TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-
-
-@pytest.mark.parametrize(
-    ("config", "model", "settings"),
-    [
-        ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}),
-        ("LlamaConfig", "LlamaForCausalLM", {**TINY, "tie_word_embeddings": True}),
-        ("BertConfig", "BertForMaskedLM", TINY),
-        ("T5Config", "T5ForConditionalGeneration", {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48,
-                                                    "num_layers": 2, "num_heads": 2,
-                                                    "decoder_start_token_id": 0}),
-        ("DistilBertConfig", "DistilBertForMaskedLM", {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2,
-                                                       "hidden_dim": 48}),
-    ],
-)  # fmt: skip
-def test_transformers(config, model, settings):
-    transformers = pytest.importorskip("transformers")
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+def test_transformers(kind):
     torch.manual_seed(0)
-    made = getattr(transformers, model)(getattr(transformers, config)(**settings))
-    assert_healthy(made.train(), tokens(), lambda model, batch: model(**batch).loss)
-
-
-def test_a_gan_in_manual_optimization():
-    torch.manual_seed(0)
-    assert_healthy(Adversaries(), loader(), None)
+    assert_healthy(language_model(kind).train(), tokens(), lambda model, batch: model(**batch).loss)
 
 
 def test_an_exponential_moving_average_beside_the_model():

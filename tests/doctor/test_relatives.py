@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -14,11 +13,22 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_memtools import TrainingDoctor
-from tests.doctor.specimens import found, network, only, rows, serious, squared
-from tests.lightning_models import Regression, loader, trainer
+from tests.doctor.specimens import (
+    LANGUAGE_MODELS,
+    Paced,
+    Stream,
+    doctored,
+    found,
+    language_model,
+    network,
+    only,
+    rows,
+    serious,
+    squared,
+)
+from tests.lightning_models import Regression, loader
 
 
 def frozen(part: nn.Module) -> nn.Module:
@@ -49,15 +59,6 @@ class Tuned(L.LightningModule):
 
 def images() -> Any:
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
-
-
-def doctored(root: Any, model: Any, data: Any, **options: Any) -> list[Any]:
-    doctor = TrainingDoctor(ignore="reproducibility")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        callbacks = options.pop("callbacks", [])
-        trainer(root, doctor, *callbacks, **({"logger": False, "max_epochs": 2} | options)).fit(model, data)
-    return list(doctor.report.findings)
 
 
 @pytest.mark.parametrize("mended", [False, True])
@@ -120,14 +121,6 @@ def test_batch_norm_that_is_meant_to_run_so_is_left_alone(model, step):
 # --- a data set that each worker repeats
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self.make = make
-
-    def __iter__(self) -> Any:
-        return self.make()
-
-
 def samples() -> Iterator[Any]:
     return iter(rows(24).dataset)
 
@@ -175,21 +168,6 @@ def test_workers_that_do_not_are_left_alone(make, n_workers):
 
 
 # --- a scheduler at another pace than it is made for
-
-
-class Paced(Regression):
-    def __init__(self, make: Callable[[Any], Any], **how: Any) -> None:
-        super().__init__()
-        self.make, self.how = make, how
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.how}}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
 
 
 BY_STEP = {"interval": "step"}
@@ -255,24 +233,6 @@ def test_a_stream_of_unknown_length_has_no_last_window(tmp_path):
 
 
 # --- a switch without effect
-
-
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-LANGUAGE_MODELS = {
-    "GPT2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}),
-    "Bert": ("BertForMaskedLM", SMALL),
-    "Llama": ("LlamaForCausalLM", SMALL),
-    "DistilBert": (
-        "DistilBertForMaskedLM",
-        {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
-    ),
-}
-
-
-def language_model(kind: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    name, settings = LANGUAGE_MODELS[kind]
-    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**settings))
 
 
 def switched_on(kind: str) -> Any:

@@ -1,6 +1,6 @@
 """The articles' mistakes (SOURCES.md), as the articles make them; each test is named after its row.
 
-The rows on broadcasting, constant weights, reduction="sum", no_grad() in evaluation, detach() between two models,
+The rows on broadcasting, constant weights, loss reduction, no_grad() in evaluation, detach() between two models,
 total_loss += loss, an unseeded run, shared memory, num_batches_tracked and a last batch of one sample are in
 test_fixes.py, which makes the same mistakes.
 The row on `module.cuda()` and `tensor.cuda()` needs CUDA's code: it is in test_checks_on_cuda.py.
@@ -15,23 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import TrainingDoctor
 from tests.doctor.specimens import HalfUsed, ZeroesGradients, found, only, rows, squared
 from tests.lightning_models import trainer
 from tests.zoo import torchvision_models
-
-
-@pytest.mark.parametrize(("reduction", "is_found"), [("sum", True), ("mean", False)])
-def test_loss_reduction_parameters(reduction, is_found):
-    def step(model: nn.Module, batch: Any) -> Any:
-        return nn.CrossEntropyLoss(reduction=reduction)(model(batch[0]), batch[1])
-
-    x = torch.randn(32, 4)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 8)
-    findings = found(nn.Linear(4, 2), loader, step, steps=1)
-    assert [one.check for one in findings if one.is_serious] == ["loss_sum"] * is_found
 
 
 class WithoutLayer4(nn.Module):

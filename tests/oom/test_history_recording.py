@@ -15,20 +15,10 @@ from lightning_memtools.memory.virtual import VirtualDevice
 def test_a_recording_on_cuda_that_other_code_began_continues():
     torch.cuda.memory._record_memory_history(max_entries=7)
     try:
-        recorded = record(CudaReader(torch.device("cuda", 0)))
-        recorded.stop()
+        record(CudaReader(torch.device("cuda", 0))).stop()
         assert torch._C._cuda_isHistoryEnabled()
     finally:
         torch.cuda.memory._record_memory_history(None)
-
-
-def test_a_recording_that_other_code_began_continues():
-    with VirtualDevice() as device:
-        device.record_history(7)
-        own = device.history
-        recorded = record(device)
-        recorded.stop()
-        assert device.history is own
 
 
 def test_an_allocator_that_keeps_no_history_is_no_error(monkeypatch) -> None:
@@ -40,7 +30,7 @@ def test_an_allocator_that_keeps_no_history_is_no_error(monkeypatch) -> None:
     assert record(None) is None
 
 
-def test_on_a_simulated_device_the_last_actions_are_kept(monkeypatch):
+def test_on_a_simulated_device_the_last_actions_are_kept_and_what_other_code_records_continues(monkeypatch):
     monkeypatch.setattr(history_recording, "MOST_ENTRIES", 5)
     with VirtualDevice() as device:
         recorded = record(device)
@@ -52,3 +42,7 @@ def test_on_a_simulated_device_the_last_actions_are_kept(monkeypatch):
         recorded.stop()
         recorded.stop()  # twice does no harm
         assert device.history is None
+        device.record_history(7)  # by other code: it continues
+        own = device.history
+        record(device).stop()
+        assert device.history is own

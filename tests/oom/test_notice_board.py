@@ -3,15 +3,6 @@ from __future__ import annotations
 from lightning_memtools.oom.oom_reporter import NoticeBoard
 
 
-def test_the_first_notice_stands_and_others_read_it(tmp_path):
-    one, other = (NoticeBoard(tmp_path / "memtools", "run") for _ in range(2))
-    assert other.read() == ""
-    assert one.leave("rank 1 failed")
-    assert not other.leave("later")
-    assert other.read() == "rank 1 failed"
-    assert NoticeBoard(tmp_path / "memtools", "another run").read() == ""
-
-
 def test_if_no_file_can_be_written_each_rank_is_the_first(tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "taken"))

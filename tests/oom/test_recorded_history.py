@@ -26,18 +26,12 @@ NOT_HELPED = [*cut_segments(4, 64 * MIB, 60 * MIB), ("malloc", 100 * MIB)]
 """240 MiB are in use: the holes are smaller than a page."""
 
 
-def test_a_trace_where_expandable_segments_help():
-    run = carry_out(HELPED, 300 * MIB)
-    assert run.failed_at == len(HELPED) - 1
-    assert run.history.with_expandable_segments() == (True, "the request would have been served")
-    assert carry_out(HELPED, 300 * MIB, "expandable_segments:True").failed_at is None
-
-
-def test_a_trace_where_they_do_not():
-    run = carry_out(NOT_HELPED, 300 * MIB)
-    assert run.failed_at == len(NOT_HELPED) - 1
-    assert run.history.with_expandable_segments()[0] is False
-    assert carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").failed_at is not None
+@pytest.mark.parametrize(("program", "helps"), [(HELPED, True), (NOT_HELPED, False)])
+def test_expandable_segments_help_where_the_verdict_says_so(program, helps):
+    run = carry_out(program, 300 * MIB)
+    assert run.failed_at == len(program) - 1
+    assert run.history.with_expandable_segments()[0] is helps
+    assert (carry_out(program, 300 * MIB, "expandable_segments:True").failed_at is None) is helps
 
 
 ACTIONS = st.one_of(
@@ -70,7 +64,7 @@ def test_the_verdict_agrees_with_the_same_program_under_that_setting(program, ca
 
 
 @pytest.mark.parametrize("max_entries", [3, 12])
-def test_a_history_that_is_cut_off_gives_no_verdict(max_entries):
+def test_a_history_that_is_cut_off_or_has_no_failure_gives_no_verdict(max_entries):
     run = carry_out(HELPED, 300 * MIB, max_entries=max_entries)
     failed = run.history.failed
     assert not failed.is_complete
@@ -79,9 +73,6 @@ def test_a_history_that_is_cut_off_gives_no_verdict(max_entries):
     served, why = run.history.with_expandable_segments()
     assert served is None
     assert "older than the recorded history" in why
-
-
-def test_a_history_without_a_failure_gives_none():
     served, why = carry_out(HELPED[:-1], 300 * MIB).history.with_expandable_segments()
     assert served is None
     assert "not hold the failed request" in why

@@ -23,19 +23,13 @@ FACTS = FailureFacts(
 )
 
 
-def test_the_first_line_says_what_failed_where():
-    where, _, what = ReportPage(facts=FACTS).headline.partition(": ")
+def test_the_page_says_what_failed_where_with_which_batch_and_what_is_reserved_and_in_nobodys_use():
+    page = ReportPage(facts=FACTS)
+    where, _, what = page.headline.partition(": ")
     assert where.endswith("cuda:1 (NVIDIA H200) (train, step 7, batch 3, backward, rank 1 of 4)")
     assert "2.00 GiB with 512 MiB free" in what
-
-
-def test_the_batch_is_described_by_type_shape_and_size():
-    assert "| batch | 4 samples: float32 [4, 3] (48 B), int64 [4] (32 B) |" in ReportPage(facts=FACTS).markdown()
-
-
-def test_unusable_memory_is_what_is_reserved_and_in_nobodys_use():
-    text = ReportPage(facts=FACTS).markdown()
-    assert "free in pieces (fragmentation) | 1.00 GiB |" in text
+    assert "| batch | 4 samples: float32 [4, 3] (48 B), int64 [4] (32 B) |" in page.markdown()
+    assert "free in pieces (fragmentation) | 1.00 GiB |" in page.markdown()
 
 
 def test_without_nvml_the_section_says_so():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,20 +59,13 @@ def test_mappings_keep_their_class(kind):
     assert parts[1]["names"] == ["c", "d"]
 
 
-@dataclass
-class Graphs:
-    """A batch of a class of the user's."""
-
-    nodes: torch.Tensor
-
-
 @pytest.mark.parametrize(
     ("batch", "reason"),
     [
         ([rows(4), rows(3)], r"of \[4, 3\] rows"),  # graphs: nodes and targets
         ({"scale": torch.ones(())}, r"of \[\] rows"),
         ([rows(4), {"meta": [3, 224, 224]}], r"of \[4, 3\] rows"),
-        (Graphs(rows()), "a Graphs, which has no rows"),
+        (SimpleNamespace(nodes=rows()), "a SimpleNamespace, which has no rows"),
         ([rows(2).to_sparse(), rows(2)], "a tensor of layout torch.sparse_coo"),
         (([torch.zeros(3, 5), torch.zeros(3, 7)], [{"boxes": torch.ones(1, 4)}, {"boxes": torch.ones(2, 4)}]), "rows"),
     ],

@@ -74,19 +74,6 @@ def test_a_loss_that_is_a_sum_is_added():
     assert on_texts(Sums(), loss="sum").step(texts(*UNEVEN)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("weight", "reason"),
-    [
-        (lambda batch: 0, r"parts of \[0.0, 0.0\]"),
-        (lambda batch: 4, r"parts of \[4.0, 4.0\] as loss_weight= counts are not the batch of 4.0"),
-        (lambda batch: batch["mask"].sum(), "split_batch or loss_weight raised KeyError: 'mask'"),
-    ],
-)
-def test_a_weight_that_is_no_count_is_quoted(weight, reason):
-    run = on_texts(Tokens(), loss_weight=weight)
-    assert re.search(reason, refusal(run, texts(*EVEN)))
-
-
 @dataclass
 class Graphs:
     """Graphs side by side: their nodes, the graph of each node, and a target for each graph."""
@@ -134,15 +121,21 @@ def on_graphs(**options: Any) -> Steps:
 
 
 @pytest.mark.parametrize(
-    ("split", "loss", "reason"),
+    ("options", "reason"),
     [
-        (lambda batch, n: [batch[:3]], "mean", r"its 1 parts of \[3.0\] samples are not the batch of 8.0"),
-        (lambda batch, n: [], "sum", "its 0 parts"),
-        (lambda batch, n: None, "sum", "split_batch or loss_weight raised TypeError"),
+        ({"loss_weight": lambda batch: 0}, r"parts of \[0.0, 0.0\]"),
+        (
+            {"loss_weight": lambda batch: 4},
+            r"parts of \[4.0, 4.0\] as loss_weight= counts are not the batch of 4.0",
+        ),
+        ({"loss_weight": lambda batch: {}["mask"]}, "split_batch or loss_weight raised KeyError: 'mask'"),
+        ({"split": lambda batch, n: [batch[:3]]}, r"its 1 parts of \[3.0\] samples are not the batch of 8.0"),
+        ({"split": lambda batch, n: [], "loss": "sum"}, "its 0 parts"),
+        ({"split": lambda batch, n: None, "loss": "sum"}, "split_batch or loss_weight raised TypeError"),
     ],
 )
-def test_what_the_users_function_returns_is_quoted_if_it_is_not_the_batch(split, loss, reason):
-    run = Steps(nn.Linear(8, 1), len, 4, split=split, loss=loss)
+def test_what_the_users_functions_return_is_quoted_if_it_is_not_the_batch(options, reason):
+    run = Steps(nn.Linear(8, 1), len, 4, **options)
     run.model.forward = lambda batch: batch.sum() * run.model.weight.sum()
     assert re.search(reason, refusal(run, torch.ones(8, 8)))
 
