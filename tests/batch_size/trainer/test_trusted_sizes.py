@@ -52,5 +52,3 @@ def test_a_fit_goes_on_with_the_configured_size_where_no_search_can_be_run(tmp_p
     assert trainer.global_step == 2
     assert set(model.seen) == {4}
     assert tuner.result is None
-    with pytest.raises(ValueError, match="size_of_batch"):
-        fit(tmp_path, Tuner(stages=("train",), batch_arg_name="size_of_batch"), Constant(), max_steps=2)
