@@ -438,16 +438,20 @@ def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
 # --- evaluation, prediction and other programs
 
 
-@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
-         fit_options={"validate": True})  # fmt: skip
-class WideValidation(Case):
-    """Its batches of validation are larger than those of training."""
+class WideEvaluation(Case):
+    """Its batches of evaluation are larger than those of training."""
 
     def __init__(self, *, mended: bool) -> None:
         super().__init__(mended=mended, n_batches=2)
 
     def val_dataloader(self):
         return loader([64 if self.mended else 240] * 2)
+
+
+@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
+         fit_options={"validate": True})  # fmt: skip
+class WideValidation(WideEvaluation):
+    pass
 
 
 class PredictsMuch(Net):
