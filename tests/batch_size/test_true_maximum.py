@@ -11,6 +11,16 @@ from tests.batch_size_models import MODELS, trainer_for
 from tests.fake_training import fake_tensors, fakes_of
 
 
+def trains(kind, model, device, root):
+    """Return whether six steps run without a retry."""
+    device.track(model)
+    try:
+        trainer_for(kind, root, limit_val_batches=0, max_steps=6).fit(model)
+    except torch.OutOfMemoryError:
+        return False
+    return device.stats().alloc_retries == 0
+
+
 # Lightning asks whether a length is zero, which a fake tensor cannot say.
 @pytest.mark.filterwarnings("ignore:Total length of `FakeLoader`")
 @pytest.mark.parametrize(("name", "step"), [("batchnorm", 2), ("contrastive", 64), ("many weights", 1)])
@@ -22,12 +32,7 @@ def test_a_plain_fit_runs_the_size_that_is_found_and_none_a_twentieth_larger(tmp
     def fits(size):
         model, device = fakes_of(MODELS[name])(size), VirtualDevice(f"{int(0.95 * capacity)}B")
         with fake_tensors(device):
-            device.track(model)
-            try:
-                trainer_for(MODELS[name], tmp_path, max_steps=6, limit_val_batches=0).fit(model)
-            except torch.OutOfMemoryError:
-                return False
-        return device.stats().alloc_retries == 0
+            return trains(MODELS[name], model, device, tmp_path)
 
     size = tuner.result.sizes["train"]
     assert tuner.result.peaks["train"] <= 0.95 * capacity
@@ -42,13 +47,7 @@ def test_on_a_device_of_few_segments_the_size_is_the_largest_that_trains(tmp_pat
 
     def fits(size):
         with VirtualDevice(capacity) as device:
-            model = kind(size)
-            device.track(model)
-            try:
-                trainer_for(kind, tmp_path, limit_val_batches=0, max_steps=6).fit(model)
-            except torch.OutOfMemoryError:
-                return False
-        return device.stats().alloc_retries == 0
+            return trains(kind, kind(size), device, tmp_path)
 
     with VirtualDevice(capacity):
         trainer_for(kind, tmp_path, tuner, max_steps=0, limit_val_batches=0).fit(kind())

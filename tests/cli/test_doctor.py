@@ -38,9 +38,6 @@ def needs(size):
 def three():
     return 3
 
-def plain():
-    return parts(32)["model"], parts(32)["dataloader"]
-
 def pair():
     from tests.doctor.test_diagnose import Logs
     return Logs(), [torch.ones(8, 4), torch.ones(8, 1)]  # as every DataLoader yields it
@@ -85,9 +82,7 @@ def test_the_table_and_an_unknown_check(tmp_path):
             "project:three returned a value of type int. Return (model, dataloader), (model, dataloader, ",
         ),
         (["project:needs"], "project:needs cannot be called without arguments: missing a required argument: 'size'"),
-        (["project:plain"], "Sequential is no LightningModule: pass step="),
         (["project:healthy", "--steps", "0"], "steps=0 watches nothing"),
-        (["project:healthy", "--checkpoint", "no.ckpt"], "checkpoint='no.ckpt' cannot be read: FileNotFoundError"),
     ],
 )
 def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,6 @@ LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/recovery_o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
+from tests.integration.halt_on_ranks import digest
 from tests.lightning_models import trainer
 
 WIDTH, LAYERS, SAMPLES = 400, 5, 8
@@ -116,7 +116,8 @@ SCENARIOS: dict[str, Scenario] = {
     "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, dict),
 }  # fmt: skip
 
-CANNOT_GO_ON = ("gives_up", "talks")
+REASONS = {"gives_up": "each of its 8 samples alone", "talks": "calls the collective"}
+"""Why the runs of these scenarios end."""
 
 
 def batches(rank: int) -> list[Tensor]:
@@ -134,10 +135,6 @@ def fit(folder: Path, model: Net, data: list[Tensor], *callbacks: L.Callback, **
     dataset: Any = data
     run.fit(model, DataLoader(dataset, batch_size=None))
     return run
-
-
-def digest(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def compared(model: nn.Module, other: nn.Module) -> float:
@@ -162,7 +159,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     begin = time.monotonic()
     logger = CSVLogger(folder, name=name, version="")
     others: list[L.Callback] = default_callbacks() if name == "beside_others" else []
-    if name in CANNOT_GO_ON:
+    if name in REASONS:
         others = [OOMReport(directory=str(folder / "reports"), snapshot=False)]
     done = fit(folder, model, batches(rank), *others, recovery, **({"logger": logger} | options()))
     return {

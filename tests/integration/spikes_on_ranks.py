@@ -5,7 +5,6 @@ LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/spikes_on_
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ import torch
 
 from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes
 from tests.callbacks.spike_models import AT, Spiking, as_loader, batches, labels_times
+from tests.integration.halt_on_ranks import digest
 from tests.lightning_models import trainer
 
 ACTIONS = ("report", "skip", "rollback", "halt")
@@ -36,12 +36,11 @@ def run(action: Any, folder: Path, rank: int) -> dict[str, Any]:
         run.fit(model, as_loader(made))
     except LossSpikeError as raised:
         error = str(raised)
-    state = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
     return {
         "error": error,
         "spikes": [(one.step, one.done, one.loss, one.norm, one.taken_back) for one in spikes.spikes],
         "global_step": run.global_step,
-        "digest": hashlib.sha256(state).hexdigest(),
+        "digest": digest(model),
     }
 
 

@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from tests.integration import recovery_on_a_pretended_rank, recovery_on_ranks
-from tests.integration.recovery_on_ranks import CANNOT_GO_ON, SAMPLES, SCENARIOS
+from tests.integration.recovery_on_ranks import REASONS, SAMPLES, SCENARIOS
 from tests.two_processes import run_ranks, run_script, seen_by_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
-REASONS = {
-    "gives_up": "each of its 8 samples alone",
-    "talks": "calls the collective",
-}
 LASTING = [*(name for name in SCENARIOS if name not in REASONS), "devices"]
 
 
@@ -87,7 +83,3 @@ def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
     assert "Connection closed by peer" in ranks[0].stderr
     (page,) = (tmp_path / "reports").glob("*.md")
     assert reason in page.read_text()
-
-
-def test_the_reasons_are_those_of_all_that_cannot_go_on():
-    assert set(REASONS) == set(CANNOT_GO_ON)

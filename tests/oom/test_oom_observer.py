@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom import failure_capture
 from lightning_memtools.oom.failure_capture import observe
 
@@ -44,22 +43,3 @@ def test_an_allocator_without_observers_is_reported_from_the_exception(monkeypat
 
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse)
     assert observe(CUDA, lambda *_: None) is None
-
-
-def test_a_simulated_device_tells_before_anything_unwinds_and_the_host_tells_nobody():
-    assert observe(torch.device("cpu"), lambda *_: None) is None
-    alive: list[int] = []
-    with VirtualDevice("64MiB") as device:
-        stop = observe(torch.device("cpu"), lambda *_: alive.append(device.stats().allocated or 0))
-
-        def too_much() -> None:
-            held = torch.empty(40 << 20, dtype=torch.uint8)
-            torch.empty(30 << 20, dtype=torch.uint8)
-            del held
-
-        with pytest.raises(torch.OutOfMemoryError):
-            too_much()
-        stop()
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(80 << 20, dtype=torch.uint8)
-    assert alive == [40 << 20]

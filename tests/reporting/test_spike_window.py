@@ -12,43 +12,36 @@ from lightning_memtools.reporting.spike_window import SpikeWindow
 
 N = 5000
 T = np.arange(N)
+DECAY = 3 + 8 * np.exp(-T / 100)
+
+
+CURVES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+    "language model": lambda _, normal: DECAY * (1 + 0.02 * normal),
+    "noisy decay": lambda _, normal: DECAY * np.abs(1 + 0.3 * normal),
+    "lognormal, 0.5": lambda _, normal: np.exp(0.5 * normal),
+    "lognormal, 1": lambda _, normal: np.exp(normal),
+    "warm restarts": lambda _, normal: (0.01 + 0.3 * (1 - (T % 500) / 500)) * np.exp(0.2 * normal),
+    "curriculum, 1.4 times": lambda _, normal: np.where(T // 1000 % 2, 1, 1.4) * np.exp(0.05 * normal),
+    "gan, around 0": lambda _, normal: np.sin(T / 37) + 0.3 * normal,
+    "policy gradient, a random walk": lambda rng, normal: np.cumsum(0.1 * rng.standard_normal(N)) + normal,
+    "returns, exponential": lambda rng, normal: -rng.exponential(size=N),
+    "exponential": lambda rng, normal: rng.exponential(size=N),
+    "squared error of one sample": lambda _, normal: normal**2,
+    "tiny": lambda _, normal: 1e-8 * normal**2,
+    "contrastive, log of the batch": lambda _, normal: math.log(256) * np.exp(-T / 2000) + 0.05 * np.abs(normal),
+    "uniform": lambda rng, normal: rng.random(N),
+    "sawtooth of batches": lambda _, normal: 1 + (T % 20) / 20,
+    "zero but for a few": lambda rng, normal: np.where(rng.random(N) < 0.02, rng.random(N), 0),
+    "constant": lambda _, normal: np.ones(N),
+    "zero": lambda _, normal: np.zeros(N),
+    "power law": lambda _, normal: np.exp(0.2 * normal) / (1 + T),
+    "negative log likelihood": lambda _, normal: -50 + 100 * np.exp(-T / 300) + normal,
+}
 
 
 def curve(name: str) -> np.ndarray:
     rng = np.random.default_rng(0)
-    normal = rng.standard_normal(N)
-    decay = 3 + 8 * np.exp(-T / 100)
-    made: dict[str, Callable[[], np.ndarray]] = {
-        "language model": lambda: decay * (1 + 0.02 * normal),
-        "noisy decay": lambda: decay * np.abs(1 + 0.3 * normal),
-        "lognormal, 0.5": lambda: np.exp(0.5 * normal),
-        "lognormal, 1": lambda: np.exp(normal),
-        "warm restarts": lambda: (0.01 + 0.3 * (1 - (T % 500) / 500)) * np.exp(0.2 * normal),
-        "curriculum, 1.4 times": lambda: np.where(T // 1000 % 2, 1, 1.4) * np.exp(0.05 * normal),
-        "gan, around 0": lambda: np.sin(T / 37) + 0.3 * normal,
-        "policy gradient, a random walk": lambda: np.cumsum(0.1 * rng.standard_normal(N)) + normal,
-        "returns, exponential": lambda: -rng.exponential(size=N),
-        "exponential": lambda: rng.exponential(size=N),
-        "squared error of one sample": lambda: normal**2,
-        "tiny": lambda: 1e-8 * normal**2,
-        "contrastive, log of the batch": lambda: math.log(256) * np.exp(-T / 2000) + 0.05 * np.abs(normal),
-        "uniform": lambda: rng.random(N),
-        "sawtooth of batches": lambda: 1 + (T % 20) / 20,
-        "zero but for a few": lambda: np.where(rng.random(N) < 0.02, rng.random(N), 0),
-        "constant": lambda: np.ones(N),
-        "zero": lambda: np.zeros(N),
-        "power law": lambda: np.exp(0.2 * normal) / (1 + T),
-        "negative log likelihood": lambda: -50 + 100 * np.exp(-T / 300) + normal,
-    }
-    return made[name]()
-
-
-CURVES = [
-    "language model", "noisy decay", "lognormal, 0.5", "lognormal, 1", "warm restarts", "curriculum, 1.4 times",
-    "gan, around 0", "policy gradient, a random walk", "returns, exponential", "exponential",
-    "squared error of one sample", "tiny", "contrastive, log of the batch", "uniform", "sawtooth of batches",
-    "zero but for a few", "constant", "zero", "power law", "negative log likelihood",
-]  # fmt: skip
+    return CURVES[name](rng, rng.standard_normal(N))
 
 
 @pytest.mark.parametrize("name", CURVES)

@@ -8,14 +8,13 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 SPIKES = (7_123, 25_001, 49_998)
-N_LONG = 50_000
 ATTACK = '<img src=x onerror="window.attacked = 1"><script>window.attacked = 1</script>'
 
 
-def write_long_run(directory: Path, n_points: int = N_LONG) -> None:
-    """A run of one point per step, with peaks of 3 GiB at the steps of SPIKES and 1 GiB elsewhere."""
+def write_long_run(directory: Path) -> None:
+    """A run of 50,000 steps, with a point of each, with peaks of 3 GiB at the steps of SPIKES and 1 GiB elsewhere."""
     writer = FileWriter(str(directory))  # it writes all values of a step at once, which takes less time
-    for step in range(n_points):
+    for step in range(50_000):
         values = {
             "memory/train/peak_allocated_gib": 1.0 + (2.0 if step in SPIKES else 0.0) + 0.01 * (step % 7),
             "memory/train/allocated_gib": 0.5,

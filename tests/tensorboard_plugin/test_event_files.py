@@ -27,12 +27,6 @@ def test_points_and_reports_are_read(tmp_path):
     assert (text.tag, text.step, text.text) == ("memtools/memory_summary", 9, "a report")
 
 
-def test_tags_of_others_are_left_out(tmp_path):
-    with SummaryWriter(str(tmp_path / "other")) as writer:
-        writer.add_scalar("accuracy", 1.0, 0)
-    assert read(tmp_path) == {}
-
-
 def test_a_logger_s_prefix_is_taken_off(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_scalar("mine-loss/train", 0.25, 3)
