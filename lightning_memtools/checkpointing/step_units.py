@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -103,12 +104,11 @@ def units_of_step(
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
         if plain is None and configs_with_caches(trace.model):
             plain = trace.run()
-        with caches_off(trace.model):
-            recorder = _Recorder(trace, chains)
-            measured = trace.run(recorder.around_forward, recorder.begin_backward)
-            recorder.leave_backward()
-            recorder.close()
-        changed = recorder.layers_that_changed(chains)
+        with closing(_Recorder(trace, chains)) as recorder:
+            with caches_off(trace.model):
+                measured = trace.run(recorder.around_forward, recorder.begin_backward)
+                recorder.leave_backward()
+            changed = recorder.layers_that_changed(chains)
         return StepUnits(tuple(_units(recorder.records)), plain or measured, recorder.spans, changed)
 
 
@@ -174,9 +174,15 @@ class _Recorder:
             self._backward.backward_peak = peak
 
     def close(self) -> None:
-        """Remove the hooks: as long as a graph lives, its hooks keep this recorder, and with it the user's model."""
+        """Release the step's tensors and the hooks on them.
+
+        A graph that lives on keeps its hooks, and by them this recorder and the user's model. It lives for ever if this
+        recorder keeps a tensor of it: Python's garbage collector does not see the cycle.
+        """
         for hook in self._hooks:
             hook.remove()
+        self._state_before.clear()
+        self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
         """Return the layers that hold what running changes, besides what only the first pass sets, with its name."""
