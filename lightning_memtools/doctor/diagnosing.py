@@ -25,6 +25,7 @@ from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.simulation.step_runner import (
     PlainModule,
     Recipe,
+    StepFunction,
     StepListener,
     StepRunner,
     has_step,
@@ -107,21 +108,17 @@ def diagnose(
     finally:
         snapshot.restore()
     if examination.failures:
-        text = f"diagnose leaves out checks that failed: {'; '.join(examination.failures)}."
-        warnings.warn(text, DegradedWarning, stacklevel=2)
+        warnings.warn(f"These checks failed: {'; '.join(examination.failures)}.", DegradedWarning, stacklevel=2)
     return examination.report()
 
 
 class _RealSteps(StepListener, Callback):
     """Runs training and evaluation steps in Lightning's loops, and tells an examination of them."""
 
-    def __init__(
-        self, examination: Examination, step: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
-    ) -> None:
+    def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
         self._batches: list[Any] = []
-        make = (lambda _parameters: list(optimizers)) if optimizers else None
-        model: Any = self._case.model
+        model, make = self._case.model, (lambda _parameters: list(optimizers)) if optimizers else None
         if step is not None and len(optimizers) > 1:  # a LightningModule has one where it does not step them itself
             model, step, make = PlainModule(model, step, make), None, None
         self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])

@@ -43,10 +43,13 @@ def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
-    """Note the norms of an optimizer's gradients, on their devices, and before its first update of what decays."""
+    """Note the norms of an optimizer's gradients, on their devices, and of its weights that decay.
+
+    The weights' norms are noted at its first update and at the one that makes their number sufficient.
+    """
     if case.sharded or case.computes_nothing:
         return
-    names, is_first = case.parameter_names(), all(update.optimizer is not optimizer for update in case.updates)
+    names, number = case.parameter_names(), sum(update.optimizer is optimizer for update in case.updates)
     held: list[str] = []
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
@@ -62,10 +65,9 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
             held.append(name)
             if gradient is not None:
                 gradients[name] = gradient
-            if group.get("weight_decay") and is_first:
-                weights[name] = parameter.detach()
-    case.updates.append(UpdateNorms(optimizer, held, _norms_of(gradients)))
-    case.decaying += _norms_of(weights)
+                if group.get("weight_decay") and number in {0, _MIN_UPDATES - 1}:
+                    weights[name] = parameter.detach()
+    case.updates.append(UpdateNorms(optimizer, held, _norms_of(gradients), _norms_of(weights)))
 
 
 def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
@@ -86,17 +88,17 @@ def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
 
     Here the host waits for the norms that were noted.
     """
-    n_updates, n_moved = Counter[str](), Counter[str]()
+    n_updates, n_moved, weights = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
     for update in case.updates:
         n_updates.update(update.held)
         n_moved.update(name for name, norm in _values_of(update.gradients) if norm != 0)
+        for name, norm in _values_of(update.weights):
+            weights[name].append(norm)
     idle = [name for name, n in n_updates.items() if n >= _MIN_UPDATES and not n_moved[name]]
-    still = {name: parameter.detach() for name, parameter in case.model.named_parameters() if not n_moved[name]}
-    now = dict(_values_of(_norms_of(still)))
     shrinks = {
-        name: 1 - (now[name] / before) ** (1 / n_updates[name])
-        for name, before in _values_of(case.decaying)
-        if now.get(name, before) < before
+        name: 1 - (weights[name][1] / weights[name][0]) ** (1 / (_MIN_UPDATES - 1))
+        for name in idle
+        if len(weights[name]) > 1 and weights[name][1] < weights[name][0]
     }
     findings = []
     for names in ([name for name in idle if name not in shrinks], list(shrinks)):

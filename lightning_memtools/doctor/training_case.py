@@ -28,11 +28,13 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Norms of an optimizer's gradients just before it updates its parameters, with their names, on the devices."""
+    """Norms of an optimizer's parameters just before it updates them, with their names, on the devices."""
 
     optimizer: Optimizer
     held: list[str]
     gradients: list[tuple[list[str], Tensor]]
+    weights: list[tuple[list[str], Tensor]]
+    """Of the parameters with weight decay; none at most updates."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +63,6 @@ class TrainingCase:
     free_shared: int | None = None  # bytes of shared memory, before the loaders' workers filled it
     sums: Sequence[SumOverBatch] = ()  # in the first loss
     updates: list[UpdateNorms] = field(default_factory=list)
-    decaying: list[tuple[list[str], Tensor]] = field(default_factory=list)  # norms of weights before the first update
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
     clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
     # BatchNorm layers by name, and how often weight and counter were written before training and an evaluation batch.
