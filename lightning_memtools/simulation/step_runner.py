@@ -284,6 +284,10 @@ class PlainModule(LightningModule):
         first, *self.others = made if isinstance(made, list) else [made]
         return first
 
+    def forget(self) -> None:
+        """Release the module and the step: this wrapper and its Trainer refer to each other."""
+        self.model, self._step = nn.Identity(), lambda *_: None
+
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Zero the gradients of the optimizers; without any, those of the whole model."""
         del epoch, batch_idx

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -249,9 +249,11 @@ class StepTrace(FakeBatches):
             self._before_backward()
 
     def forget(self) -> None:
-        """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""
-        self._batch = self._runner = self._before_backward = None  # type: ignore[assignment]
-        self._step = replace(self._step, batch=None, forward=None, trainer=None)
+        """Free batch and model now: hooks and Trainer form reference cycles, which are collected only later."""
+        if isinstance(self._runner.module, PlainModule):
+            self._runner.module.forget()
+        self.model = self._batch = self._step = None  # type: ignore[assignment]
+        self._runner = self._before_backward = None  # type: ignore[assignment]
 
 
 @contextmanager
