@@ -1,25 +1,32 @@
 """What only a real GPU can say: estimates beside its allocator, what emptying its cache costs, steps with a plan.
 
-    PYTHONPATH=.venv/zoo python benchmarks/gpu.py [estimates | asking | plans ...]
+    PYTHONPATH=.venv/zoo python benchmarks/gpu.py [estimates | asking | plans | verdicts | largest ...]
 
-It takes some ten minutes and at most 12 GiB of the GPU, and writes each part into results/gpu.json, under the GPU's
-name. torchvision and timm lie in .venv/zoo; see tests/zoo.py.
+It takes some ten minutes, at most 12 GiB of the GPU and all of it for the largest batches, and writes each part into
+results/gpu.json, under the GPU's name. torchvision and timm lie in .venv/zoo; see tests/zoo.py.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from machine import known, save, spread
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from truth import clean_up, errors_of, estimated, real_peaks
 from truth_models import cases
 
@@ -151,7 +158,144 @@ def timed_steps(model: nn.Module, given: Tensor, loss_of: Callable[..., Tensor])
     return torch.cuda.max_memory_allocated(), times[3:]
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {part.__name__: part for part in (estimates, asking, plans)}
+# --- verdicts of `memtools run`
+
+
+class Encoder(L.LightningModule):
+    """Layers of a Transformer over batches of (batch, 256, width)."""
+
+    def __init__(self, width: int, layers: int, *, waits: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.1, batch_first=True)
+        self.net, self.waits = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), waits
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        """Returns the loss; reads it if it is to wait."""
+        loss: Tensor = self.net(batch).square().mean()
+        if self.waits:
+            loss.item()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Returns the fused optimizer that a GPU is used with."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class SlowBatches:
+    """Sixty times the same batch, each time after this many seconds."""
+
+    def __init__(self, batch: Tensor, seconds: float) -> None:
+        self.batch, self.seconds = batch, seconds
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= len(self):
+            raise IndexError
+        time.sleep(self.seconds)
+        return self.batch
+
+
+class KernelClock(L.Callback):
+    """Profiles the kernels from step 20 on, in which TrainingDoctor watches no more."""
+
+    def __init__(self) -> None:
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+        self.began = self.busy_share = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins."""
+        del trainer, module, batch
+        if batch_idx == 20:
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
+            self.profiler.start()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Ends."""
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.began
+        self.profiler.stop()
+        events: Any = self.profiler.events()  # type: ignore[no-untyped-call]
+        kernels_us = sum(event.device_time_total for event in events if event.device_type.name == "CUDA")
+        self.busy_share = round(kernels_us / 1e6 / seconds, 3)
+
+
+JUDGED = (
+    *((64, 2, 2, 0.0, False), (128, 4, 8, 0.0, False), (256, 4, 32, 0.0, False), (256, 6, 64, 0.0, False)),
+    *((512, 6, 16, 0.0, False), (512, 6, 32, 0.0, False), (512, 6, 64, 0.0, False), (1024, 6, 64, 0.0, False)),
+    *((1024, 12, 64, 0.0, False), (1024, 6, 64, 0.005, False), (1024, 6, 64, 0.02, False), (1024, 6, 64, 0.2, False)),
+    *((128, 2, 8, 0.05, False), (512, 6, 64, 0.0, True), (128, 4, 8, 0.0, True)),
+)
+"""Width, layers, batch, seconds that a batch takes, and whether each step waits."""
+
+
+def fit(module: L.LightningModule, batches: Any, *callbacks: L.Callback, asked: bool = False) -> dict[str, Any]:
+    """Train on the GPU; return the summary, if MEMTOOLS=1 asks for it."""
+    os.environ["MEMTOOLS"] = "1" if asked else ""
+    with tempfile.TemporaryDirectory() as root:
+        L.Trainer(
+            accelerator="cuda", devices=1, precision="bf16-mixed", max_epochs=1, callbacks=[*callbacks],
+            logger=CSVLogger(root), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ).fit(module, DataLoader(batches, batch_size=None))  # fmt: skip
+        clean_up()
+        return json.loads(next(Path(root).glob("**/summary.json")).read_text()) if asked else {}
+
+
+def verdicts() -> dict[str, Any]:
+    """The verdicts on fits, beside the share of the time in which the GPU has a kernel to run."""
+    found: dict[str, Any] = {}
+    for width, layers, batch, seconds, waits in JUDGED:
+        name = f"width {width}, {layers} layers, batch {batch}" + (
+            f", data takes {1000 * seconds:g} ms" * (seconds > 0)
+        )
+        batches = SlowBatches(torch.randn(batch, 256, width).pin_memory(), seconds)
+        summary = fit(Encoder(width, layers, waits=waits), batches, asked=True)
+        fit(Encoder(width, layers, waits=waits), batches, clock := KernelClock())
+        facts = summary["ranks"][0]
+        found[name + ", .item()" * waits] = {
+            "limit": summary["verdict"]["limit"], "busy": clock.busy_share, "behind": round(facts["behind_share"], 3),
+            "step_ms": round(summary["time"]["step_ms"], 3),
+            **{key: {phase: round(s, 4) for phase, s in (facts[key] or {}).items()} for key in ("host_s", "device_s")},
+        }  # fmt: skip
+        print(name, found[name + ", .item()" * waits], flush=True)
+    return found
+
+
+def largest() -> dict[str, Any]:
+    """The largest batch that a verdict names, and the largest that fits; the stubs of a dry run can say it too."""
+    found: dict[str, Any] = {}
+    for width, layers, batch in ((256, 6, 32), (512, 12, 64), (1024, 12, 32)):
+        summary = fit(Encoder(width, layers), [torch.empty(batch, 256, width)] * 20, asked=True)
+        said = summary["verdict"]["largest_batch"]
+        found[f"width {width}, {layers} layers, batch {batch}"] = {"said": said, "true": maximum(width, layers, said)}
+    return found
+
+
+def maximum(width: int, layers: int, near: int) -> int:
+    """The largest batch, to one part in 50, of which three steps fit."""
+
+    def fits(batch: int) -> bool:
+        try:
+            fit(Encoder(width, layers), [torch.empty(batch, 256, width)] * 3)
+        except torch.OutOfMemoryError:
+            clean_up()
+            return False
+        return True
+
+    low, high = 0, near
+    while fits(high):
+        low, high = high, int(1.2 * high)
+    while high - low > max(1, high // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    part.__name__: part for part in (estimates, asking, plans, verdicts, largest)
+}
 
 
 def main() -> int:

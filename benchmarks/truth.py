@@ -25,7 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -122,9 +122,14 @@ def as_lightning(case: TruthCase, model: nn.Module) -> Trained:
     return (TrainedManually if case.manual else Trained)(case, model)
 
 
+def computes() -> bool:
+    """Whether the device is a real GPU."""
+    return not torch.cuda.get_device_name().endswith("(dry run)")
+
+
 def on_host(case: TruthCase) -> nn.Module:
     """Returns the model in host memory; weights that nobody reads take no pages."""
-    model = built(case)
+    model = built(case, on_meta=not computes())
     known = {id(one): one for one in (*model.parameters(), *model.buffers())}
     shared = {name: id(one) for name, one in model.named_parameters(remove_duplicate=False)}
     if any(one.is_meta for one in known.values()):
@@ -194,8 +199,9 @@ def run(case: TruthCase, *callbacks: L.Callback) -> None:
         enable_model_summary=False,
     )  # fmt: skip
     module = as_lightning(case, on_host(case))
-    # transformers reads the values of positions, which a device that computes nothing does not have.
-    with values_known() as known, FollowedValues(known):
+    with ExitStack() as stack:
+        if not computes():  # transformers reads the values of positions, which such a device does not have
+            stack.enter_context(FollowedValues(stack.enter_context(values_known())))
         if case.stage == "train":
             trainer.fit(module, _Batches(case, STEPS * case.accumulate))
         else:

@@ -131,13 +131,17 @@ def expandable_segments(trials: StepTrials) -> list[Action]:
 
 
 def processes(trials: StepTrials) -> list[Action]:
-    """Stop another process, if the memory that it holds is enough for the step to fit."""
-    others, capacity = trials.failed.processes, trials.failed.facts.stats.capacity or 0
+    """Stop another process, if the memory that it holds is enough for the step to fit.
+
+    It does not help where the process's memory fraction is the limit.
+    """
+    others, facts = trials.failed.processes, trials.failed.facts
+    capacity = facts.stats.capacity or 0
     if isinstance(others, str):
         raise NotCheckedError(f"the other processes are {others}")
     actions = []
     for process in others or ():
-        if process.used_bytes:
+        if process.used_bytes and capacity - (facts.used_by_others or 0) < facts.fraction * capacity:
             name = f"{process.name or 'process'} (pid {process.pid})"
             holds = f"{name} holds {format_size(process.used_bytes)}"
             action = Action(kind=ActionKind.STOP_PROCESS, title=f"Stop {name}")

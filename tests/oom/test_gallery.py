@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_memtools import VirtualDevice
-from tests.oom.gallery import EXHIBITS, MIB, Average, Exhibit, FitOn, Healthy
+from tests.oom.gallery import EXHIBITS, MIB, Average, Exhibit, FitOn, Healthy, LargeNet
 
 
 @contextmanager
@@ -79,3 +79,14 @@ def test_what_a_healthy_run_keeps_is_listed_and_is_not_called_the_cause(tmp_path
         assert f"`{path}`" in report.partition("## Who holds the rest")[2].partition("\n## ")[0]
     assert "Healthy.queue" not in report  # a buffer belongs to the model
     assert "Delete" not in actions_of(report)[0]
+
+
+def test_nobody_is_to_be_stopped_where_this_process_may_take_no_more(tmp_path):
+    with (
+        VirtualDevice(640 * MIB, used_by_others="300MiB", allocator="per_process_memory_fraction:0.05"),
+        pytest.raises(RuntimeError),
+    ):
+        FitOn(tmp_path, "cpu")(LargeNet())
+    (page,) = tmp_path.glob("oom-*.md")
+    assert actions_of(page.read_text())
+    assert "Stop others" not in page.read_text()

@@ -44,7 +44,8 @@ def test_a_line_that_waits_is_named_and_memory_is_that_of_the_allocator(installe
     line = Path(__file__).read_text().splitlines().index("        loss.item()") + 1
     assert [place.rpartition("/")[2] for place in summary["run"]["waits"]] == [f"{Path(__file__).name}:{line}"]
     assert any("waits for the GPU at" in each for each in summary["verdict"]["lines"])
-    assert summary["time"]["clock"] == "host"  # this device takes no time
+    computes = not torch.cuda.get_device_name().endswith("(dry run)")  # such a device takes no time
+    assert summary["time"]["clock"] == ("device" if computes else "host")
     memory = summary["memory"]
     assert memory["peak_allocated_bytes"] <= memory["peak_reserved_bytes"] < memory["capacity_bytes"]
     assert sum(memory["composition_bytes"].values()) == pytest.approx(memory["peak_allocated_bytes"], rel=0.01)

@@ -148,7 +148,8 @@ class VirtualLedger:
         def release(*sizes: int) -> None:
             with self._lock:
                 for size in filter(None, sizes):
-                    block = taken.pop([one.requested for one in taken].index(size))
+                    block = next(one for one in reversed(taken) if one.requested == size)
+                    taken.remove(block)
                     number = block.id
                     self._bytes[Category.OTHER] -= block.size
                     self.allocator.free(block)
@@ -159,7 +160,7 @@ class VirtualLedger:
         try:
             yield hold, release
         finally:
-            release(*(block.requested for block in taken))
+            release(*(block.requested for block in reversed(taken)))  # as C++ ends the life of locals
 
     def resize(self, entry: LedgerEntry, n_bytes: int) -> None:
         """Move a storage to a block of another size. The old block is freed after the new one is allocated, as on CUDA.

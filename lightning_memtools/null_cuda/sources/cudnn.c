@@ -61,7 +61,7 @@ static size_t element_bytes(int type) {
 }
 
 // Recurrent layers. The weights lie in one buffer, layer after layer: all gates of the input, all of the state, a projection,
-// then the biases. Only a real cuDNN knows its reserve space; here it is what the estimate assumes (cuda_ops/recurrent.py).
+// then the biases. Only a real cuDNN knows its workspace and reserve space: here as the estimate has them (cuda_ops/recurrent.py).
 enum { LSTM = 2, GRU = 3 };  // of cudnnRNNMode_t; 0 and 1 have one gate
 typedef struct { float share; } Dropout;
 typedef struct { size_t places; } Sequences;
@@ -98,10 +98,11 @@ int cudnnGetRNNWeightSpaceSize(void *h, Layers *of, size_t *bytes) {
   return 0;
 }
 int cudnnGetRNNTempSpaceSizes(void *h, Layers *of, int training, Sequences *x, size_t *work, size_t *reserve) {
-  size_t kept = (of->mode == LSTM ? 6 : of->mode == GRU ? 4 : 1) * of->hidden * of->directions * of->layers;
-  size_t between = of->out * of->directions * (of->layers - 1) * (of->dropout && of->dropout->share > 0 ? 2 : 1);
-  if (work) *work = 0;
-  if (reserve) *reserve = training ? x->places * (kept + between) * element_bytes(of->type) : 0;
+  size_t units = x->places * of->hidden * of->directions * of->layers, outs = x->places * of->out * of->directions;
+  size_t kept = ((of->mode == LSTM ? 5 : of->mode == GRU ? 6 : 1) * units + outs * (of->layers - 1)) * element_bytes(of->type);
+  if (of->dropout && of->dropout->share > 0) kept += (of->layers - 1) * ((outs + 7) / 8);
+  if (work) *work = (of->layers * of->directions << 23) + (5 * outs + gates(of) * units) * element_bytes(of->type);
+  if (reserve) *reserve = training ? (kept + 31) / 32 * 32 + 256 : 0;
   return 0;
 }
 int cudnnGetRNNWeightParams(void *h, Layers *of, int layer, size_t bytes, char *weights, int linear, Descriptor *matrix, char **matrix_at, Descriptor *bias, char **bias_at) {
