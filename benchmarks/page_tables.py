@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning_memtools.memory.sizes import format_size, known_gpus
@@ -58,11 +59,12 @@ def differences() -> str:
     rows = []
     for reason in {one["reason"]: None for one in found.values()}:
         same = {key: one for key, one in found.items() if one["reason"] == reason}
-        names = dict.fromkeys(key.split(",")[0] for key in same)
+        names = list(dict.fromkeys(key.split(",")[0] for key in same))
+        named = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         worst = (
             max((one[f"{name}_error_pct"] for one in same.values()), key=abs) for name in ("allocated", "reserved")
         )
-        rows.append((", ".join(names), len(same), *(f"{error:+.2f}%" for error in worst), reason))
+        rows.append((named, len(same), *(f"{error:+.2f}%" for error in worst), reason))
     return table("model | runs | allocated | reserved | cause <", rows)
 
 
@@ -73,7 +75,11 @@ def published() -> str:
         gb = ("out of memory" if size is None else f"{size:.2f}" for size in sizes)
         return (name.removesuffix(".yaml"), one["devices"], *gb, off)
 
-    rows = (cells(name, one) for name, one in results("litgpt")["cases"].items())
+    sizes = ("published_gb", "dry_run_gb")  # both None where both are out of memory
+    cases = {
+        name: one for name, one in results("litgpt")["cases"].items() if any(one[size] is not None for size in sizes)
+    }
+    rows = (cells(name, one) for name, one in cases.items())
     return table("config | GPUs | published, GB | dry run, GB | difference", rows)
 
 
@@ -155,6 +161,29 @@ def step_cost() -> str:
     return table(" | ".join(["a step with", *(f"of {size}" for size in steps)]), rows)
 
 
+def gpu() -> str:
+    """Estimates beside a real GPU, by the kind of network."""
+    convolutional = {"resnet50", "mobilenet_v2", "convnext_tiny", "dla34"}
+    groups: dict[str, list[dict[str, float]]] = {
+        "attention, norms, Transformers, perceptrons": [],
+        "convolutional": [],
+        "recurrent": [],
+    }
+    for key, case in results("gpu")["NVIDIA H100 80GB HBM3"]["estimates"]["cases"].items():
+        name = key.split(",")[0]
+        group = (
+            "convolutional" if name in convolutional else "recurrent" if name in {"lstm", "gru"} else next(iter(groups))
+        )
+        groups[group].append(case)
+    rows = []
+    for group, cases in groups.items():
+        off = [[case[f"{name}_error_pct"] for case in cases] for name in ("allocated", "reserved")]
+        worst = (f"{max(each, key=abs):+.1f}%" for each in off)
+        medians = (f"{median(map(abs, each)):.2f}%" for each in off)
+        rows.append((group, len(cases), *(cell for pair in zip(medians, worst, strict=True) for cell in pair)))
+    return table("networks | runs | allocated: median error | worst | reserved: median error | worst", rows)
+
+
 def others() -> str:
     nan, plans, own = results("nan_cause"), results("packages"), results("oom_recovery")["own_us_per_step"]
     ours, theirs, gpus = nan["HaltOnNaN"], nan["detect_anomaly"], results("truth")["gpus"]
@@ -182,7 +211,7 @@ TABLES: dict[str, Callable[[], str]] = {
     make.__name__.replace("_", " "): make
     for make in (
         *(gpu_names, truth, differences, published, batch_size, switches, headline),
-        *(language_models, halt_on_nan, step_cost, others),
+        *(language_models, halt_on_nan, step_cost, gpu, others),
     )
 }
 

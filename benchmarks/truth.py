@@ -428,17 +428,21 @@ def errors_of(one: dict[str, Any]) -> list[float]:
 REASONS = {
     "block used 6 times": "a linear layer adds its bias in place to the product of a strided input",
     "davit_tiny": "a convolution copies weights and inputs into cuDNN's memory format",
-    "bloom": "sums within the backward of a function in Python pass for sums of gradients, which are in place",
+    "bloom": "sums in a Python function's backward pass for sums of gradients",
     "deeplabv3_mobilenet_v3_large": "batch norm in channels last, without cuDNN, leaves parts of its sums",
     "vgg16_bn": "batch norm in channels last, without cuDNN, leaves parts of its sums",
     "bilinear": "fake tensors do not show the products within aten::_trilinear",
-    "topk": "the buffers of topk over several blocks, which depend on occupancy, are not simulated",
+    "embedding many": "the gradient of an embedding sorts its indices",
+    "embedding bag": "the gradient of an embedding sorts its indices",
+    "cdist": "workspaces of losses and distances are not simulated",
+    "smooth l1": "workspaces of losses and distances are not simulated",
+    "topk": "buffers of topk are not simulated",
     "sort": "the indices of a segmented sort, 32 KB, are not simulated",
-    "rfft": "PyTorch has no Fourier transform in bfloat16; in float32 its parts are not seen on fake tensors",
-    "volo_d1_224": "the copies that im2col and col2im make of their inputs are not simulated",
+    "rfft": "the parts of a Fourier transform are not seen on fake tensors",
+    "volo_d1_224": "copies by im2col and col2im are not simulated",
     "bert": "blocks of the same sizes are freed in another order",
     "vit_small_patch16_224": "blocks of the same sizes are freed in another order",
-    "deberta_v2": "numbers that the step makes on the host, such as torch.tensor(0.5), count as on the device",
+    "deberta_v2": "numbers made on the host count as on the device",
 }
 
 

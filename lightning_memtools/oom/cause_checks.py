@@ -131,12 +131,8 @@ def expandable_segments(trials: StepTrials) -> list[Action]:
 
 
 def processes(trials: StepTrials) -> list[Action]:
-    """Stop another process, if the memory that it holds is enough for the step to fit.
-
-    It does not help where the process's memory fraction is the limit.
-    """
-    others, facts = trials.failed.processes, trials.failed.facts
-    capacity = facts.stats.capacity or 0
+    """Stop another process, unless this one may take no more anyway (torch.cuda.set_per_process_memory_fraction)."""
+    others, facts, capacity = trials.failed.processes, trials.failed.facts, trials.failed.facts.stats.capacity or 0
     if isinstance(others, str):
         raise NotCheckedError(f"the other processes are {others}")
     actions = []

@@ -148,8 +148,7 @@ class VirtualLedger:
         def release(*sizes: int) -> None:
             with self._lock:
                 for size in filter(None, sizes):
-                    block = next(one for one in reversed(taken) if one.requested == size)
-                    taken.remove(block)
+                    taken.remove(block := next(one for one in reversed(taken) if one.requested == size))
                     number = block.id
                     self._bytes[Category.OTHER] -= block.size
                     self.allocator.free(block)
