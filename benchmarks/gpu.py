@@ -256,11 +256,18 @@ def verdicts() -> dict[str, Any]:
         facts = summary["ranks"][0]
         found[name + ", .item()" * waits] = {
             "limit": summary["verdict"]["limit"], "busy": clock.busy_share, "behind": round(facts["behind_share"], 3),
-            "step_ms": round(summary["time"]["step_ms"], 3),
-            **{key: {phase: round(s, 4) for phase, s in (facts[key] or {}).items()} for key in ("host_s", "device_s")},
+            "lead": lead_of(facts), "step_ms": round(summary["time"]["step_ms"], 3),
         }  # fmt: skip
         print(name, found[name + ", .item()" * waits], flush=True)
     return found
+
+
+def lead_of(facts: dict[str, Any]) -> float | None:
+    """How many times as long as the host the GPU takes for forward and backward; None where it takes no time."""
+    device, host = (
+        (facts[key] or {}).get("forward", 0) + (facts[key] or {}).get("backward", 0) for key in ("device_s", "host_s")
+    )
+    return round(device / host, 3) if device else None
 
 
 def largest() -> dict[str, Any]:

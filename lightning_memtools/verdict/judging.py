@@ -20,7 +20,7 @@ THRESHOLDS = {
     "data": 0.25,
     "validation": 0.4,
     "rest": 0.4,
-    "lead": 1.1,
+    "lead": 1.05,
     "behind": 0.5,
     "slow rank": 1.25,
     "slow rank's part": 0.1,
