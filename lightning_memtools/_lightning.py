@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return what a function of Lightning's calls or does."""
+    """Return the hook that a function of Lightning calls in this frame, or what the function does; "" for neither."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -390,9 +390,9 @@ def source_of(loop: Any) -> Any:
 
 
 def forget_saved_arguments(loader: Any) -> None:
-    """Have Lightning construct a changed loader from its attributes when it replaces the sampler.
+    """Make Lightning copy a changed loader by its attributes when it replaces the sampler.
 
-    It would use the arguments that it saved of the original, with the old batch size; nothing public says otherwise.
+    Otherwise it takes the arguments that it saved when the loader was made, and so the old batch size.
     """
     for name in [name for name in vars(loader) if name.startswith("__pl_saved")]:
         delattr(loader, name)
@@ -487,7 +487,7 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Let loggers see a value that was found after `save_hyperparameters`, which keeps a private copy for them."""
+    """Change a hyperparameter in the copy that `save_hyperparameters` has made for loggers, if it is there."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value

@@ -367,7 +367,7 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided, and a copy of its own memory is a copy of it."""
+    """Return whether all values of a tensor lie in its own strided memory, so that a copy of that is a copy of it."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_readable_values(tensor):
         return False
     # A class with a dispatch of its own may keep its values anywhere.

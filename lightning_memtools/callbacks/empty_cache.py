@@ -126,7 +126,7 @@ class EmptyCache(WatchingCallback):
         self._warn_of_leak(trainer, self._collect(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """End an evaluation inside the epoch: at on_validation_end Lightning still held its last batch."""
+        """Release memory after a validation within the epoch; in on_validation_end its last batch was still held."""
         if self._run is not None and self._run.has_evaluated:
             self._end_evaluation(trainer, batch)
 

@@ -36,7 +36,7 @@ def place_of(trainer: Trainer) -> FailureMoment:
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
-    """Read the facts that the checks need from the Trainer, for a failed batch of which the sizes are known."""
+    """Return what the checks need to know of the run. The failed batch, of which sizes suffice, judges OOMRecovery."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization

@@ -83,10 +83,10 @@ def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[Sum
 
 
 def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a sum over the batch that is not divided by its size.
+    """Return a finding if the loss is a sum over the batch that is never divided by its size.
 
-    The ratios of the gradients on the way to the sum are the factors by which it is multiplied. A whole number or a
-    half is a constant. A smaller factor divides by the number of samples, of elements or of tokens.
+    On the way from the loss to the sum, gradients change by the factors that multiply the sum. A whole number or a
+    half is a constant; a smaller factor divides by a number of samples, elements or tokens.
     """
     for one in case.sums:
         arrived = [float(gradients[0]) for gradients in one.way if gradients]

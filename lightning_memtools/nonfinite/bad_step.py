@@ -348,7 +348,7 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Say that a tensor was bad before the step, and what of the last update can have made it so."""
+    """Return the sentence that these tensors were bad before the step, with the setting that may have caused it."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 

@@ -260,7 +260,7 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
-    """Return how a rerun differs from the step, one sentence each; empty if all bits are the same. Any NaN is equal."""
+    """Return how a rerun differs from the step, one sentence each; empty if all bits are equal. NaN equals NaN."""
     now, gradients = [float(loss) for loss in again.losses], digests_of(again.gradients)
     differences = []
     if list(map(repr, now)) != list(map(repr, losses)):  # the text of a float tells every bit

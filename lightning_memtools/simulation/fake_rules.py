@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def bincount(call: Call) -> Any:
-    """Return ``minlength`` counts, as for torchmetrics, which passes the number of classes."""
+    """Return ``minlength`` counts: the values may need more, but torchmetrics passes the number of classes."""
     minlength = call.argument(2, "minlength", 0)
     return call.empty([minlength], torch.int64) if minlength else call.results()
 

@@ -208,7 +208,7 @@ def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -
 
 
 def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
-    """Exchange the tensors in a container, and return what it held; its content is put back in the end."""
+    """Exchange the tensors in a container, and return its old content, which `undo` restores."""
     content = container.copy()
     if isinstance(container, dict):
         undo.callback(container.update, content)
@@ -230,7 +230,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
-    """Restore a random generator in the end; a cached function to which results were added forgets all."""
+    """Have `undo` restore a random generator, or clear a cached function to which results were added."""
     if not _has_state(type(thing)):  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
         return
     if not isinstance(thing, CachedFunction):
@@ -270,7 +270,7 @@ def _container(thing: Any) -> Any:
 
 @cache
 def _is_around_the_model(kind: type) -> bool:
-    """Return whether the program around a LightningModule owns such an object, as it owns the Trainer."""
+    """Return whether a class is Lightning's Trainer or Fabric, which belong to the program and not to the model."""
     names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning."))}
     return not names.isdisjoint({"Trainer", "Fabric"})
 

@@ -80,7 +80,7 @@ def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, size
 
 
 def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return the functions that pack, pad and run packed sequences by known values.
+    """Return replacements of torch's functions for packed sequences. They read lengths from the known values.
 
     Args:
         values: The known values.

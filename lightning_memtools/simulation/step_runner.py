@@ -105,10 +105,10 @@ class StepRunner:
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
             this is None.
-        trainer: The Trainer of the run that a step is taken from. Its counters, precision, clipping and data module
-            are those of this Trainer too, and it answers for attributes that this one does not have.
+        trainer: The Trainer of a run whose step is repeated. Counters, precision, clipping and the data module are
+            copied from it, and so are attributes that this Trainer does not have.
         callbacks: Callbacks of the Trainer.
-        replay: Makes of this a replay: the values of the Trainer's attributes. No hook of a fit's beginning runs.
+        replay: For the replay of a saved step: the values of the Trainer's attributes. No hook of a fit's start runs.
 
     Attributes:
         module: The LightningModule whose steps run.

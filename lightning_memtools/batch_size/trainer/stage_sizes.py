@@ -53,10 +53,10 @@ class StageSizes:
         return bool(source_of(loop_of(self._trainer, stage)).is_module())
 
     def check_names(self, stages: Sequence[Stage]) -> None:
-        """Raise for the first name that does not exist, if a stage's loaders come from a hook.
+        """Check that each name exists, if the loaders of a stage come from a hook, which has to read it.
 
         Raises:
-            ValueError: Names the places that were searched, and similar names there.
+            ValueError: A name exists nowhere. It names the places that were searched, and similar names there.
         """
         for name in self._names if any(map(self._is_hooked, stages)) else ():
             if any(True for _ in self._holders(name)):

@@ -238,10 +238,10 @@ def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
 
 
 class _TraceWriter:
-    """Writes the trace of blocks that are identified by their addresses, first of those older than the history.
+    """Writes an `AllocationTrace` from a snapshot: first the blocks that are older than its history, then each entry.
 
-    A block is free as soon as its streams have finished with it. A private pool counts as a stream of its own: blocks
-    of either serve no other's requests.
+    A block is free as soon as its streams have finished with it. A private pool counts as a stream of its own: the
+    blocks of one stream serve no requests of another.
     """
 
     def __init__(self, snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> None:

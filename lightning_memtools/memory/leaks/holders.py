@@ -323,7 +323,7 @@ def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Ten
 
 
 def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
-    """Return the name of an object that the user can find; None for any other."""
+    """Return the name by which the user can find a module, function, generator, class or data set; else None."""
     if id(candidate) in names:
         return names[id(candidate)]
     if is_a(candidate, FunctionType):

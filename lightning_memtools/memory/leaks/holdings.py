@@ -134,12 +134,12 @@ class _HoldingSearch:
         return [self.remaining[key] for key in storages & self.remaining.keys()]
 
     def find_piles(self, end: float) -> None:
-        """Find who holds the rest, the kinds of tensors with the most bytes first."""
+        """Find the holders of the remaining tensors, which belong to no model or optimizer; the largest piles first."""
         for holder, pile in self._search.piles([*self.remaining.values()], lambda pile: len(pile) > 1, end=end):
             self._add(holder, pile)
 
     def weigh_graphs(self) -> None:
-        """Count what graphs have saved with the remaining tensors, which may be tiny themselves."""
+        """Add to each remaining tensor the bytes that its autograd graph has saved."""
         for key, one in list(self.remaining.items()):
             if n_bytes := self._take_saved_by(one.tensors):
                 self.remaining[key] = replace(one, n_bytes=one.n_bytes + n_bytes)

@@ -44,7 +44,7 @@ class LivingTensor:
 
     @property
     def has_graph(self) -> bool:
-        """True if one of the tensors holds an autograd graph: another may have been detached from it."""
+        """True if a tensor of this storage holds an autograd graph; others may be detached."""
         return any(tensor.grad_fn is not None for tensor in self.tensors)
 
 
@@ -92,7 +92,7 @@ class TensorCensus:
 
 
 def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield tensors and, with their owners, the gradients of leaves: Python sees these only if somebody asks."""
+    """Yield each tensor with None, and each gradient with its leaf: the collector does not list gradients."""
     for tensor in tensors:
         yield tensor, None
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:

@@ -50,7 +50,7 @@ class ScriptFiles:
         return self._moved.get(Path(path).resolve(), file) if isinstance(path, (str, os.PathLike)) else file
 
     def guard_torch(self) -> None:
-        """Make `torch.save` and `torch.load` use these paths from now on."""
+        """Make `torch.save` write where `to_write` says, and `torch.load` read where `to_read` says."""
         save, load = torch.save, torch.load
 
         @functools.wraps(save)
@@ -65,7 +65,7 @@ class ScriptFiles:
         torch.save, torch.load = guarded_save, guarded_load
 
     def guard_save(self, owner: type, name: str) -> None:
-        """Make a method that saves to a path use these paths."""
+        """Make a method that saves to a path write where `to_write` says."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
