@@ -1,4 +1,4 @@
-"""What HaltOnNaN and default_callbacks() add to whole training steps of about 1, 10 and 60 ms on a CPU.
+"""What HaltOnNaN, default_callbacks() and `memtools run` add to whole training steps of about 1, 10 and 60 ms on a CPU.
 
 A fit with callbacks stands between two without, and its mean processor time per step is divided by theirs; the steps
 that are logged (one in 50; one in 30 at 60 ms) count. The first steps, which TrainingDoctor watches, are left out. The
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, default_callbacks
+from lightning_memtools.verdict.in_trainer.run_summary import RunSummary
 
 # Step in ms, roughly: (width, layers, batch, steps that are timed, repeats).
 SIZES = {"1 ms": (64, 4, 16, 300, 8), "10 ms": (256, 12, 128, 80, 6), "60 ms": (512, 16, 256, 30, 4)}
@@ -34,6 +35,7 @@ CASES: dict[str, Callable[[], list[L.Callback]]] = {
     "HaltOnNaN()": lambda: [HaltOnNaN()],
     "six callbacks without hooks": lambda: [L.Callback() for _ in range(6)],
     "default_callbacks()": default_callbacks,
+    "`memtools run`": lambda: [RunSummary.asked_for("1")],
 }
 
 
