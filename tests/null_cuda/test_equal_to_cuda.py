@@ -83,7 +83,6 @@ KERNELS = {
     "few indices": (partial(nn.Embedding, 10_000, 128), {"x": ((3072,), INT)}, {}),
     "plain convolution": (partial(nn.Conv2d, 16, 16, 3, padding=1, bias=False), images(), {}),
     "one-dimensional loss": (partial(nn.Linear, 64, 8), {"x": ((32, 64), FLOAT)}, {}),
-    "strided batch norm": (lambda: Turned(nn.BatchNorm2d(16), 2, 3), images(), {}),
     "flash attention": (lambda: Scaled(attend), images((2, 4, 200, 64)), {"precision": "bf16-true"}),
     "efficient attention": (lambda: Scaled(attend), images((2, 4, 200, 64)), {}),
     "wide efficient attention": (

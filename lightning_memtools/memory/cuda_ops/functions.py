@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_memtools._torch import ENGINE_RUN, kept_in_backward, without_autocast_on_cpu
 from lightning_memtools.memory.cuda_ops.attention import attention
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
-from lightning_memtools.memory.cuda_ops.rules import is_native_batch_norm
-from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.patches import Patches
 
@@ -103,18 +101,6 @@ def _rms_norm(
     return _FusedRmsNorm.apply(source, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
 
 
-def _batch_norm(original: Any, place_of_weight: int) -> Callable[..., Any]:
-    """Return a batch_norm whose input is dense before autograd keeps it, where cuDNN runs (Normalization.cpp)."""
-
-    def batch_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002, torch's name
-        weight = kwargs["weight"] if "weight" in kwargs else dict(enumerate(args)).get(place_of_weight - 1)
-        if not is_native_batch_norm(input, weight):
-            input = input.contiguous(memory_format=memory_format_of(input))  # noqa: A001, torch's name
-        return original(input, *args, **kwargs)
-
-    return batch_norm
-
-
 def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
     """Return a softmax from float16 to float32 that makes no copy of its input, as CUDA's (ATen/native/SoftMax.cpp)."""
 
@@ -127,7 +113,6 @@ def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    **{one: _batch_norm(one, place) for one, place in ((F.batch_norm, 3), (torch.batch_norm, 1))},
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     **{one: _softmax_in_float(one, aten._softmax) for one in (torch.softmax, torch.Tensor.softmax)},
