@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -15,7 +14,6 @@ from torch.utils.data import (
 )
 
 from lightning_memtools.batch_size.resized_loaders import (
-    CannotResizeError,
     known_sizes,
     resize_loader,
     worst_first,
@@ -96,30 +94,6 @@ def test_a_batch_sampler_with_a_batch_size():
     assert sizes(old) == [4] * 5
     # A larger batch than the data set has no more samples, which does not mean that the sampler ignores its size.
     assert sizes(resize_loader(resize_loader(old, 20), 64)) == [20]
-
-
-class Whole(Dataset[torch.Tensor]):
-    def __getitem__(self, index):
-        return torch.zeros(4)
-
-    def __len__(self):
-        return 5
-
-
-@pytest.mark.parametrize(
-    ("loader", "reason"),
-    [
-        ([torch.zeros(3)], "batch size of a list cannot be set: it is not a torch.utils.data.DataLoader"),
-        (DataLoader(Whole(), batch_size=None), "over Whole cannot be set: it has batch_size=None"),
-        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "its batch_sampler list has no batch_size"),
-        (DataLoader(DATA, batch_sampler=Fixed(20, 4)), "Fixed still gives 4 samples with batch_size=8"),
-    ],
-    ids=["no loader", "data set makes batches", "no batch_size", "made up before"],
-)
-def test_the_reason_why_a_loader_cannot_be_resized(loader, reason):
-    with pytest.raises(CannotResizeError, match=reason) as caught:
-        resize_loader(loader, 8)
-    assert any(word in str(caught.value) for word in ("Pass ", "Let ", "Give "))  # what to change
 
 
 class Texts(Dataset[torch.Tensor]):

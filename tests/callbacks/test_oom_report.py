@@ -327,22 +327,6 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
 # --- whatever happens, the original error goes on
 
 
-def test_making_the_report_allocates_nothing_on_the_device(tmp_path):
-    counts: list[int] = []
-
-    class Count(L.Callback):
-        def on_exception(self, *_):
-            counts.append(VirtualDevice.current()._allocator._last_id)
-
-    with VirtualDevice("64MiB") as device:
-        device.observe_oom(lambda *_: Count().on_exception())
-        run = trainer(tmp_path, Count(), OOMReport(), Count(), logger=TensorBoardLogger(tmp_path))
-        with pytest.raises(torch.OutOfMemoryError):
-            run.fit(Layers(batch=16))
-    at_failure, before, after = counts
-    assert at_failure == before == after
-
-
 def test_a_second_out_of_memory_while_reporting_leaves_the_facts_of_the_first(tmp_path):
     class Greedy(ListLogger):
         """Takes memory of the device to write a text."""

@@ -70,12 +70,8 @@ def test_context_and_other_processes_take_of_the_capacity():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": "24"}, "24"),
         ({"capacity": "RTX 4091"}, "RTX 4090"),
         ({"allocator": "expandable_segment:True"}, "expandable_segments"),
-        ({"context": "many"}, "many"),
-        ({"used_by_others": "3"}, "3"),
-        ({"cublas_workspace": "x"}, "x"),
         (
             {"capacity": 24},
             "Not a capacity: 24. Did you mean '24GiB' or '24GB'.*whole number of bytes, at least 1048576",
@@ -84,7 +80,6 @@ def test_context_and_other_processes_take_of_the_capacity():
         ({"capacity": 2.0**30}, "Not a capacity: 1073741824.0"),
         ({"capacity": "1G"}, r"Not a capacity: '1G'\. Did you mean '1GiB' or '1GB'\? Give a size"),
         ({"context": 1}, "context=1: Not a size: 1"),
-        ({"used_by_others": 1}, "used_by_others=1: Not a size: 1"),
         ({"used_by_others": None}, "used_by_others=None: Not a size: None"),
         ({"cublas_workspace": 8.5}, "cublas_workspace=8.5: Not a size: 8.5"),
         ({"capacity": "1GiB", "used_by_others": "2GiB"}, r"Nothing is left of the capacity '1GiB' \(1.00 GiB\)"),
