@@ -16,7 +16,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_memtools
 from lightning_memtools.cli.main import command_parser, main
-from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -50,7 +49,7 @@ def test_the_report_of_a_nan_is_what_the_page_shows_and_its_step_runs_again(tmp_
     example, again = blocks("halt-on-nan.md")
     (report,) = blocks("halt-on-nan.md", "text")
     Path("train.py").write_text(example)
-    done = subprocess.run([prepared_python(), "train.py"], check=False, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "train.py"], check=False, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "\n".join(report.splitlines()[:4]) in done.stderr
     (command,) = blocks("halt-on-nan.md", "bash")

@@ -6,20 +6,17 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.prepared.starting import prepared_python
 
-
-def run_script(
-    script: Path, *arguments: object, timeout_s: float = 120, python: str | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, *arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a Python script of the tests and return what it said; fails if it takes longer or ends badly."""
     result = subprocess.run(
-        [python or prepared_python(), str(script), *map(str, arguments)],
+        [sys.executable, str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -34,7 +31,7 @@ def run_script(
 def started_script(script: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Start a Python script of the tests, with errors in its `stdout`; it does not outlive the block."""
     process = subprocess.Popen(
-        [prepared_python(), str(script), *map(str, arguments)],
+        [sys.executable, str(script), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -53,7 +50,7 @@ def run_ranks(script: Path, *arguments: object, timeout_s: float) -> list[subpro
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = _environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [prepared_python(), str(script), *map(str, arguments)]
+    command = [sys.executable, str(script), *map(str, arguments)]
     with ExitStack() as started:
         ranks = [
             started.enter_context(

@@ -3,20 +3,20 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import lightning_memtools
 from lightning_memtools.cli.main import command_parser
-from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
 def memtools(*arguments):
-    line = [prepared_python(), "-m", "lightning_memtools", *arguments]
+    line = [sys.executable, "-m", "lightning_memtools", *arguments]
     return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from lightning_memtools.cli.main import main
-from tests.prepared.starting import prepared_python
 
 SCRIPT = """
 import torch
@@ -49,7 +48,7 @@ def broken():
 
 def memtools(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "project.py").write_text(SCRIPT)
-    command = [prepared_python(), "-m", "lightning_memtools.cli.main", "doctor", *arguments]
+    command = [sys.executable, "-m", "lightning_memtools.cli.main", "doctor", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=180)
 
 

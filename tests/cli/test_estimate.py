@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_memtools.cli.main import main
-from tests.prepared.starting import prepared_python
 
 TARGET = """
 import torch
@@ -79,7 +79,7 @@ def test_it_prints_figures_and_gpus(capfd):
 def command(root, *arguments):
     """The command in a process of its own, as a console starts it."""
     here = {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    line = [prepared_python(), "-m", "lightning_memtools.cli.main", "estimate", *arguments]
+    line = [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments]
     return subprocess.run(line, cwd=root, env=os.environ | here, capture_output=True, text=True, check=False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def seen(tmp_path_factory):
     for package, first in RUNS:
         root = tmp_path_factory.mktemp("run")
         script = Path(__file__).with_name("either_lightning_run.py")
-        run_script(script, package, first, root, python=sys.executable)  # which imports one of them first
+        run_script(script, package, first, root)  # which imports one of them first
         found[package, first] = json.loads((root / "seen.json").read_text())
     return found
 

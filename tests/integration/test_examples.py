@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import nbformat
 import pytest
 
 from tests.integration.shown_outputs import not_printed
-from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/examples.md").read_text("utf-8")
@@ -28,7 +28,7 @@ def test_every_script_is_on_the_page_and_short():
 @pytest.mark.parametrize("name", sorted(SHOWN))
 def test_an_example_prints_what_the_page_shows(name, tmp_path):
     here = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    line = [prepared_python(), str(ROOT / "examples" / name)]
+    line = [sys.executable, str(ROOT / "examples" / name)]
     done = subprocess.run(line, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     if name == "memory_budget.py" and not version("torch").startswith("2.13."):

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.browser import get, tensorboard
 from tests.integration.shown_outputs import not_printed
-from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(python|bash|text)\n(.*?)```", (ROOT / "docs/index.md").read_text("utf-8"), re.DOTALL)
@@ -26,7 +26,7 @@ def typed(command: str, folder: Path) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(folder)])
     done = subprocess.run(
-        [prepared_python(), *start, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
+        [sys.executable, *start, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
         check=False,
     )  # fmt: skip
     return f"{done.stdout}\n{done.stderr}\nexit {done.returncode}"

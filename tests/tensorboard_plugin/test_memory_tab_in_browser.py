@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from selenium.webdriver.common.keys import Keys
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.browser import MEMORY_TAB, chromium, enter_memory_tab, get, open_memory_tab, tensorboard, wait_until
-from tests.prepared.starting import prepared_python
 from tests.tensorboard_plugin.logdirs import (
     ATTACK,
     write_cpu_run,
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def log_dir(tmp_path_factory):
     logs = tmp_path_factory.mktemp("browser") / "logs"
-    command = [prepared_python(), str(ROOT / "examples" / "digits.py"), "--logs", str(logs), "--epochs", "2"]
+    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--logs", str(logs), "--epochs", "2"]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, cwd=ROOT)
     write_long_run(logs / "long")
     write_small_run(
