@@ -27,6 +27,8 @@ from tests.browser import chromium, get, open_memory_tab, tensorboard
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
+NARROWEST = 500
+"""The least width of a window of Chromium; what is narrower is emulated."""
 QUIET: dict[str, Any] = {"accelerator": "cpu", "log_every_n_steps": 1, "enable_checkpointing": False}
 QUIET |= {"enable_model_summary": False, "enable_progress_bar": False}
 
@@ -137,12 +139,14 @@ class Picture:
         view: The tab's view.
         size: Width and height of the window.
         prepare: JavaScript that brings into sight what is to be seen.
+        dark: Whether TensorBoard is in its dark mode.
     """
 
     run: str
     view: str
     size: tuple[int, int] = (1000, 900)
     prepare: str = ""
+    dark: bool = False
 
 
 TO_LOSS = """
@@ -160,6 +164,9 @@ document.querySelectorAll('.choice').forEach((one) => {
 });"""
 PICTURES = {
     "memory-tab": Picture("version_4", "run", (1280, 1020)),
+    "memory-tab-narrow": Picture("version_4", "run", (390, 1100)),
+    "memory-tab-dark": Picture("version_4", "run", (1280, 1020), dark=True),
+    "memory-tab-narrow-dark": Picture("version_4", "run", (390, 1100), dark=True),
     "memory-tab-composition": Picture("blocks", "composition", (1280, 1500)),
     "loss-curves": Picture("blocks", "run", (1000, 1150), TO_LOSS),
     "empty-cache": Picture("leak", "run", (1000, 900)),
@@ -184,8 +191,14 @@ def main(names: list[str]) -> None:
         with tensorboard(logs, Path(folder) / "output") as address, chromium() as window:
             get(address, "plugin/lightning_memtools/runs")
             for name, shown in chosen.items():
-                window.set_window_size(*shown.size)
-                open_memory_tab(window, address, shown.run, shown.view)
+                if shown.size[0] < NARROWEST:
+                    width, height = shown.size
+                    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+                    window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+                else:
+                    window.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+                    window.set_window_size(*shown.size)
+                open_memory_tab(window, address, shown.run, shown.view, dark=shown.dark)
                 window.execute_script("document.documentElement.style.scrollbarWidth = 'none';" + shown.prepare)
                 time.sleep(1)
                 window.save_screenshot(str(IMAGES / f"{name}.png"))

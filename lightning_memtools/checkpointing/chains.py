@@ -168,7 +168,7 @@ def outermost(chains: Sequence[Chain]) -> list[Chain]:
 
 
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
-    """Return what was looked for, and what to do."""
+    """Return the message that there is no chain: what was looked for, and what to do."""
     looked_for = (
         "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
         if options.include is None

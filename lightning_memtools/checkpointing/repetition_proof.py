@@ -107,7 +107,7 @@ def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """On exit, the list says which layer changed a buffer, besides running statistics; they are as they were."""
+    """Restore all buffers on exit; then the yielded list says which layers changed one beside running statistics."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())

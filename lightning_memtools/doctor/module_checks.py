@@ -134,7 +134,7 @@ def devices(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def reproducibility(*_: Any) -> list[Finding]:
-    """Return that the run is not seeded."""
+    """Return a finding if the run is not seeded."""
     seed = torch.initial_seed()
     if "PL_GLOBAL_SEED" in os.environ or seed < _LARGEST_USUAL_SEED:
         return []

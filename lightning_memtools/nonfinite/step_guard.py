@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler may skip it, as often as it has by now."""
+    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler may skip it, and has not too often."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:

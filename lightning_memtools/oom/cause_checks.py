@@ -34,7 +34,7 @@ def _freed(trials: StepTrials, action: Action, n_bytes: int, how: str, cause: st
 
 
 def release(trials: StepTrials) -> list[Action]:
-    """Let go of what the run, or what is left of another one, holds beside the model and its optimizers."""
+    """Release what this run, or one before it, holds beside the model and its optimizers: an action for each holder."""
     held, allocated = trials.failed.held, trials.failed.facts.stats.allocated or 0
     least = _LEAST_SHARE * allocated
     actions = []

@@ -202,7 +202,7 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items to record too: none of a long container, unless one of some 64 holds a tensor.
+    """Return the items to record too: none of a long container if 64 of its items hold no tensor.
 
     A million records would take minutes. The container itself is recorded.
     """

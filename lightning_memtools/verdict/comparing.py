@@ -60,7 +60,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
         ("batch size", ""): summary["batch_size"],
         (PEAK, "bytes"): memory["peak_allocated_bytes"],
         ("peak reserved", "bytes"): memory["peak_reserved_bytes"],
-        **{(f"at the peak: {part}", "bytes"): size for part, size in (memory["composition_bytes"] or {}).items()},
+        **{(f"at peak: {part}", "bytes"): size for part, size in (memory["composition_bytes"] or {}).items()},
         (STEP_TIME, "ms"): times["step_ms"],
         **{(f"time: {phase}", "share"): share for phase, share in times["shares"].items()},
     }
