@@ -172,7 +172,7 @@ PICTURES = {
     "empty-cache": Picture("leak", "run", (1000, 900)),
     "loss-spikes": Picture("jumps", "run", (1000, 1150), TO_LOSS),
     "oom-report": Picture("version_1", "reports", (1000, 700)),
-    "oom-recovery": Picture("recovered", "reports"),
+    "oom-recovery": Picture("recovered", "reports", (1000, 800)),
     "halt-on-nan": Picture("version_3", "reports"),
     "training-doctor": Picture("mistakes", "reports", (1000, 700), OPEN_FIRST),
     "gradient-checkpointing": Picture("plan", "compare", (1000, 700), ONLY_TWO),

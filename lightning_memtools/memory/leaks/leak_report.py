@@ -40,7 +40,7 @@ class LeakReport:
             f"{format_size(self.grown_bytes)}, not counting parameters, gradients and optimizer state,"
         )
         rate = "" if only_graphs else f" ({format_size(self.grown_bytes // self.in_a_row)} in each)"
-        lines = [f"{subject} in {self.in_a_row} {readings} in a row{rate}. What piles up:"]
+        lines = [f"{subject} in {self.in_a_row} {readings} in a row{rate}.", "What piles up:"]
         for finding in self.findings:
             lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {how_to_free(finding)}."]
         if any(_may_be_filling_up(finding) for finding in self.findings):
