@@ -37,13 +37,12 @@ from machine import save
 from torch import nn
 from truth_models import OPTIMIZERS, TruthCase, cases, step
 
-from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
-from lightning_memtools.memory.sizes import GpuShape, find_gpu, known_gpus
+from lightning_memtools.memory.sizes import find_gpu, known_gpus
 from lightning_memtools.simulation.followed_functions import FollowedValues
 from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.step_runner import Recipe
-from lightning_memtools.simulation.tracer import SimulationSettings, Subject, Traced, trace
+from lightning_memtools.simulation.tracer import StepRequest, Traced, trace
 
 STEPS = 2
 GPU = "A100 80GB"
@@ -286,10 +285,8 @@ def recipe_of(case: TruthCase) -> Recipe:
 def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
     """The estimate of the same steps, and every allocation of the simulation."""
     start = time.perf_counter()
-    subject = Subject(model=as_lightning(case, built(case)))
-    gpu = on_gpu()
-    settings = SimulationSettings(cuda=True, cublas_workspace=cublas_workspace_of(gpu), gpu=GpuShape.of(find_gpu(gpu)))
-    traced = trace(subject, case.batch("cpu"), recipe_of(case), settings)
+    model = as_lightning(case, built(case))
+    traced = trace(StepRequest(model=model, batch=case.batch("cpu"), recipe=recipe_of(case), capacity=on_gpu()))
     peaks, found = _record_of(traced)
     return {**peaks, "notes": list(traced.notes), "seconds": round(time.perf_counter() - start, 2)}, found
 

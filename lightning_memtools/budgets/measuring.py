@@ -23,10 +23,10 @@ from lightning_memtools._torch import (
     stop_cuda_history,
 )
 from lightning_memtools.budgets.peak_memory import PeakMemory
-from lightning_memtools.estimate.memory_estimate import MemoryEstimate, cublas_workspace_of
+from lightning_memtools.estimate.memory_estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_timeline import timeline_of
 from lightning_memtools.estimate.trace_reading import holders_at, place_at
-from lightning_memtools.memory.allocator import Block, replay
+from lightning_memtools.memory.allocator import Block, cublas_workspace_bytes, replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.history_owners import OwnerNotes
@@ -134,8 +134,10 @@ class _OnVirtualDevice:
 
     def __init__(self, gpu: str | None) -> None:
         self._gpu = gpu or ""
-        self._device = VirtualDevice(cuda_like=True, cublas_workspace=cublas_workspace_of(gpu))
-        self._device.gpu = GpuShape.of(None if gpu is None else find_gpu(gpu))
+        shape = GpuShape.of(find_gpu(gpu))
+        workspace = cublas_workspace_bytes(compute_capability=shape.compute_capability)
+        self._device = VirtualDevice(cuda_like=True, cublas_workspace=f"{workspace}B")
+        self._device.gpu = shape
         self.lines = OptimizerLines()
         self._recorder = AllocationRecorder(self._device.allocator, self._line)
         self._device.listen(_Phases(self._recorder))

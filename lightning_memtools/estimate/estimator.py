@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import UnsupportedOperatorException
 from lightning_memtools.estimate.batch_sizes import resized
-from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
+from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate
 from lightning_memtools.estimate.trace_reading import read_estimate
-from lightning_memtools.memory.sizes import GpuShape, find_gpu, is_count
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_runner import (
@@ -25,7 +25,7 @@ from lightning_memtools.simulation.step_runner import (
     is_lightning_module,
     step_name,
 )
-from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace, unwrapped
+from lightning_memtools.simulation.tracer import StepRequest, trace, unwrapped
 
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
 
@@ -82,26 +82,25 @@ def estimate_memory(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "
             "Leave that one first."
         )
-    subject = Subject(model=model, step=step, optimizer=optimizer)
-    recipe = Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip)
-    for error in _faults(subject, recipe):
+    request = StepRequest(
+        model=model,
+        batch=batch,
+        recipe=Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip),
+        step=step,
+        optimizer=optimizer,
+        allocator=allocator,
+        capacity=capacity,
+    )
+    for error in _faults(request):
         raise error
     if capacity is not None:
         DeviceLimit.parse(capacity)
-    settings = SimulationSettings(
-        cuda=True,
-        allocator=allocator,
-        cublas_workspace=cublas_workspace_of(capacity),
-        gpu=GpuShape.of(None if capacity is None else find_gpu(capacity)),
-    )
-    estimate = estimate_step(subject, batch, recipe, settings, capacity)
+    estimate = estimate_step(request)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
 
 
-def estimate_step(
-    subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, capacity: str | None
-) -> MemoryEstimate:
+def estimate_step(request: StepRequest) -> MemoryEstimate:
     """Estimate steps on fake tensors; see `estimate_memory`.
 
     Raises:
@@ -110,10 +109,10 @@ def estimate_step(
     """
 
     def retrace(size: int) -> MemoryEstimate:
-        return estimate_step(subject, resized(batch, size), recipe, settings, capacity)
+        return estimate_step(replace(request, batch=resized(request.batch, size)))
 
     try:
-        traced = trace(subject, batch, recipe, settings)
+        traced = trace(request)
     except (UnsupportedOperatorException, NotImplementedError, RuntimeError) as error:
         if not isinstance(error, UnsupportedOperatorException) and "no fake impl" not in str(error):
             raise
@@ -122,28 +121,29 @@ def estimate_step(
             "for tensors without values. Register one with torch.library.register_fake, or run the script dry "
             "(memtools dry-run), which needs none."
         ) from error
-    return read_estimate(traced, unwrapped(subject.model), batch, capacity=capacity, retrace=retrace)
+    return read_estimate(traced, request, retrace)
 
 
-def _faults(subject: Subject, recipe: Recipe) -> Iterator[Exception]:
+def _faults(request: StepRequest) -> Iterator[Exception]:
     """Yield what is wrong with a request, the first fault first: those after it may be its consequences."""
+    recipe = request.recipe
     for name, number in (("steps", recipe.steps), ("accumulate", recipe.accumulate)):
         if not is_count(number):
             yield ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
-    clip, optimizer = recipe.clip, subject.optimizer
+    clip, optimizer = recipe.clip, request.optimizer
     if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
         yield ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")
     for name, value, known in (("stage", recipe.stage, Stage), ("precision", recipe.precision, PrecisionName)):
         if value not in get_args(known):
             yield ValueError(f"Unknown {name} {value!r}. Accepted are {', '.join(map(repr, get_args(known)))}.")
-    yield from _faults_of_model(subject.model, subject.step, recipe.stage)
+    yield from _faults_of_model(request.model, request.step, recipe.stage)
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         yield TypeError(
             f"optimizer is {optimizer!r}: pass an optimizer, its class such as torch.optim.AdamW, or a function of the "
             "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
     if recipe.stage == "train":
-        yield from _faults_of_training(unwrapped(subject.model), subject, recipe)
+        yield from _faults_of_training(unwrapped(request.model), request)
 
 
 def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]:
@@ -169,9 +169,9 @@ def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]
         yield ValueError(f"{type(inner).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
 
 
-def _faults_of_training(model: nn.Module, subject: Subject, recipe: Recipe) -> Iterator[Exception]:
+def _faults_of_training(model: nn.Module, request: StepRequest) -> Iterator[Exception]:
     """Yield why a model cannot be trained in the given way."""
-    parameters, optimizer = {id(parameter) for parameter in model.parameters()}, subject.optimizer
+    parameters, optimizer = {id(parameter) for parameter in model.parameters()}, request.optimizer
     if not parameters:
         yield ValueError(
             f"{type(model).__name__} has no parameters to train. If it makes them in configure_model or setup, call "
@@ -184,8 +184,8 @@ def _faults_of_training(model: nn.Module, subject: Subject, recipe: Recipe) -> I
             f"The {type(optimizer).__name__} that was passed holds none of the parameters of {type(model).__name__}, "
             "so it would train something else. Make it from model.parameters(), or pass its class."
         )
-    is_manual = subject.step is None and not getattr(model, "automatic_optimization", True)
-    if is_manual and (recipe.accumulate > 1 or recipe.clip is not None):
+    is_manual = request.step is None and not getattr(model, "automatic_optimization", True)
+    if is_manual and (request.recipe.accumulate > 1 or request.recipe.clip is not None):
         yield ValueError(
             f"{type(model).__name__} optimizes manually, where a Trainer neither accumulates nor clips: leave "
             "accumulate and clip out. What its training_step does of either is part of the estimate."

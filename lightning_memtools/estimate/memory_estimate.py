@@ -11,11 +11,8 @@ from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, take_snapshot, write_snapshot
 from lightning_memtools.memory.peak_holders import PeakHolder
-from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
+from lightning_memtools.memory.sizes import context_bytes, format_size, known_gpus, parse_capacity
 from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
-
-# Compute capabilities 9, 10 and 12, for which torch gives cuBLAS 32 MiB (see memory/allocator).
-_LARGE_WORKSPACE = ("H20", "H100", "H200", "H800", "GH200", "B100", "B200", "B300", "GB200", "RTX 50", "RTX PRO")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +264,3 @@ class DeviceLimit:
     def usable(self) -> int:
         """The bytes that are left for the allocator."""
         return self.capacity - self.context
-
-
-def cublas_workspace_of(capacity: str | None) -> str:
-    """Return the size of a cuBLAS workspace on a named GPU; that of GPUs before Hopper for anything else."""
-    gpu = None if capacity is None else find_gpu(capacity)
-    return "32MiB" if gpu is not None and gpu.name.startswith(_LARGE_WORKSPACE) else "8519680B"

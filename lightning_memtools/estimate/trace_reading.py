@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -14,19 +13,12 @@ from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder
 from lightning_memtools.simulation.step_runner import batch_size_of
-from lightning_memtools.simulation.tracer import Traced
+from lightning_memtools.simulation.tracer import StepRequest, Traced, unwrapped
 
 
-def read_estimate(
-    traced: Traced,
-    model: nn.Module,
-    batch: Any,
-    *,
-    capacity: str | None,
-    retrace: Callable[[int], MemoryEstimate],
-) -> MemoryEstimate:
+def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int], MemoryEstimate]) -> MemoryEstimate:
     """Return the estimate of a traced step."""
-    recorder = traced.recorder
+    model, recorder = unwrapped(request.model), traced.recorder
     timeline = timeline_of(recorder)
     stats = traced.device.stats()
     assert stats.peak_allocated is not None
@@ -44,9 +36,9 @@ def read_estimate(
         holders=holders_at(recorder, timeline.peak, type(model).__name__),
         step_peaks=_step_peaks(timeline),
         timeline=timeline,
-        batch_size=batch_size_of(batch),
+        batch_size=batch_size_of(request.batch),
         notes=traced.notes,
-        capacity=capacity,
+        capacity=request.capacity,
         _simulation=traced.device.allocator,
         _trace=traced.device.trace,
         _retrace=retrace,

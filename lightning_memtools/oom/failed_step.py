@@ -15,19 +15,17 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.estimator import estimate_step
-from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
 from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
-from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.oom.recorded_history import RecordedHistory
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.step_runner import PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.step_trace import Forward, TracedStep
-from lightning_memtools.simulation.tracer import SimulationSettings, Subject
+from lightning_memtools.simulation.tracer import StepRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,24 +153,22 @@ class FailedStep:
             accumulate=min(accumulate or run.accumulate, 2) if stage == "train" else 1,
             clip=run.clip,
         )
-        settings = SimulationSettings(
+        request = StepRequest(
+            model=run.model,
+            batch=batch if size in {None, self.facts.samples} else resized(batch, int(size or 0)),
+            recipe=recipe,
+            optimizer=(own or None) if stage == "train" else None,
+            trainer=run.trainer,
             cuda=self.cuda,
             # The share that this process may reserve is part of `usable`.
             allocator=replace(self.config, per_process_memory_fraction=1.0).to_string(),
-            cublas_workspace=cublas_workspace_of(self.gpu),
-            gpu=GpuShape.of(None if self.gpu is None else find_gpu(self.gpu)),
+            capacity=self.gpu,
         )
         plan = plan or run.plan
         # A plan is still applied where the callback that applied it has not been told of the error yet.
         is_applied = any("forward" in vars(module) for module in run.model.modules())
         with nullcontext() if plan is None or is_applied else plan.apply(run.model):
-            return estimate_step(
-                Subject(model=run.model, optimizer=(own or None) if stage == "train" else None, trainer=run.trainer),
-                batch if size in {None, self.facts.samples} else resized(batch, int(size or 0)),
-                recipe,
-                settings,
-                self.gpu,
-            )
+            return estimate_step(request)
 
     def step(self) -> TracedStep:
         """Return the training step, to plan for."""

@@ -14,10 +14,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import uncompiled
+from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.optimizer_lines import OptimizerLines
 from lightning_memtools.memory.owned import storage_of
-from lightning_memtools.memory.sizes import GpuShape
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation import step_runner
@@ -40,37 +41,30 @@ OUTSIDE_OF_STEPS = step_runner.__file__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The user's objects whose step is traced.
+class StepRequest:
+    """A step to be traced, and the GPU that it is traced for.
 
     Attributes:
         model: Any module.
+        batch: Its batch. Its sizes matter, and the values of small tensors, which code may read.
+        recipe: The settings of the loop that runs the step.
         step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
         optimizer: An optimizer, several, its class, a function of the parameters, or None.
         trainer: The Trainer of the run that the step is taken from; None where there is none.
+        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
+        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
+        capacity: A size, or the name of the GPU whose grids kernels have; without a name they have an A100's.
     """
 
     model: nn.Module
+    batch: Any
+    recipe: Recipe = field(default_factory=Recipe)
     step: StepFunction | None = None
     optimizer: Optimizer | Sequence[Optimizer] | type[Optimizer] | MakeOptimizer | None = None
     trainer: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationSettings:
-    """Settings of the simulated device.
-
-    Attributes:
-        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
-        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        cublas_workspace: The size of a cuBLAS workspace.
-        gpu: The GPU whose grids kernels have.
-    """
-
-    cuda: bool
+    cuda: bool = True
     allocator: str = ""
-    cublas_workspace: str = "0MiB"
-    gpu: GpuShape = field(default_factory=GpuShape)
+    capacity: str | None = None
 
 
 @dataclass(slots=True)
@@ -134,20 +128,12 @@ class _Recording(FakeBatches):
                 self.device.track(optimizer)
 
 
-def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings) -> Traced:
-    """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are.
-
-    Args:
-        subject: The model and its step.
-        batch: The batch. Its sizes matter, and the values of small tensors, which code may read.
-        recipe: The settings of the loop.
-        settings: The settings of the device.
-    """
+def trace(request: StepRequest) -> Traced:
+    """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are."""
+    recipe, gpu = request.recipe, GpuShape.of(find_gpu(request.capacity))
+    workspace = cublas_workspace_bytes(compute_capability=gpu.compute_capability) if request.cuda else 0
     device = VirtualDevice(
-        allocator=settings.allocator,
-        cublas_workspace=settings.cublas_workspace if settings.cuda else "0MiB",
-        cuda_like=settings.cuda,
-        record=True,
+        allocator=request.allocator, cublas_workspace=f"{workspace}B", cuda_like=request.cuda, record=True
     )
     lines = OptimizerLines()
 
@@ -157,20 +143,20 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSett
         return known or (lines.running if recorder.phase == "optimizer" else None)
 
     recorder = AllocationRecorder(device.allocator, line)
-    device.gpu = settings.gpu
+    device.gpu = gpu
     device.listen(recorder)
-    listener = _Recording(device, batch, recipe.dtype)
+    listener = _Recording(device, request.batch, recipe.dtype)
     listener.recorder = recorder
     result = Traced(device, recorder)
-    model = unwrapped(subject.model)
+    model = unwrapped(request.model)
     exchange = TensorExchange(recipe.dtype)
-    make = None if subject.optimizer is None else partial(_optimizers, subject.optimizer, exchange)
-    with values_known() as known, simulated(model, device, exchange, cuda=settings.cuda), lines:
+    make = None if request.optimizer is None else partial(_optimizers, request.optimizer, exchange)
+    with values_known() as known, simulated(model, device, exchange, cuda=request.cuda), lines:
         if not is_lightning_module(model) and model.training != (recipe.stage == "train"):
             model.train(recipe.stage == "train")
         with noted_shapes(model, result.shapes):
             runner = StepRunner(
-                model, recipe, listener, step=subject.step, make_optimizer=make, trainer=subject.trainer
+                model, recipe, listener, step=request.step, make_optimizer=make, trainer=request.trainer
             )
             runner.run()
         _count_parameters(model, result)

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.simulation.step_runner import Recipe
-from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
+from lightning_memtools.simulation.tracer import StepRequest, trace
 from tests.estimate.networks import classify
 from tests.zoo import torchvision_models
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "published-peaks.json"
 
 # The GPU of these runs, on whose multiprocessors the workspaces of reductions depend.
-MEASURED_ON = GpuShape.of(find_gpu("RTX 3060"))
+MEASURED_ON = "RTX 3060"
 
 
 class InTheirOrder(L.LightningModule):
@@ -54,8 +53,8 @@ def predicted_reserved(run: dict[str, Any]) -> int:
     with torch.device("meta"):
         model = InTheirOrder(run)
         batch = torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long)
-    settings = SimulationSettings(cuda=True, cublas_workspace="8519680B", gpu=MEASURED_ON)
-    peak = trace(Subject(model=model), batch, Recipe(steps=3), settings).device.stats().peak_reserved
+    request = StepRequest(model=model, batch=batch, recipe=Recipe(steps=3), capacity=MEASURED_ON)
+    peak = trace(request).device.stats().peak_reserved
     assert peak is not None
     return peak
 

@@ -3,12 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
+from lightning_memtools.memory.allocator import cublas_workspace_bytes
+from lightning_memtools.memory.sizes import MIB, GpuShape, find_gpu
 from lightning_memtools.oom.failed_step import _gpu_like
 
 
-@pytest.mark.parametrize(("capability", "workspace"), [((9, 0), "32MiB"), ((10, 0), "32MiB"), ((8, 0), "8519680B")])
+@pytest.mark.parametrize(("capability", "workspace"), [((9, 0), 32 * MIB), ((10, 0), 32 * MIB), ((8, 0), 8_519_680)])
 def test_a_trace_gives_cublas_what_the_failed_gpu_gives_it(capability, workspace, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert cublas_workspace_of(_gpu_like(torch.device("cuda", 0))) == workspace
+    gpu = GpuShape.of(find_gpu(_gpu_like(torch.device("cuda", 0))))
+    assert cublas_workspace_bytes(compute_capability=gpu.compute_capability) == workspace
     assert _gpu_like(torch.device("cpu")) is None
