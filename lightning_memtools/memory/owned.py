@@ -106,7 +106,7 @@ class OwnedTensor(NamedTuple):
         tensor: The tensor.
         owner: The name of the parameter that a gradient or state belongs to; else the tensor's own.
         suffix: What follows it in the expression for the tensor: `.grad`, or an entry of the state.
-        module: The path of its module, for the model itself its class; None where it belongs to none.
+        module: The path of its module, empty for the model itself; None where it belongs to none.
         optimizer: The optimizer whose state it is.
     """
 
@@ -123,17 +123,17 @@ def owned_tensors(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any
     parameters: dict[int, OwnedTensor] = {}
     buffers: list[OwnedTensor] = []
     for path, module in model.named_modules():
-        prefix, label = (f"{plain_name(path)}.", path) if path else ("", type(model).__name__)
+        prefix = f"{plain_name(path)}." if path else ""
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in parameters:
-                parameters[id(parameter)] = OwnedTensor("parameters", parameter, f"{prefix}{name}", "", label)
+                parameters[id(parameter)] = OwnedTensor("parameters", parameter, f"{prefix}{name}", "", path)
         for name, buffer in module.named_buffers(recurse=False):
-            buffers.append(OwnedTensor("buffers", buffer, f"{prefix}{name}", "", label))
+            buffers.append(OwnedTensor("buffers", buffer, f"{prefix}{name}", "", path))
     yield from parameters.values()
     yield from buffers
-    for _, parameter, name, _, label, _ in parameters.values():
+    for _, parameter, name, _, path, _ in parameters.values():
         if isinstance(parameter.grad, Tensor):
-            yield OwnedTensor("gradients", parameter.grad, name, ".grad", label)
+            yield OwnedTensor("gradients", parameter.grad, name, ".grad", path)
     for optimizer in optimizers:
         yield from _states_of(optimizer, parameters)
     for name, tensor in named_tensors(inputs, "batch"):
@@ -143,15 +143,15 @@ def owned_tensors(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any
 def _states_of(optimizer: Optimizer, parameters: Mapping[int, OwnedTensor]) -> Iterator[OwnedTensor]:
     for parameter, state in optimizer.state.items():
         known = parameters.get(id(parameter))
-        name, label = (type(optimizer).__name__, None) if known is None else (known.owner, known.module)
+        name, path = (type(optimizer).__name__, None) if known is None else (known.owner, known.module)
         # This is nearly always a flat dict of tensors; only L-BFGS and the like nest lists.
         for key, value in state.items() if isinstance(state, dict) else (("state", state),):
             suffix = f'["{key}"]'
             if isinstance(value, Tensor):
-                yield OwnedTensor("optimizer", value, name, suffix, label, optimizer)
+                yield OwnedTensor("optimizer", value, name, suffix, path, optimizer)
             else:
                 for inner, tensor in named_tensors(value, suffix):
-                    yield OwnedTensor("optimizer", tensor, name, inner, label, optimizer)
+                    yield OwnedTensor("optimizer", tensor, name, inner, path, optimizer)
 
 
 def cuda_address(tensor: Tensor) -> int | None:

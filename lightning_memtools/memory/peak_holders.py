@@ -84,8 +84,8 @@ def block_owners(
     """
     owners: dict[int, BlockOwner] = {}
     for owned in owned_tensors(model, optimizers, inputs):
-        address = address_of(owned.tensor)
-        if address is not None and address not in owners:
+        if (address := address_of(owned.tensor)) is not None and address not in owners:
             line = "" if lines is None or owned.optimizer is None else lines.line_of(owned.optimizer)
-            owners[address] = BlockOwner(owned.category, owned.module, line, owned.owner + owned.suffix)
+            module = type(model).__name__ if owned.module == "" else owned.module
+            owners[address] = BlockOwner(owned.category, module, line, owned.owner + owned.suffix)
     return owners

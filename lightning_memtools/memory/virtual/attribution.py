@@ -10,10 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.owned import owned_tensors
 from lightning_memtools.memory.virtual.categories import Category, Composition, by_name
 from lightning_memtools.memory.virtual.ledger import VirtualLedger
 from lightning_memtools.memory.virtual.module_scopes import OUTSIDE, ModuleNames
 from lightning_memtools.memory.virtual.storages import parts, storage_key
+
+_CATEGORIES = {
+    "parameters": Category.PARAMETER,
+    "buffers": Category.BUFFER,
+    "gradients": Category.GRADIENT,
+    "optimizer": Category.OPTIMIZER,
+}
 
 
 def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
@@ -23,18 +31,17 @@ def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Op
     (DDP), storages that `module.to()` or a deepcopy put in place, and the modules that gradients and optimizer state
     belong to.
     """
-    owners: dict[int, str] = {}
-    for module, name in _named_modules(names):
-        for parameter in module.parameters(recurse=False):
-            _note_parameter(ledger, parameter, owners.setdefault(id(parameter), name))
-        for buffer in module.buffers(recurse=False):
-            _note(ledger, buffer, Category.BUFFER, name)
-    for optimizer in optimizers:
-        for updated in parameters_of(optimizer):
-            owner = owners.get(id(updated))
-            _note_parameter(ledger, updated, owner)
-            for tensor in tensors_in(optimizer.state.get(updated, {})):
-                _note(ledger, tensor, Category.OPTIMIZER, owner)
+    for root in names.roots():
+        name = names.of(root, None)
+        for owned in owned_tensors(root, optimizers, None):
+            module = f"{name}.{owned.module}" if owned.module else name
+            _note(ledger, owned.tensor, _CATEGORIES[owned.category], None if owned.module is None else module)
+    for optimizer in optimizers:  # a parameter may be in no module
+        for parameter in parameters_of(optimizer):
+            _note(ledger, parameter, Category.PARAMETER)
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                _note(ledger, gradient, Category.GRADIENT)
 
 
 def composition_of(ledger: VirtualLedger) -> Composition:
@@ -61,27 +68,11 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad if parameter.is_leaf else None
 
 
-def _note_parameter(ledger: VirtualLedger, parameter: torch.Tensor, owner: str | None) -> None:
-    _note(ledger, parameter, Category.PARAMETER, owner)
-    gradient = gradient_of(parameter)
-    if gradient is not None:
-        _note(ledger, gradient, Category.GRADIENT, owner)
-
-
-def _note(ledger: VirtualLedger, tensor: torch.Tensor, category: Category, module: str | None) -> None:
+def _note(ledger: VirtualLedger, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
     for part in parts(tensor):
         entry = ledger.find(storage_key(part))
         if entry is not None:
             ledger.assign(entry, category, module)
-
-
-def _named_modules(names: ModuleNames) -> Iterator[tuple[nn.Module, str]]:
-    seen: set[int] = set()
-    for root in names.roots():
-        for module in root.modules():
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield module, names.of(module, None)
 
 
 Enter = Callable[[torch.Tensor, Category | None], object]
