@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -76,7 +77,8 @@ def _path(module: str, model: str) -> str:
 
 def _modules(traced: Traced, model: nn.Module, timeline: MemoryTimeline) -> tuple[ModuleMemory, ...]:
     recorder = traced.recorder
-    saved, at_peak = _saved_bytes(recorder, timeline), _bytes_at(recorder, timeline.peak)
+    saved = _saved_bytes(recorder, timeline)
+    at_peak = _activations(one for one in recorder.allocations.values() if one.lives_at(timeline.peak))
     root = type(model).__name__
 
     def of(name: str) -> str:
@@ -110,21 +112,15 @@ def _saved_bytes(recorder: AllocationRecorder, timeline: MemoryTimeline) -> dict
         ),
         len(timeline.allocated),
     )
-    saved: dict[str, int] = {}
-    for allocation in recorder.allocations.values():
-        outlives = begin <= allocation.born < end and (allocation.died is None or allocation.died >= end)
-        if outlives and part_of(allocation) == "activations":
-            saved[allocation.module] = saved.get(allocation.module, 0) + allocation.size
-    return saved
+    return _activations(one for one in recorder.allocations.values() if begin <= one.born and one.lives_at(end - 1))
 
 
-def _bytes_at(recorder: AllocationRecorder, event: int) -> dict[str, int]:
-    """Return the bytes of activations right after an event, by module."""
-    found: dict[str, int] = {}
-    for allocation in recorder.allocations.values():
-        is_there = allocation.born <= event and (allocation.died is None or allocation.died > event)
-        if is_there and part_of(allocation) == "activations":
-            found[allocation.module] = found.get(allocation.module, 0) + allocation.size
+def _activations(allocations: Iterable[Allocation]) -> dict[str, int]:
+    """Return the bytes of activations among allocations, by module."""
+    found: Counter[str] = Counter()
+    for one in allocations:
+        if part_of(one) == "activations":
+            found[one.module] += one.size
     return found
 
 
@@ -133,7 +129,7 @@ def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[Pe
     return gathered(
         PeakHolder(part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
         for one in recorder.allocations.values()
-        if one.born <= event and (one.died is None or one.died > event)
+        if one.lives_at(event)
     )
 
 

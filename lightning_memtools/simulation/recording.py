@@ -46,6 +46,10 @@ class Allocation:
     line: str | CodeLine | None = None
     died: int | None = None
 
+    def lives_at(self, event: int) -> bool:
+        """Return whether it is allocated right after an event."""
+        return self.born <= event and (self.died is None or self.died > event)
+
 
 class AllocationRecorder(DeviceListener):
     """Listens to a `VirtualDevice` and records its allocations.

@@ -59,13 +59,6 @@ class NoLossError(Exception):
     """The step returned no loss: the training skips it."""
 
 
-class StepDiffersError(Exception):
-    """A step raised or gave no loss when it was traced again, and did not when it was traced first."""
-
-    def __str__(self) -> str:
-        return f"the step {self.args[0]} when it was traced a second time"
-
-
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """The memory and the operations of a traced step.
@@ -150,7 +143,6 @@ class StepTrace(FakeBatches):
         self.model = step.model
         self.counted = counted
         self._step = step
-        self._gave_loss: bool | None = None  # the first run, once it is over
         self._peak = self._static = self._gradients = 0
         self._before_backward: Callable[[], None] = lambda: None
         self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
@@ -186,9 +178,8 @@ class StepTrace(FakeBatches):
         allocator's blocks as later steps find them, on which the peak depends: what is measured is a later step.
 
         Raises:
-            NoLossError: The step of a LightningModule gave no loss when it ran first.
-            StepDiffersError: The step raised, or gave no loss, and did not when it ran first.
-            Exception: Whatever the step raises when it runs first.
+            NoLossError: The step of a LightningModule gave no loss.
+            Exception: Whatever the step raises.
         """
         runner = self._runner
         n_losses = runner.n_losses
@@ -196,7 +187,7 @@ class StepTrace(FakeBatches):
         @contextmanager
         def around_step() -> Iterator[None]:
             self._begin_measuring()
-            with around_forward(), self._as_before():
+            with around_forward():
                 yield
 
         runner.around_step = around_step
@@ -206,8 +197,8 @@ class StepTrace(FakeBatches):
         has_loss = runner.n_losses > n_losses
         if not has_loss:  # it is optimized manually, or has no backward pass
             before_backward()
-        if runner.is_automatic:
-            self._note_loss(is_there=has_loss)
+        if runner.is_automatic and not has_loss and self._step.forward is None:
+            raise NoLossError("training_step gave no loss")
         self.peak_since()
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
@@ -215,23 +206,6 @@ class StepTrace(FakeBatches):
         """Return the first index from the batch's own on that ends an accumulation."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
-
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Turn errors inside into StepDiffersError if the step ran before."""
-        try:
-            yield
-        except Exception as error:
-            if self._gave_loss is None:
-                raise
-            raise StepDiffersError(f"raised {type(error).__name__}") from error
-
-    def _note_loss(self, *, is_there: bool) -> None:
-        if not is_there and self._step.forward is None and self._gave_loss is None:
-            raise NoLossError("training_step gave no loss")
-        if not is_there and self._gave_loss:
-            raise StepDiffersError("gave no loss")
-        self._gave_loss = is_there
 
     def _begin_measuring(self) -> None:
         self._peak = self.counted.total = self.counted.flops = 0

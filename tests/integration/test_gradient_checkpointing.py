@@ -177,7 +177,7 @@ class FailsTheSecondTime(Deep):
     ("model", "said"),
     [
         (Failing, r"ValueError: not in a trace, at .*test_gradient_checkpointing.py:\d+"),
-        (FailsTheSecondTime, "the step raised AssertionError when it was traced a second time"),
+        (FailsTheSecondTime, r"AssertionError.*, at .*test_gradient_checkpointing.py:\d+"),
     ],
 )
 def test_a_step_that_cannot_be_traced_leaves_the_model_unchanged_with_a_warning_and_the_run_goes_on(
