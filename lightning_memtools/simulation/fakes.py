@@ -87,11 +87,6 @@ class TensorExchange:
         """Forget which memory belongs to which stand-in: tensors that come later share none of it."""
         self._bases.clear()
 
-    def forget(self) -> None:
-        """Stop holding the stand-ins, so that those that the model drops are freed."""
-        self._bases.clear()
-        self._made.clear()
-
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise ValueError(
