@@ -11,7 +11,9 @@ import torch
 import torchmetrics
 from torch import nn
 
+from lightning_memtools._torch import FakeTensor
 from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import RandomState
 from tests.estimate.networks import mlp, total
 
@@ -32,6 +34,7 @@ class Keeps(nn.Module):
         self.by_name = {"last": torch.zeros(2), "deep": [{"er": 1}]}
         self.queue = collections.deque([torch.ones(3)], maxlen=2)
         self.pair = (torch.zeros(1), "word")
+        self.nested = {"a": [(torch.ones(2),)], "b": [nn.Parameter(torch.ones(2))]}
         self.names = {"a"}
         self.helper = Helper()
         self.metric = torchmetrics.MeanMetric()
@@ -96,6 +99,20 @@ def test_the_module_is_left_exactly_as_it_was():
     assert RandomState.now() == streams
     # and it trains
     model(torch.randn(4, 8)).sum().backward()
+
+
+def test_tensors_are_fake_wherever_they_are_held():
+    def held(model):
+        yield from (model.constant, model.by_name["last"], model.queue[0], model.pair[0], model.helper.total)
+        yield from (model.nested["a"][0][0], model.nested["b"][0], model.layer.weight, model.of_all[0])
+
+    model = Keeps()
+    before = list(held(model))
+    with fake_mode(), borrowed([model], TensorExchange()):
+        within = list(held(model))
+    assert all(isinstance(one, FakeTensor) for one in within)
+    assert [one.shape for one in within] == [one.shape for one in before]
+    assert all(one is other for one, other in zip(held(model), before, strict=True))
 
 
 def test_a_step_that_draws_and_seeds_leaves_every_random_stream_as_it_was():
