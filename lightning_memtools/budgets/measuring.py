@@ -30,11 +30,9 @@ from lightning_memtools.memory.allocator import Block, cublas_workspace_bytes, r
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.history_owners import OwnerNotes
-from lightning_memtools.memory.optimizer_lines import OptimizerLines
 from lightning_memtools.memory.peak_holders import held_by
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.memory.step_snapshot import ModuleLabels
-from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER
@@ -138,8 +136,8 @@ class _OnVirtualDevice:
         workspace = cublas_workspace_bytes(compute_capability=shape.compute_capability)
         self._device = VirtualDevice(cuda_like=True, cublas_workspace=f"{workspace}B")
         self._device.gpu = shape
-        self.lines = OptimizerLines()
-        self._recorder = AllocationRecorder(self._device.allocator, self._line)
+        self._recorder = AllocationRecorder(self._device.allocator)
+        self.lines = self._recorder.lines
         self._device.listen(_Phases(self._recorder))
 
     def __enter__(self) -> Self:
@@ -159,10 +157,6 @@ class _OnVirtualDevice:
     def on_step(self, _modules: Sequence[nn.Module], _optimizers: Sequence[Optimizer]) -> None:
         # It charges gradients and optimizer states to their modules, as long as these live.
         self._device.composition()
-
-    def _line(self) -> str | CodeLine | None:
-        known = line_that_allocates()
-        return known or (self.lines.running if self._recorder.phase == "optimizer" else None)
 
     def peak(self) -> PeakMemory:
         timeline = timeline_of(self._recorder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -19,6 +19,7 @@ from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspac
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
 from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
+from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.oom.recorded_history import RecordedHistory
@@ -220,9 +221,12 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of a GPU whose cuBLAS workspace is as large as Hopper's, if the device's is; else None."""
+    """Return the name of the device's GPU if it is a known one, else that of a GPU of its kind; None for an A100's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
+    with suppress(ValueError):  # it comes with different sizes
+        if (gpu := find_gpu(torch.cuda.get_device_name(device).removesuffix(" (dry run)"))) is not None:
+            return gpu.name
     capability = torch.cuda.get_device_capability(device)
     is_large = cublas_workspace_bytes(compute_capability=capability) > cublas_workspace_bytes()
     return "H100 80GB" if is_large else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_memtools._torch import autograd_sequence_number, current_autograd_node, node_sequence_number
 from lightning_memtools.memory.allocator import Block, CachingAllocator
-from lightning_memtools.memory.user_code import CodeLine
+from lightning_memtools.memory.optimizer_lines import OptimizerLines
+from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER
@@ -62,11 +62,12 @@ class AllocationRecorder(DeviceListener):
         allocated: Bytes allocated after each event.
         reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
-        line: Returns the line of code that asks for memory now; None where none is known.
+        lines: The lines that made the optimizers, to be entered while the device is.
+        stop_at: The file above whose frames no line asks for memory.
     """
 
-    def __init__(self, allocator: CachingAllocator, line: Callable[[], str | CodeLine | None] = lambda: None) -> None:
-        self.line = line
+    def __init__(self, allocator: CachingAllocator, stop_at: str = "") -> None:
+        self.lines, self.stop_at = OptimizerLines(), stop_at
         self.step = -1
         self.phase = "setup"
         self.operation: Any = None
@@ -119,7 +120,7 @@ class AllocationRecorder(DeviceListener):
             kind=WORKSPACE if category is None else category,
             module=module,
             node_number=None if node is None else node_sequence_number(node),
-            line=self.line(),
+            line=self._line(),
         )
         self._note()
 
@@ -135,6 +136,11 @@ class AllocationRecorder(DeviceListener):
         for entry in device.freeze():
             allocation = self.allocations[entry.block.id]
             allocation.kind, allocation.module = entry.category, entry.module
+
+    def _line(self) -> str | CodeLine | None:
+        known = line_that_allocates(stop_at=self.stop_at)
+        # A step also runs forward and backward, where it is given them as a closure.
+        return known or (self.lines.running if self.phase == "optimizer" else None)
 
     def _note(self) -> None:
         self.allocated.append(self._allocator.allocated)

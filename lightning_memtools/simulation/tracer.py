@@ -16,10 +16,8 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import uncompiled
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import tensors_in
-from lightning_memtools.memory.optimizer_lines import OptimizerLines
 from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
-from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation import step_runner
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
@@ -135,15 +133,8 @@ def trace(request: StepRequest) -> Traced:
     device = VirtualDevice(
         allocator=request.allocator, cublas_workspace=f"{workspace}B", cuda_like=request.cuda, record=True
     )
-    lines = OptimizerLines()
-
-    def line() -> str | CodeLine | None:
-        known = line_that_allocates(stop_at=OUTSIDE_OF_STEPS)
-        # A step also runs forward and backward, where it is given them as a closure.
-        return known or (lines.running if recorder.phase == "optimizer" else None)
-
-    recorder = AllocationRecorder(device.allocator, line)
     device.gpu = gpu
+    recorder = AllocationRecorder(device.allocator, stop_at=OUTSIDE_OF_STEPS)
     device.listen(recorder)
     listener = _Recording(device, request.batch, recipe.dtype)
     listener.recorder = recorder
@@ -151,7 +142,7 @@ def trace(request: StepRequest) -> Traced:
     model = unwrapped(request.model)
     exchange = TensorExchange(recipe.dtype)
     make = None if request.optimizer is None else partial(_optimizers, request.optimizer, exchange)
-    with values_known() as known, simulated(model, device, exchange, cuda=request.cuda), lines:
+    with values_known() as known, simulated(model, device, exchange, cuda=request.cuda), recorder.lines:
         if not is_lightning_module(model) and model.training != (recipe.stage == "train"):
             model.train(recipe.stage == "train")
         with noted_shapes(model, result.shapes):
