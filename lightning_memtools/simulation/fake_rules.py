@@ -12,12 +12,6 @@ from lightning_memtools.memory.cuda_ops.rules import Call, Rule
 aten = torch.ops.aten
 
 
-def bincount(call: Call) -> Any:
-    """Return ``minlength`` counts: the values may need more, but torchmetrics passes the number of classes."""
-    minlength = call.argument(2, "minlength", 0)
-    return call.empty([minlength], torch.int64) if minlength else call.results()
-
-
 def clone(call: Call) -> Any:
     """Return a sparse tensor with as many values; FakeTensorMode's clone has none.
 
@@ -52,7 +46,6 @@ _IN_PLACE = (
     aten._foreach_copy_, aten._foreach_pow_, aten._foreach_reciprocal_, aten._foreach_sign_,
 )  # fmt: skip
 FAKE_RULES: dict[Any, Rule] = {
-    aten.bincount.default: bincount,
     aten.clone.default: clone,
     **{getattr(one, name): skip for one in _IN_PLACE for name in one.overloads()},  # type: ignore[no-untyped-call]
 }

@@ -333,11 +333,14 @@ def _equal(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call whose shape depends on values; `stand_in` makes those that are not known."""
+    """Return the result of a call whose shape depends on values; `stand_in` makes those that are not known.
+
+    `what` is listed as the assumption; an empty one is not.
+    """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
     is_assumed = known is None or any(map(values.is_assumed, tensors))
-    if is_assumed:
+    if is_assumed and what:
         values.assume(what if known is None else "sizes follow from values that are assumed")
     with without_dispatch_modes(), torch.no_grad():
         real = known or [stand_in(tensors[0]), *(torch.ones(one.shape, dtype=one.dtype) for one in tensors[1:])]
@@ -345,6 +348,13 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
     if result is None:
         return NotImplemented
     return tree_map_only(Tensor, lambda one: values.new(one, tensors[0], is_assumed=is_assumed), result)
+
+
+def _counted(values: KnownValues, call: FollowedCall) -> Any:
+    minlength = call.kwargs.get("minlength", call.args[2] if len(call.args) > 2 else 0)  # noqa: PLR2004, its place
+    # Who gives a length, as torchmetrics gives the number of classes, has no larger numbers.
+    what = "" if minlength else "numbers that are counted are 0"
+    return _shaped(lambda one: torch.zeros(one.shape, dtype=one.dtype), what, values, call)
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
@@ -470,7 +480,7 @@ RULES: dict[str, Rule] = {
     "equal": Rule(_equal),
     **dict.fromkeys(("unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
     "internal unique2": _DIFFER,
-    "bincount": Rule(partial(_shaped, torch.zeros_like, "numbers that are counted are 0")),
+    "bincount": Rule(_counted),
     "repeat_interleave": Rule(_repeated),
     "internal ctc_loss": Rule(_ctc_loss),
     "internal ctc_loss_backward": Rule(_ctc_loss_backward),
