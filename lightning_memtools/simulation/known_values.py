@@ -42,7 +42,7 @@ from lightning_memtools.memory.virtual.storages import flat, given_tensors
 aten = torch.ops.aten
 
 _MOST_INTEGERS = 2**22
-_MOST_FLOATS = 2**18
+_MOST_FLOATS = 2**16
 _MANY = 1024  # entries, after which those of tensors that are gone are removed
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
