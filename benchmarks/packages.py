@@ -26,11 +26,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+# darts and neuralforecast use the other of Lightning's two packages. Of both, lightning_memtools takes the first one
+# that was imported.
+if TYPE_CHECKING or not {"darts", "neuralforecast"} & {*sys.argv}:
+    import lightning.pytorch as pl
+else:
+    import pytorch_lightning as pl
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from machine import known, save
@@ -42,7 +47,6 @@ from lightning_memtools import GradientCheckpointing, VirtualDevice
 from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.simulation.step_runner import is_lightning_module
 
 STEPS = 4
 MEASURED = 2  # the third: GradientCheckpointing measures it too
@@ -101,17 +105,7 @@ class Training(pl.LightningModule):
 
 def fitted(module: Any, loader: Any) -> Fit:
     """A fit of a LightningModule on the batches of a loader, or of a data module."""
-    return lambda callbacks: trainer_of(module, callbacks).fit(module, loader)
-
-
-def trainer_of(module: Any, callbacks: list[Any]) -> Any:
-    """A Trainer of the package that the module's class comes from."""
-    assert is_lightning_module(module)
-    if isinstance(module, pl.LightningModule):
-        return pl.Trainer(callbacks=callbacks, **_TRAINER)
-    import pytorch_lightning  # noqa: PLC0415, some packages alone use it
-
-    return pytorch_lightning.Trainer(callbacks=callbacks, **_TRAINER)
+    return lambda callbacks: pl.Trainer(callbacks=callbacks, **_TRAINER).fit(module, loader)
 
 
 # --- chemprop
@@ -396,7 +390,8 @@ def torchgeo(name: str, target: Callable[[int], dict[str, Tensor]], **options: A
     module = getattr(trainers, name)(**options)
     samples: Any = [{"image": torch.randn(4, 64, 64), **target(at)} for at in range(8 * STEPS)]
     loader: DataLoader[Any] = DataLoader(samples, batch_size=8, collate_fn=stack_samples)
-    return lambda callbacks: trainer_of(module, callbacks).fit(module, loader, loader)  # its schedule reads val_loss
+    # Its schedule reads val_loss.
+    return lambda callbacks: pl.Trainer(callbacks=callbacks, **_TRAINER).fit(module, loader, loader)
 
 
 # --- pytorch-forecasting
