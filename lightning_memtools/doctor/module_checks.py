@@ -40,18 +40,22 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_start(case: TrainingCase, _: Any) -> None:
-    """Note how often BatchNorm layers have been written before training."""
-    case.norms_at_start = _norm_counts(case)
+    """Note the weights of frozen BatchNorm layers, and how often their statistics have been written."""
+    case.norms_at_start = [
+        (name, norm, norm.weight.tolist(), n_counter)
+        for name, norm, n_counter in _norm_counts(case)
+        if norm.weight is not None and not norm.weight.requires_grad
+    ]
 
 
 def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Note how often BatchNorm layers have been written before an evaluation batch."""
+    """Note how often statistics of BatchNorm layers have been written before an evaluation batch."""
     case.norms_before = _norm_counts(case)
 
 
 def _norm_counts(case: TrainingCase) -> list[NormCounts]:
     return [
-        (name, norm, -1 if norm.weight is None else write_count(norm.weight), write_count(counter))
+        (name, norm, write_count(counter))
         for name, norm in case.model.named_modules()
         if isinstance(norm, AnyBatchNorm) and (counter := norm.num_batches_tracked) is not None
         if not counter.is_inference()
@@ -61,13 +65,13 @@ def _norm_counts(case: TrainingCase) -> list[NormCounts]:
 def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     """Return BatchNorm layers of frozen parts whose statistics the steps have written.
 
-    Those whose weights were written too follow another model on purpose, as a momentum encoder does.
+    Those whose weights changed too follow another model on purpose, as a momentum encoder does.
     """
     moved = [
         name
-        for name, norm, n_weight, n_counter in case.norms_at_start
-        if norm.weight is not None and write_count(norm.weight) == n_weight
-        if write_count(norm.num_batches_tracked) > n_counter
+        for name, norm, weights, n_counter in case.norms_at_start
+        # Values are compared: who assigns to weight.data, as lightly's update_momentum does, counts no write.
+        if write_count(norm.num_batches_tracked) > n_counter and norm.weight.tolist() == weights
         if not any(p.requires_grad for p in case.model.get_submodule(name.rpartition(".")[0]).parameters())
     ]
     if not moved:
@@ -81,7 +85,7 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
 
 def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
     """Return the BatchNorm layers whose statistics an evaluation batch has written."""
-    changed = [name for name, norm, _, count in case.norms_before if write_count(norm.num_batches_tracked) != count]
+    changed = [name for name, norm, count in case.norms_before if write_count(norm.num_batches_tracked) != count]
     if not changed:
         return []
     evidence = (

@@ -16,7 +16,7 @@ from lightning_memtools.null_cuda.launch import computes_nothing
 Shape = tuple[int, ...]
 
 
-NormCounts = tuple[str, Any, int, int]
+NormCounts = tuple[str, Any, int]
 
 
 class SumOverBatch(NamedTuple):
@@ -66,7 +66,7 @@ class TrainingCase:
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
     clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
     # BatchNorm layers by name, and how often weight and counter were written before training and an evaluation batch.
-    norms_at_start: Sequence[NormCounts] = ()
+    norms_at_start: Sequence[tuple[str, Any, list[float], int]] = ()
     norms_before: Sequence[NormCounts] = ()
     digests: list[int] = field(default_factory=list)  # of the first batches
 

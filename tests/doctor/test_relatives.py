@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -81,11 +82,14 @@ def test_other_frozen_parts(part, place):
     assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "module_modes").place == place
 
 
-def follows(both: Any, batch: Any) -> Any:
+def follows(both: Any, batch: Any, *, by_assignment: bool = False) -> Any:
     """As a momentum encoder: it runs in train mode, and its weights follow those that are trained."""
     with torch.no_grad():
         for own, other in zip(both["follower"].parameters(), both["net"].parameters(), strict=True):
-            own.lerp_(other, 0.1)
+            if by_assignment:
+                own.data = own.data * 0.9 + other.data * 0.1
+            else:
+                own.lerp_(other, 0.1)
         target = both["follower"](batch[0])
     return F.mse_loss(both["net"](batch[0]), target + batch[1])
 
@@ -98,6 +102,10 @@ def adversarial(both: Any, batch: Any) -> Any:
     return loss
 
 
+def with_follower() -> Any:
+    return nn.ModuleDict({"net": network(norm=True), "follower": frozen(network(norm=True))})
+
+
 def only_its_scale_is_frozen() -> Any:
     model = network(norm=True)
     frozen(model[1])
@@ -107,12 +115,13 @@ def only_its_scale_is_frozen() -> Any:
 @pytest.mark.parametrize(
     ("model", "step"),
     [
-        (lambda: nn.ModuleDict({"net": network(norm=True), "follower": frozen(network(norm=True))}), follows),
+        (with_follower, follows),
+        (with_follower, partial(follows, by_assignment=True)),
         (lambda: nn.ModuleDict({"net": network(), "critic": network(norm=True)}), adversarial),
         (only_its_scale_is_frozen, squared),
         (lambda: nn.Sequential(frozen(network(norm=True)).eval(), nn.Linear(1, 1)), squared),
     ],
-    ids=["momentum_encoder", "critic", "scale_only", "in_eval_mode"],
+    ids=["momentum_encoder", "momentum_encoder_of_data", "critic", "scale_only", "in_eval_mode"],
 )
 def test_batch_norm_that_is_meant_to_run_so_is_left_alone(model, step):
     assert not serious(found(model(), rows(), step))
