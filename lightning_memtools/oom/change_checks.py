@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
@@ -24,7 +23,7 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
 
     def batches_of(smaller: int) -> Action:
         title = f"Use {stage} batches of {smaller} instead of {size}"
-        return Action(kind=ActionKind.BATCH_SIZE, title=title, code=_loader(smaller))
+        return Action(kind=ActionKind.BATCH_SIZE, title=title, code=f"DataLoader(batch_size={smaller})")
 
     if limit is None:
         half = max(size // 2, min(2, size - 1))  # BatchNorm refuses to train on one sample
@@ -32,9 +31,7 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
     largest = trials.largest_batch
     if not largest:
         return [Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches", detail="Not even one sample fits")]
-    peak = trials.at(largest).peak_allocated
-    how = f"The step then fits, with a peak of {_within(trials, peak)}"
-    return [_fitting_batch(trials, batches_of(largest), peak, how)]
+    return [_fitting_batch(trials, batches_of(largest), trials.at(largest).peak_allocated, "The step then fits")]
 
 
 def accumulation(trials: StepTrials) -> list[Action]:
@@ -57,17 +54,17 @@ def accumulation(trials: StepTrials) -> list[Action]:
         action = Action(
             kind=ActionKind.ACCUMULATION,
             title=f"Accumulate gradients over {n_batches} batches of {smaller}",
-            code=f"{_loader(smaller)}, Trainer(accumulate_grad_batches={n_batches})",
+            code=f"DataLoader(batch_size={smaller}), Trainer(accumulate_grad_batches={n_batches})",
         )
         if fits is None:
             return [_compared(trials, peak, action, fits=None)]
-        how = f"The effective batch stays {effective}, and the step fits, with a peak of {_within(trials, peak)}"
-        return [_fitting_batch(trials, action, peak, how)]
+        return [_fitting_batch(trials, action, peak, f"The effective batch stays {effective}, and the step fits")]
     return []
 
 
-def _fitting_batch(trials: StepTrials, action: Action, peak: int, detail: str) -> Action:
+def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
     """Return the action for batches that fit; it names the memory budget if a checkpoint plan is applied."""
+    detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
         return fitting
@@ -77,15 +74,11 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, detail: str) -
     return replace(fitting, code=code, detail=f"{detail}. {note}")
 
 
-def _loader(size: int) -> str:
-    return f"DataLoader(batch_size={size})"
-
-
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Recompute activations, by the plan that GradientCheckpointing makes for the memory that is left.
 
-    The budget leaves room for what the allocator reserves beside tensors, as much as in the plain step. Where no plan
-    reaches it, the budget is the lowest peak that one does reach.
+    The budget leaves room for what the allocator reserves beside tensors, as much as in the plain step. Where that plan
+    does not fit, the plan with the lowest peak is tried: other blocks may leave more of their segments unused.
     """
     trials.check_time()
     budget = None
@@ -94,10 +87,20 @@ def checkpointing(trials: StepTrials) -> list[Action]:
         budget = max(1, (trials.limit - beside_tensors) // MIB)
     elif trials.failed.run.plan is not None:
         return []  # the plan that needs no budget is applied
+    actions = _planned(trials, budget)
+    if any(action.outcome is Outcome.NOT_ENOUGH for action in actions):
+        lowest = _planned(trials, 1)
+        return lowest if any(action.outcome is Outcome.ENOUGH for action in lowest) else actions
+    return actions
+
+
+def _planned(trials: StepTrials, budget: int | None) -> list[Action]:
+    """Return the plan for a budget in MiB as an action; where no plan reaches the budget, the one nearest to it."""
+    given = None if budget is None else f"{budget}MiB"
     try:
-        plan, code = _planned(trials, budget)
+        plan = trials.planner.plan(CheckpointOptions.parse(memory_budget=given))
     except BudgetTooSmallError as error:
-        plan, code = _planned(trials, -(-error.reachable_bytes // MIB))
+        return _planned(trials, -(-error.reachable_bytes // MIB))
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
@@ -106,16 +109,10 @@ def checkpointing(trials: StepTrials) -> list[Action]:
     estimate, extra = trials.having(plan=plan), plan.extra_operations
     title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
     title += ", and compute the loss in chunks" if plan.heads else ""
-    action = Action(kind=ActionKind.CHECKPOINTING, title=title, code=code)
+    argument = "" if given is None else f'memory_budget="{given}"'
+    action = Action(kind=ActionKind.CHECKPOINTING, title=title, code=f"GradientCheckpointing({argument})")
     price = f"{extra:.0%} more computation" if extra >= 0.01 else "less than 1% more computation"  # noqa: PLR2004, 1%
     return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate), price=price)]
-
-
-def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str]:
-    """Return the plan for a budget in MiB, and the callback that makes it."""
-    given = "" if budget is None else f'memory_budget="{budget}MiB"'
-    options = CheckpointOptions.parse(memory_budget=None if budget is None else f"{budget}MiB")
-    return trials.planner.plan(options), f"GradientCheckpointing({given})"
 
 
 def chunked_loss(trials: StepTrials) -> list[Action]:
@@ -162,10 +159,9 @@ def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
         detail += ". Whether that is enough is not known"
     elif fits:
         detail += f" and fits within the available {format_size(trials.limit)}"
+    elif trials.limit is not None and peak <= trials.limit:
+        available = format_size(trials.limit)
+        detail += f". That is not enough by itself: memory is reserved in segments, and they need more than {available}"
     else:
         detail += f". That is not enough by itself: {format_size(trials.limit)} are available"
     return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak, price=price)
-
-
-def _within(trials: StepTrials, peak: int) -> str:
-    return f"{format_size(peak)} within the available {format_size(trials.limit)}"
