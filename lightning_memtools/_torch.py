@@ -394,11 +394,6 @@ def operator_schema(operator: Any) -> Any:
     return operator._schema
 
 
-# The namespaces of the operators that run collectives. No public list exists.
-COLLECTIVE_NAMESPACES = frozenset(
-    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}
-)
-
 LIFT_FRESH = torch.ops.aten.lift_fresh.default  # the operator with which `torch.tensor` ends
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default  # the operator that `.item()` runs
 # The functions behind `pack_padded_sequence` and `pad_packed_sequence`, which read lengths without an operator.

@@ -26,7 +26,6 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 
 HaltStage = Literal["train", "val", "test"]
 MOST_NAMES = 5  # in a message; the report lists all
-
 _MOST_ROWS = 8
 
 
@@ -356,17 +355,11 @@ def what_grew(bad: BadStep) -> str:
     """Say what grew before the step; empty if nothing did."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
-        factor = growth(values)
-        if factor is not None and factor >= GREW:
-            return f"the {what} had grown {factor:.3g}-fold over the {len(before)} steps before"
+        finite = [abs(value) for value in values if math.isfinite(value)]
+        start = median(finite[: len(finite) // 2]) if len(finite) > 1 else 0.0
+        if start > 0 and finite[-1] >= GREW * start:
+            return f"the {what} had grown {finite[-1] / start:.3g}-fold over the {len(before)} steps before"
     return ""
-
-
-def growth(values: Sequence[float]) -> float | None:
-    """Return the last finite value divided by the median of the first half; None for fewer than two finite values."""
-    finite = [abs(value) for value in values if math.isfinite(value)]
-    start = median(finite[: len(finite) // 2]) if len(finite) > 1 else 0.0
-    return finite[-1] / start if start > 0 else None
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:

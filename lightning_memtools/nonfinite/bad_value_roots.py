@@ -99,6 +99,13 @@ def find_bad_value_root(
     return min(way_back.roots, key=lambda root: root.event.number, default=None)
 
 
+def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: Callable[[int], PriorTensor]) -> bool:
+    """Return whether every way back from the memory `start` comes to a product with a mask that is 0 where NaN is."""
+    way_back = _BackwardSlice(events, leaf_of, ends_at_masks=True)
+    way_back.follow(start)
+    return not way_back.roots
+
+
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
     """Return the first operation that computes with what an operation took: copies, as an LSTM makes, say nothing."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
@@ -123,10 +130,12 @@ def _masks(event: BadOperation) -> bool:
 class _BackwardSlice:
     """The way back from bad values, and the roots that it ends in."""
 
-    def __init__(self, events: Sequence[BadOperation], leaf_of: Callable[[int], PriorTensor]) -> None:
+    def __init__(
+        self, events: Sequence[BadOperation], leaf_of: Callable[[int], PriorTensor], *, ends_at_masks: bool = False
+    ) -> None:
         self.roots: list[BadValueRoot] = []
         self.converters: list[BadOperation] = []  # operations that made NaN from infinities
-        self._events, self._leaf_of = events, leaf_of
+        self._events, self._leaf_of, self._ends_at_masks = events, leaf_of, ends_at_masks
         self._writers: dict[int, list[int]] = defaultdict(list)
         for index, event in enumerate(events):
             for use in event.outputs:
@@ -150,6 +159,8 @@ class _BackwardSlice:
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
         """Return the events that an event got its bad values from."""
         event = self._events[index]
+        if self._ends_at_masks and event.masks:
+            return []
         inputs = event.inputs
         if wants_nan:
             with_nan = tuple(use for use in inputs if NAN in use.kinds)

@@ -17,6 +17,7 @@ from lightning_memtools.nonfinite.bad_value_roots import (
     PriorTensor,
     PriorTensors,
     ValueOrigin,
+    are_masked,
     describe_root,
     find_bad_value_root,
 )
@@ -77,14 +78,15 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     trace = OperationTrace(rerun.module)
     leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
     traced = rerun.run(within=trace.watching())
-    root = find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
+    bad_memory = _bad_memory(traced, trace.memory)
+    root = find_bad_value_root(trace.events, bad_memory, leaves)
     if root is None:
         raise CannotRerunError(
             "its NaN or Inf could not be followed to an operation (compiled or custom kernels may hide them)"
         )
     position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
-    is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or any(each.masks for each in trace.events)
+    is_late_mask = math.isfinite(sum(map(float, traced.losses))) or are_masked(trace.events, bad_memory, leaves)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
     if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER} or (root.leaf and root.is_benign):

@@ -49,7 +49,6 @@ class TensorFacts:
     text: str  # such as ``"[8] float32 (1 of 8 is 0, largest magnitude 5.59)"``; of a good number, its value
     shape: tuple[int, ...]
     dtype: str  # such as ``"float32"``
-    n_bad: int  # the number of elements that are NaN or Inf
     n_zero: int
     n_below_zero: int
     # of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0
@@ -129,7 +128,7 @@ def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> Ten
     has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
     marked = floats.isnan() if only_nan else bad if n_bad else zeros
     samples = tuple(rows_with(marked, _MOST_SAMPLES)) if has_samples else ()
-    return TensorFacts(text, shape, dtype, n_bad, n_zero, n_below, samples, weight)
+    return TensorFacts(text, shape, dtype, n_zero, n_below, samples, weight)
 
 
 class StorageKeys:

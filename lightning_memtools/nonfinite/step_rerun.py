@@ -13,16 +13,17 @@ from hashlib import sha256
 from typing import Any, Self
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, is_in_memory, write_count_or_none
+from lightning_memtools._torch import is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.simulation.replay_loop import ReplayLoop
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -81,15 +82,6 @@ class StepConditions:
 
 class CannotRerunError(Exception):
     """Raised when a step cannot be run again; the message says why."""
-
-
-class _NoCollectives(DispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses collectives: the other processes do not run this step again, so that this one would wait for ever."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in COLLECTIVE_NAMESPACES:
-            raise CannotRerunError(f"the step talks to the other ranks ({func.name()}), which do not run it again")
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
@@ -174,7 +166,6 @@ class StepRerun:
             parameter.grad = None
         before = self._writes()
         try:
-            alone = _NoCollectives() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
             with _quiet(), torch.enable_grad():
                 loop = ReplayLoop(
                     self.module,
@@ -188,7 +179,7 @@ class StepRerun:
                     on_loss=self._note_loss,
                     before_update=self._before_update,
                 )
-            with _quiet(), torch.enable_grad(), alone, within or nullcontext():
+            with _quiet(), torch.enable_grad(), refused_collectives(_talks), within or nullcontext():
                 for position, micro in enumerate(self.micro):
                     if micro.random is not None:
                         micro.random.restore()
@@ -230,6 +221,10 @@ class StepRerun:
             plain_name(name): (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
             for name, each in tensors
         }
+
+
+def _talks(collective: str) -> CannotRerunError:
+    return CannotRerunError(f"the step talks to the other ranks ({collective}), which do not run it again")
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def test_the_file_of_the_culprit_rank_replays_alone(name, seen):
 def test_a_step_that_no_rank_can_run_alone_says_so_and_nobody_waits(name, seen):
     for rank in seen[name]:
         assert rank["operation"] is None
-        why = "the step talks to the other ranks (c10d::allreduce_)" if name == "talks" else "no rank has all weights"
+        why = "the step talks to the other ranks (allreduce)" if name == "talks" else "no rank has all weights"
         assert why in rank["message"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteError, culprit_of, growth, infer
+from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteError, culprit_of, infer
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep
@@ -70,21 +70,6 @@ def test_the_rank_with_the_bad_loss_and_batch_is_the_culprit():
     assert culprit_of([good, evidence(1, loss=1.0, inputs=(MASK,))]) is None
     assert culprit_of([good, alone := evidence(1, loss=1.0, is_bad_alone=True)]) is alone
     assert culprit_of([good]) is good
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], None),
-        ([3.0], None),
-        ([2.0, 6.0], 3.0),
-        ([2.0, 4.0, 5.0, 30.0], 10.0),
-        ([2.0, math.inf, math.nan, -6.0], 3.0),
-        ([0.0, 1.0], None),
-    ],
-)
-def test_the_growth_of_losses_and_norms_is_measured(values, expected):
-    assert growth(values) == (expected if expected is None else pytest.approx(expected))
 
 
 def test_pickle_keeps_message_and_fields():

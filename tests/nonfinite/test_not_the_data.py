@@ -102,6 +102,34 @@ def test_without_a_rerun_a_finite_loss_beside_nan_gives_it_away(tmp_path):
     assert "drop" not in str(error)
 
 
+def contrasted(m, batch):
+    """After BatchNorm all rows are NaN, and in backward gradients of zeros meet them."""
+    rows = F.normalize(F.batch_norm(m.net(batch["x"]), None, None, training=True), dim=1)
+    return F.cross_entropy(rows @ rows.T, torch.arange(N))
+
+
+def overlap(m, batch):
+    """As a Dice loss has it: the sample has no foreground."""
+    share, y = m.net(batch["x"]).sigmoid(), torch.ones(N, D)
+    y[3] = 0.0
+    return 1 - 2 * (share * y).sum() / (share + y).sum()
+
+
+def entropy_by_hand(m, batch):
+    share, y = m.net(batch["x"]).sigmoid(), torch.ones(N, D)
+    y[3] = 0.0
+    return -(y * share.log() + (1 - y) * (1 - share).log()).mean()
+
+
+@pytest.mark.parametrize("loss", [contrasted, overlap, entropy_by_hand])
+def test_a_product_with_zeros_that_the_loss_does_not_rest_on_is_no_mask(loss, tmp_path):
+    data = batches()
+    data[BAD]["x"][3] = torch.nan
+    error = halted(Net(loss), data, tmp_path)
+    assert error.cause == NonFiniteCause.DIRTY_DATA
+    assert "in sample 3" in error.explanation.because
+
+
 def test_nan_that_no_mask_removes_is_dirty_beside_targets_that_are_missing_on_purpose(tmp_path):
     """Dropout multiplies by zeros too, and another tensor of the batch holds NaN by right."""
 
