@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of
 from lightning_memtools.nonfinite.guarded_step import BadInput, GuardedStep, PastStep, bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
@@ -45,6 +45,7 @@ class BadStep:
     inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
     history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
+    huge: str = ""  # the matrix of weights that a step before has made too large, if there is one, and its size
     suspects: tuple[str, str] = ("", "")  # what of the last update can have made bad weights, and what to do
     scaler: str = ""  # what the gradient scaler did, where that is the reason
     late: bool = False  # whether the step was decided late
@@ -254,6 +255,7 @@ def examine(
     bad.inputs = tuple(each for micro in step.micro for each in bad_inputs(micro))
     bad.history = tuple(history)
     bad.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    bad.huge = huge_weights(model)
     bad.suspects = suspects_of_update(model, optimizers, [e for e in weights if e.name not in bad_at_start])
     infer(bad)
     return bad
@@ -318,8 +320,8 @@ def _suspicion(key: str, value: Any, dtypes: set[torch.dtype]) -> tuple[str, str
     return (f"{key} is {number}", ADVICE["bad setting"]) if is_bad else None
 
 
-# In healthy training, gradient norms and losses fall or stay; noise stays well below this.
-GREW = 10.0
+GREW = 10.0  # In healthy training, gradient norms and losses fall or stay; noise stays well below this.
+_HUGE = 100.0  # The root mean square of a matrix of weights stays below this in healthy training.
 
 
 def infer(bad: BadStep) -> None:
@@ -351,6 +353,16 @@ def already_bad(bad: BadStep, names: str) -> str:
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
+def huge_weights(model: Module) -> str:
+    """Say which matrix has weights as large as no healthy training makes them; "" where there is none."""
+    for name, parameter in model.named_parameters():
+        floats = floats_of(parameter) if parameter.requires_grad and parameter.dim() > 1 else None
+        size = 0.0 if floats is None else float(floats.detach().double().square().mean().sqrt())
+        if _HUGE <= size < math.inf:
+            return f"{plain_name(name)} had grown to {size:.3g} (root mean square)"
+    return ""
+
+
 def what_grew(bad: BadStep) -> str:
     """Say what grew before the step; empty if nothing did."""
     before = bad.history[:-1]
@@ -359,7 +371,7 @@ def what_grew(bad: BadStep) -> str:
         start = median(finite[: len(finite) // 2]) if len(finite) > 1 else 0.0
         if start > 0 and finite[-1] >= GREW * start:
             return f"the {what} had grown {finite[-1] / start:.3g}-fold over the {len(before)} steps before"
-    return ""
+    return bad.huge
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:

@@ -88,8 +88,7 @@ def find_bad_value_root(
         start: The keys of the memory that is bad at the end.
         leaf_of: Returns the tensor in a piece of memory that no operation wrote.
     """
-    way_back = _BackwardSlice(events, leaf_of)
-    way_back.follow(start)
+    way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
     if real:
         root = min(real, key=lambda root: root.event.number)
@@ -101,9 +100,7 @@ def find_bad_value_root(
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: Callable[[int], PriorTensor]) -> bool:
     """Return whether every way back from the memory `start` comes to a product with a mask that is 0 where NaN is."""
-    way_back = _BackwardSlice(events, leaf_of, ends_at_masks=True)
-    way_back.follow(start)
-    return not way_back.roots
+    return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
@@ -128,10 +125,15 @@ def _masks(event: BadOperation) -> bool:
 
 
 class _BackwardSlice:
-    """The way back from bad values, and the roots that it ends in."""
+    """The way back from the bad values in the memory `start`, and the roots that it ends in."""
 
     def __init__(
-        self, events: Sequence[BadOperation], leaf_of: Callable[[int], PriorTensor], *, ends_at_masks: bool = False
+        self,
+        events: Sequence[BadOperation],
+        start: Iterable[int],
+        leaf_of: Callable[[int], PriorTensor],
+        *,
+        ends_at_masks: bool = False,
     ) -> None:
         self.roots: list[BadValueRoot] = []
         self.converters: list[BadOperation] = []  # operations that made NaN from infinities
@@ -140,9 +142,6 @@ class _BackwardSlice:
         for index, event in enumerate(events):
             for use in event.outputs:
                 self._writers[use.key].append(index)
-
-    def follow(self, start: Iterable[int]) -> None:
-        """Walk back from the memory `start`."""
         # Of each event, either the origin of its NaN or the origin of its infinity is wanted.
         waiting: list[tuple[int, bool]] = []
         for key in start:

@@ -117,12 +117,9 @@ def _short(operation: str) -> str:
 def public_name(operation: str) -> str:
     """Return the name under which users call an operation, such as ``"torch.log"``; itself where there is none."""
     namespace, _, name = operation.partition(".")
-    room, _, rest = name.partition("_")
     plain = name.removeprefix("native_").removesuffix("_forward")
     if namespace != "aten" or name.startswith("_"):
         return operation
-    if room in {"linalg", "special", "fft"} and hasattr(getattr(torch, room), rest):
-        return f"torch.{room}.{rest}"
     if isinstance(getattr(functional, plain, None), FunctionType):  # torch may have an undocumented one of that name
         return f"torch.nn.functional.{plain}"
     if hasattr(torch, name) and not name.endswith("_"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,10 +34,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again, write into `bad` what that shows, and return the digests of its gradients.
-
-    `explains`: look for the cause.
-    """
+    """Run a bad step again, write what it shows into `bad`, with the cause if `explains`; return gradients' digests."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -96,9 +94,10 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         changed = with_other_samples(micro.batch, bad.samples)
         if changed is not None:
             # A tensor may be as long as the batch for another reason: then this step is still bad.
-            is_finite = _is_finite(rerun, position, changed[0])
             tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
-            bad.confirmed, bad.samples = (tried, bad.samples) if is_finite else ("", ())
+            with suppress(CannotRerunError):
+                bad.confirmed = tried if rerun.run(batches={position: changed[0]}).is_finite else ""
+            bad.samples = bad.samples if bad.confirmed else ()
     bad.what = describe_root(root, type(rerun.module).__name__, bad.samples, micro.index)
     bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
     bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)
@@ -245,13 +244,6 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
         return changed.requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, change), good
-
-
-def _is_finite(rerun: StepRerun, position: int, batch: Any) -> bool:
-    try:
-        return rerun.run(batches={position: batch}).is_finite
-    except CannotRerunError:
-        return False
 
 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:

@@ -310,8 +310,7 @@ def _is_late_mask(factors: Sequence[Tensor]) -> bool:
     if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
         return False
     value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]
-    is_mask = bool(((mask == 0) | (mask == 1)).all())
-    return is_mask and bool((value.isnan() & (mask != 0)).sum() == 0)
+    return bool(((mask == 0) | (mask == 1)).all() and not (value.isnan() & (mask != 0)).any())
 
 
 def _name(func: Any) -> str:

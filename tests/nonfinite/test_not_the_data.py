@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,28 @@ def test_data_that_is_0_where_a_weight_divides_is_not_blamed_on_the_weight(tmp_p
     assert error.cause == NonFiniteCause.DOMAIN
     assert "parameter" not in error.explanation.because
     assert error.explanation.samples == (3,)
+
+
+# --- a learning rate that is too large makes weights of which no operation is to blame
+
+
+class Deep(Net):
+    def __init__(self, rate: float) -> None:
+        super().__init__(lambda m, batch: m.layers(batch["x"]).square().mean())
+        blocks = [nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.GELU()) for _ in range(8)]
+        self.layers, self.rate = nn.Sequential(*blocks), rate
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.layers.parameters(), lr=self.rate)
+
+
+@pytest.mark.parametrize("explain", [True, False])
+def test_one_update_that_makes_weights_too_large_is_the_cause(explain, tmp_path):
+    L.seed_everything(0, verbose=False)
+    error = error_at_halt(Deep(1e19), batches(), tmp_path, explain=explain, save_step=False, save_last_good=False)
+    assert (error.cause, error.step) == (NonFiniteCause.EXPLODING, 1)
+    assert re.search(r"layers\.\d\.0\.weight had grown to 1e\+19", str(error))
+    assert "lower the learning rate (now 1e+19)" in str(error)
+    trainer(tmp_path, HaltOnNaN(), logger=False).fit(
+        Deep(1e-3), torch.utils.data.DataLoader(batches(), batch_size=None)
+    )
