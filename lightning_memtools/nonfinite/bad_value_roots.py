@@ -145,9 +145,9 @@ class _BackwardSlice:
         # Of each event, either the origin of its NaN or the origin of its infinity is wanted.
         waiting: list[tuple[int, bool]] = []
         for key in start:
-            index = self._writer_of(key, len(self._events))
-            if index is not None:
-                waiting.append((index, self._holds_nan(index, key)))
+            writer = self._writer_of(key, len(self._events))
+            if writer is not None:
+                waiting.append((writer, self._holds_nan(writer, key)))
         seen: set[tuple[int, bool]] = set()
         while waiting:
             wanted = waiting.pop()
