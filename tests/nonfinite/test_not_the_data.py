@@ -307,8 +307,8 @@ def test_data_that_is_0_where_a_weight_divides_is_not_blamed_on_the_weight(tmp_p
 
 
 class Deep(Net):
-    def __init__(self, rate: float) -> None:
-        super().__init__(lambda m, batch: m.layers(batch["x"]).square().mean())
+    def __init__(self, rate: float, loss: Loss) -> None:
+        super().__init__(loss)
         blocks = [nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.GELU()) for _ in range(8)]
         self.layers, self.rate = nn.Sequential(*blocks), rate
 
@@ -316,13 +316,21 @@ class Deep(Net):
         return torch.optim.Adam(self.layers.parameters(), lr=self.rate)
 
 
+def too_large(m, batch):
+    return m.layers(batch["x"]).square().mean()
+
+
+def outside_of_a_domain(m, batch):
+    return -m.layers(batch["x"]).softmax(1)[:, 0].log().mean()
+
+
 @pytest.mark.parametrize("explain", [True, False])
-def test_one_update_that_makes_weights_too_large_is_the_cause(explain, tmp_path):
+@pytest.mark.parametrize(("loss", "rate"), [(too_large, 1e19), (outside_of_a_domain, 1e6)])
+def test_one_update_that_makes_weights_too_large_is_the_cause(loss, rate, explain, tmp_path):
     L.seed_everything(0, verbose=False)
-    error = error_at_halt(Deep(1e19), batches(), tmp_path, explain=explain, save_step=False, save_last_good=False)
-    assert (error.cause, error.step) == (NonFiniteCause.EXPLODING, 1)
-    assert re.search(r"layers\.\d\.0\.weight had grown to 1e\+19", str(error))
-    assert "lower the learning rate (now 1e+19)" in str(error)
-    trainer(tmp_path, HaltOnNaN(), logger=False).fit(
-        Deep(1e-3), torch.utils.data.DataLoader(batches(), batch_size=None)
-    )
+    error = error_at_halt(Deep(rate, loss), batches(), tmp_path, explain=explain, save_step=False, save_last_good=False)
+    assert error.cause == NonFiniteCause.EXPLODING
+    assert re.search(r"layers\.\d\.0\.weight had grown to \d\S*e\+", str(error))
+    assert f"lower the learning rate (now {rate:g})" in str(error)
+    data: Any = torch.utils.data.DataLoader(batches(), batch_size=None)
+    trainer(tmp_path, HaltOnNaN(), logger=False).fit(Deep(1e-3, loss), data)
