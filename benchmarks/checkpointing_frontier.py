@@ -83,7 +83,7 @@ def not_in_place(model: nn.Module) -> nn.Module:
 
 def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> TracedStep:
     optimizers = (torch.optim.AdamW(model.parameters()),) if adamw else ()
-    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, device="cuda")
+    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, cuda=True)
 
 
 def uniform(model: nn.Module, chains: Sequence[Any]) -> Iterator[tuple[str, list[ChainPlan]]]:
