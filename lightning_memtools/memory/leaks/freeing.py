@@ -8,17 +8,12 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_memtools.memory.leaks.holder_search import Holding
-from lightning_memtools.memory.leaks.holders import LruCache, ReferenceKind, TensorHolder, find_holder, is_a
+from lightning_memtools.memory.leaks.holders import LruCache, TensorHolder, find_holder, is_a
 
 
 def how_to_free(holding: Holding) -> str:
     """Return what to write, without a period: "Clear Net.outs when the epoch ends, or keep ... off the device"."""
     holder = holding.holder
-    if holding.graph_grows:
-        last = holder.steps[-1] if holder.steps else None
-        name = holder.name.partition(" in ")[0] if last is None else last.key or "total"
-        target = f"self.{name}" if last is not None and last.kind is ReferenceKind.ATTRIBUTE else name
-        return f"Add up values without their graphs: `{target} += loss.detach()`"
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
     if holder.is_gradient:

@@ -55,7 +55,6 @@ class Holding:
         tensors: The number of tensors of each shape and type.
         n_bytes: The memory that they occupy on the device, with what their graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
-        graph_grows: True if their graph grows, and not their number.
         owners: The number of models and optimizers of other runs among what it holds, by name: {"model Net": 3}.
         piles_up: True if several tensors are in a container without a limit of its own, or carry autograd graphs.
         is_of_run: True if the model, its callbacks or its Trainer hold it.
@@ -66,7 +65,6 @@ class Holding:
     tensors: Mapping[tuple[tuple[int, ...], str], int]
     n_bytes: int = 0
     with_graph: int = 0
-    graph_grows: bool = False
     owners: dict[str, int] = field(default_factory=dict)
     piles_up: bool = False
     is_of_run: bool = True
