@@ -35,21 +35,16 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
-def without_cache(mode: FakeTensorMode) -> FakeTensorMode:
-    """Return a mode that no longer looks operators up, which takes as long as many of them do.
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step.
 
-    Results of equal calls are kept by `RepeatedFakes`, in a tenth of the time. There is a setting for all modes only.
+    It looks no operator up: results of equal calls are kept by `RepeatedFakes`, in a tenth of the time, and the setting
+    is for all modes only. And `copy.deepcopy` leaves it as it is: a copy would share the registered operators of the
+    original and remove them a second time, which ends the process. `Tensor.__deepcopy__` copies a fake's mode, as one
+    of its attributes; this can go when it leaves that out.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
-    return mode
-
-
-def copied_as_itself(mode: FakeTensorMode) -> FakeTensorMode:
-    """Return a mode that `copy.deepcopy` leaves as it is.
-
-    A copy would share the registered operators of the original and remove them a second time, which ends the process.
-    `Tensor.__deepcopy__` copies a fake's mode, as one of its attributes; this can go when it leaves that out.
-    """
     vars(mode)["__deepcopy__"] = lambda _memo: mode
     return mode
 
@@ -139,11 +134,6 @@ MODULE_REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 BACKWARD_HOOKS = "_backward_hooks"
 
 
-def backward_hooks_of(tensor: torch.Tensor) -> Any:
-    """Return the dictionary of a tensor's hooks; None where it has none."""
-    return getattr(tensor, BACKWARD_HOOKS, None)
-
-
 def has_accumulation_hook(parameter: nn.Parameter) -> bool:
     """Return whether a tensor has hooks from `register_post_accumulate_grad_hook`, which nothing public lists."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -173,11 +163,6 @@ def hooks_of(module: nn.Module) -> list[Any]:
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     ]  # fmt: skip
     return [hook for hooks in kinds for hook in hooks.values()]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own on its call or its backward."""
-    return bool(hooks_of(module))
 
 
 def compiled_call(module: nn.Module) -> Any:
@@ -245,12 +230,6 @@ def node_sequence_number(node: Any) -> int:
 def autograd_sequence_number() -> int:
     """Return the number that autograd gives to the next operator; the public profiler shows it only afterwards."""
     return torch._C._autograd._get_sequence_nr()
-
-
-def is_jit_tracing() -> bool:
-    """Return whether torch.jit.trace runs; `torch.jit.is_tracing` is public, but not exported for type checkers."""
-    tracing: bool = torch._C._is_tracing()
-    return tracing
 
 
 # --- data loaders and schedulers
@@ -343,11 +322,6 @@ def saved_tensors_of(node: Any) -> Iterator[Tensor]:
                 found = getattr(one, "data", None) if getattr(one, "unpack_hook", one) is None else None
                 if isinstance(found, Tensor):
                     yield found
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
-    return tensor._values()
 
 
 def has_readable_values(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import FakeTensorMode, copied_as_itself, storage_id, without_cache
+from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
     values_named_in_steps,
@@ -46,11 +46,6 @@ _LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning"}
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
-
-
-def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step."""
-    return copied_as_itself(without_cache(FakeTensorMode(allow_non_fake_inputs=True)))
 
 
 class TensorExchange:

@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools._torch import FakeTensor, fakes_copied_deeply, stores_gradient, without_sharding_hooks
+from lightning_memtools._torch import (
+    FakeTensor,
+    fake_mode,
+    fakes_copied_deeply,
+    stores_gradient,
+    without_sharding_hooks,
+)
 from lightning_memtools.memory.cuda_ops.attention_kernels import FUSED_ATTENTION
 from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
 from lightning_memtools.memory.cuda_ops.rules import RULES, Call, Rule
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.followed_functions import value_readers
 from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes

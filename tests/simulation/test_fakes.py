@@ -11,9 +11,9 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_memtools._torch import FakeTensor
+from lightning_memtools._torch import FakeTensor, fake_mode
 from lightning_memtools.estimate import estimate_memory
-from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.state.random_state import RandomState
 from tests.estimate.networks import mlp, total
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS, backward_hooks_of
+from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS
 from lightning_memtools.memory.nested_tensors import slot_names
 
 # Every link costs one pass over all Python objects. `module.metric.state["preds"][3]` has eight links, counting the
@@ -120,7 +120,7 @@ def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
         for default in (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()):
             yield ReferenceStep(ReferenceKind.DEFAULT), default
     if is_a(holder, Tensor):
-        yield ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS), backward_hooks_of(holder)
+        yield ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS), getattr(holder, BACKWARD_HOOKS, None)
     attributes = dict(vars(holder)) if is_a(holder, type) else {**(namespace_of(holder) or {})}
     attributes |= {name: getattr(holder, name, None) for name in slot_names(type(holder))}
     for name, held in attributes.items():
