@@ -787,10 +787,10 @@ def has_compiled() -> bool:
     return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
 
 
-def uncompiled(module: nn.Module) -> nn.Module | None:
-    """Return the module in what `torch.compile` returned; None for any other module. The wrapper has no public way."""
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module in what `torch.compile` returned, which has no public way; any other module itself."""
     inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else None
+    return inner if isinstance(inner, nn.Module) else module
 
 
 def operator_packet(operator: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from lightning_memtools._torch import uncompiled
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of, timeline_of
 from lightning_memtools.memory.peak_holders import PeakHolder, gathered
@@ -14,12 +15,12 @@ from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder
 from lightning_memtools.simulation.step_runner import batch_size_of
-from lightning_memtools.simulation.tracer import StepRequest, Traced, unwrapped
+from lightning_memtools.simulation.tracer import StepRequest, Traced
 
 
 def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int], MemoryEstimate]) -> MemoryEstimate:
     """Return the estimate of a traced step."""
-    model, recorder = unwrapped(request.model), traced.recorder
+    model, recorder = uncompiled(request.model), traced.recorder
     timeline = timeline_of(recorder)
     stats = traced.device.stats()
     assert stats.peak_allocated is not None

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import storage_id
+from lightning_memtools.memory.cuda_ops.rules import span
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
     values_named_in_steps,
@@ -106,7 +107,7 @@ class TensorExchange:
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         n_elements = storage.nbytes() // tensor.element_size()
-        if n_elements == _span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
+        if n_elements == span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
             base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
             self._bases[key] = base
             return base.detach()
@@ -160,13 +161,6 @@ def copy_optimizer(
 def _is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether this is a DTensor, of which a rank has a part: its stand-in is the whole."""
     return hasattr(tensor, "to_local")
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return the number of elements of its storage that a tensor spans."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -> None:

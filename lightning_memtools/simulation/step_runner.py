@@ -311,11 +311,6 @@ def is_lightning_module(model: object) -> bool:
     return isinstance(model, LightningModule)
 
 
-def step_name(stage: str) -> str:
-    """Return the name of the method of a LightningModule that runs a batch of a stage."""
-    return STEP_NAMES[stage]
-
-
 def has_step(module: nn.Module, name: str) -> bool:
     """Return whether a LightningModule defines this step; of the steps that it inherits only predict_step does work."""
     step = getattr(module, name, None)

@@ -30,12 +30,10 @@ class Holdings:
     Attributes:
         found: Who holds it, the user's own objects before those of this package, and the largest first.
         garbage_bytes: Bytes that a collection of garbage freed: nobody held them any more.
-        unheld_bytes: Bytes of tensors that no Python object holds, and of those that there was no time to look for.
     """
 
     found: tuple[Holding, ...] = ()
     garbage_bytes: int = 0
-    unheld_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,8 @@ def find_holdings(
     search.find_piles(end)
     search.weigh_graphs()
     search.find_piles(end)
-    unheld = bytes_of([*search.remaining.values()]) + sum(search.unheld.values())
     garbage = sum(n_bytes for key, n_bytes in before.items() if key not in after)
-    return Holdings(tuple(search.joined()), garbage, unheld)
+    return Holdings(tuple(search.joined()), garbage)
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> list[LivingTensor]:

@@ -73,16 +73,6 @@ def cached(function: Callable[..., Any], *arguments: Any) -> Any:
     return function
 
 
-class Looks:
-    """A hook that keeps a tensor at each call."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def __call__(self, *_: Any) -> None:
-        self.seen.append(mib())
-
-
 def looker() -> Callable[..., None]:
     seen: list[Tensor] = []
     return lambda *_: seen.append(mib())
@@ -116,14 +106,6 @@ class KeepsItems(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         self.kept.append(mib())
         return self.kept[-1][:1]
-
-
-class KeepsByIndex(KeepsItems):
-    def __init__(self) -> None:
-        self.cache: dict[int, Tensor] = {}
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.cache.setdefault(index, mib())[:1]
 
 
 class KeepsStream(IterableDataset[Tensor]):
@@ -183,14 +165,9 @@ def in_class(**make: Callable[[], Any]) -> Callable[[Model], None]:
 
 CASES = [
     ("`fresh.table.cache_clear()`", lambda _: fresh(table=cached(functools.cache(mib), 3))),
-    (
-        "`fresh.table.cache_clear()`",
-        lambda _: fresh(table=cached(functools.lru_cache(maxsize=None)(lambda n: {"sin": mib(n), "cos": mib(n)}), 3)),
-    ),
     ("`fresh.Registry.of.cache_clear()`", in_class(of=lambda: cached(functools.cache(lambda _, n: mib(n)), 0, 3))),
     ("`Model.lookup.cache_clear()`", in_model("lookup", lambda: cached(functools.cache(mib), 3))),
     ("handle.remove()", hooked(lambda model: model.net.register_forward_hook(looker()))),
-    ("handle.remove()", hooked(lambda model: model.net.register_forward_pre_hook(Looks()))),
     ("handle.remove()", hooked(lambda model: model.net.register_full_backward_hook(looker()))),
     ("handle.remove()", hooked(lambda model: model.net.weight.register_hook(looker()))),
     ("Clear fresh.Registry.outputs", in_class(outputs=lambda: [mib()])),
@@ -198,11 +175,9 @@ CASES = [
     ("`del fresh.Registry.table`", in_class(table=mib)),
     ("Clear fresh.Registry.bag", in_class(bag=lambda: {mib()})),
     ("`Model.probe.grad = None`", in_model("probe", attacked)),
-    ("`Model.images['dream'].grad = None`", in_model("images", lambda: {"dream": attacked()})),
     ("`fresh.inputs[0].grad = None`", lambda _: fresh(inputs=[attacked()])),
     ("`fresh.Registry.prompt.grad = None`", in_class(prompt=attacked)),
     ("(KeepsItems.kept)", dataset(KeepsItems)),
-    ("(KeepsByIndex.cache)", dataset(KeepsByIndex)),
     ("(KeepsStream.history)", dataset(KeepsStream)),
     ("(KeepsItems.kept)", dataset(lambda: Doubled(KeepsItems()), lambda data: data.inner)),
     ("Close the generator running_mean with `close()`", generator),

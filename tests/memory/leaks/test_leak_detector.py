@@ -110,13 +110,6 @@ class Hoarder(Model):
         kept = new()
         self.kept.append(lambda: 2 * kept)
 
-    def exceptions(self):
-        try:
-            kept = new()
-            raise ValueError(kept.shape)  # noqa: TRY301, a function of its own would be another frame
-        except ValueError as error:
-            self.kept.append(error)
-
     def generators(self):
         def numbers():
             kept = new()
@@ -127,10 +120,6 @@ class Hoarder(Model):
         next(began)
         self.kept.append(began)
 
-    def tensor_hooks(self):
-        kept = new()
-        self.weights.register_hook(lambda gradient: gradient * kept[0])
-
     def forward_hooks(self):
         kept = new()
         self.linear.register_forward_hook(lambda module, args, output: output + kept[0])
@@ -140,9 +129,7 @@ class Hoarder(Model):
     ("way", "holder"),
     [
         ("closures", "Hoarder.kept"),
-        ("exceptions", "Hoarder.kept"),
         ("generators", "Hoarder.kept"),
-        ("tensor_hooks", "Hoarder.weights._backward_hooks"),
         ("forward_hooks", "Hoarder.linear._forward_hooks"),
     ],
 )
