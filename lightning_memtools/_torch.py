@@ -24,7 +24,6 @@ from torch.optim import adadelta, adam, adamax, asgd, nadam, optimizer, radam, r
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils.data import DataLoader, dataloader
 
 # --- fake tensors
@@ -204,13 +203,9 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def write_count(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
-    return tensor._version
-
-
-# `map` with it takes a tenth of the time of a loop: it is asked for all parameters in each step.
-WRITE_COUNT = attrgetter("_version")
+# Returns how often a tensor was written in place: only autograd's version counter tells. It is asked for all parameters
+# in each step, so there is no Python function around it.
+write_count: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def write_count_or_none(tensor: Tensor) -> int:
@@ -304,7 +299,7 @@ def output_shape(node: Any) -> tuple[int, ...] | None:
 
 # The only way to see every operator of a step, backward included; torch's documentation calls it a stable extension
 # point, but has no public module for it.
-DispatchMode = _TorchDispatchMode
+DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def saved_tensors_of(node: Any) -> Iterator[Tensor]:
@@ -791,11 +786,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module in what `torch.compile` returned, which has no public way; any other module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
-
-
-def operator_packet(operator: Any) -> Any:
-    """Return an operator without its overload, by which FLOP formulas are registered; None for what is no operator."""
-    return getattr(operator, "_overloadpacket", None)
 
 
 # Where torch logs a traceback of its own for a wrong shape.

@@ -55,7 +55,7 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
         not torch.is_grad_enabled()
         or (trained and not module.training)
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 

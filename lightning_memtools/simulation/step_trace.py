@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode, operator_packet
+from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -112,7 +112,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if self.pauses:
             return out
-        formula = flop_registry.get(operator_packet(func))
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
         operations = 0
         if formula is not None:
             operations = int(formula(*args, **kwargs, out_val=out))

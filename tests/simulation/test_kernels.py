@@ -33,22 +33,17 @@ def heads(length=128, head=64, dtype=torch.bfloat16, n_heads=4):
     ("query", "options", "gpu", "kernel"),
     [
         (heads(), {"is_causal": True}, "A100 80GB", "flash"),
-        (heads(dtype=torch.float16), {}, "A100 80GB", "flash"),
         (heads(dtype=torch.float32), {"is_causal": True}, "A100 80GB", "efficient"),
         (heads(), {"mask": torch.zeros(128, 128, dtype=torch.bool)}, "A100 80GB", "efficient"),
         (heads(head=512), {}, "A100 80GB", "efficient"),
         (heads(head=66, dtype=torch.float32), {}, "A100 80GB", "math"),
-        (heads(dtype=torch.float64), {}, "A100 80GB", "math"),
         (heads()[0], {}, "A100 80GB", "math"),
-        (heads(), {}, "RTX 3060 12GB", "flash"),
         (heads(head=66, dtype=torch.float32), {}, "H100 80GB", "math"),
         # Before Ampere there is no flash attention, and no fused kernel for bfloat16.
         (heads(), {}, "V100 16GB", "math"),
         (heads(dtype=torch.float16), {}, "V100 16GB", "efficient"),
-        (heads(head=66, dtype=torch.float32), {}, "V100 16GB", "efficient"),
         (heads(head=66, dtype=torch.float16), {}, "V100 16GB", "math"),
         (heads(head=66, dtype=torch.float16), {}, "P100 16GB", "efficient"),
-        (heads(dtype=torch.float16), {}, "T4 16GB", "efficient"),
     ],
 )
 def test_attention_takes_the_kernel_that_cuda_takes(query, options, gpu, kernel):

@@ -13,12 +13,8 @@ from lightning_memtools.memory.leaks.holders import LruCache, TensorHolder, find
 
 def how_to_free(holding: Holding) -> str:
     """Return what to write, without a period: "Clear Net.outs when the epoch ends, or keep ... off the device"."""
-    holder = holding.holder
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
-    if holder.is_gradient:
-        path = _from_outside(holder, holder.path)
-        return f"Set it to None (`{path} = None`), or call `torch.autograd.grad`, which keeps no gradient"
     instead = "`.detach().cpu()`" if holding.with_graph else "`.cpu()` or `.item()`"
     return f"{_release(holding)}, or keep only what is needed, off the device: {instead}"
 

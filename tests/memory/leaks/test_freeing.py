@@ -87,12 +87,6 @@ def hooked(register: Callable[[Model], Any]) -> Callable[[Model], Names]:
     return keep
 
 
-def attacked() -> Tensor:
-    x = torch.zeros(MIB // 4, requires_grad=True)
-    x.square().sum().backward()
-    return x
-
-
 # --- data sets that keep what they have yielded
 
 
@@ -174,9 +168,6 @@ CASES = [
     ("Clear fresh.Registry.by_name", in_class(by_name=lambda: {"net": [mib()]})),
     ("`del fresh.Registry.table`", in_class(table=mib)),
     ("Clear fresh.Registry.bag", in_class(bag=lambda: {mib()})),
-    ("`Model.probe.grad = None`", in_model("probe", attacked)),
-    ("`fresh.inputs[0].grad = None`", lambda _: fresh(inputs=[attacked()])),
-    ("`fresh.Registry.prompt.grad = None`", in_class(prompt=attacked)),
     ("(KeepsItems.kept)", dataset(KeepsItems)),
     ("(KeepsStream.history)", dataset(KeepsStream)),
     ("(KeepsItems.kept)", dataset(lambda: Doubled(KeepsItems()), lambda data: data.inner)),
@@ -194,7 +185,7 @@ def test_the_advice_fits_the_holder_and_frees_what_it_holds(words, keep):
         names = {"Model": model, **(keep(model) or {})}
         names["fresh"] = sys.modules.get("fresh")
         n_bytes = 0
-        for _ in range(3):  # a tensor may have more than one holder, and a gradient comes beside its own tensor
+        for _ in range(3):  # a tensor may have more than one holder
             held = found(device, model)
             mine = [advice for advice in map(how_to_free, held) if words in advice]
             if not mine:
