@@ -143,7 +143,8 @@ class KnownValues:
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
         name = name_of(func)
-        if not places and args and isinstance(args[0], Tensor) and name not in RULES and self.of(args[0]) is None:
+        is_given = args and isinstance(args[0], Tensor) and name not in RULES
+        if not places and (name in _UNDEFINED or (is_given and self.of(args[0]) is None)):
             return  # as nearly all: nothing is written, and nothing known
         written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
