@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import FunctionType, GeneratorType
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from lightning_memtools.memory.leaks.holder_search import Holding
 from lightning_memtools.memory.leaks.holders import LruCache, TensorHolder, find_holder, is_a
 
@@ -32,7 +30,6 @@ def _release(holding: Holding) -> str:
             _is_of_hook(holder),
             "Call `handle.remove()` with what registering the hook returned, once it is done",
         ),
-        (is_a(holder.root, Dataset), f"Let the data set not keep what it has yielded ({path})"),
         (is_a(holder.root, GeneratorType), f"Close {holder.name} with `close()`"),
         (is_variable, f"`del {variable}` once it is no longer needed, or clear it when the epoch ends"),
         (any(step.is_element for step in holder.steps), f"Clear {path} when the epoch ends"),
