@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
-from lightning_memtools.estimate.memory_timeline import MemoryTimeline
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, take_snapshot, write_snapshot
 from lightning_memtools.memory.peak_holders import PeakHolder
 from lightning_memtools.memory.sizes import context_bytes, format_size, known_gpus, parse_capacity
@@ -77,7 +76,7 @@ class MemoryEstimate:
         holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
-        timeline: Allocated bytes by category, and reserved bytes, after every event.
+        begin: The number of events at the start of the trace that put the model on the device.
         batch_size: The first dimension of the batch's first tensor; None where there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
@@ -93,7 +92,7 @@ class MemoryEstimate:
     modules: tuple[ModuleMemory, ...] = field(repr=False)
     holders: tuple[PeakHolder, ...] = field(repr=False)
     step_peaks: tuple[int, ...]
-    timeline: MemoryTimeline = field(repr=False)
+    begin: int = field(repr=False)
     batch_size: int | None
     notes: tuple[str, ...] = ()
     capacity: str | None = None
@@ -105,11 +104,6 @@ class MemoryEstimate:
     def trace(self) -> AllocationTrace:
         """All requests of the steps to the allocator."""
         return self._trace
-
-    @property
-    def begin(self) -> int:
-        """The number of events at the start of the trace that put the model on the device, before the first step."""
-        return next((event for event, _, phase in self.timeline.marks if phase == "inputs"), 0)
 
     def fits(self, capacity: str) -> bool:
         """Return whether the steps run on a device of that capacity, with the allocator's retry with an empty cache.
