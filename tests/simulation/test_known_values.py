@@ -25,9 +25,10 @@ LEVELS = torch.arange(4).repeat_interleave(10)
 ROWS = torch.arange(40.0).reshape(10, 4) - 7
 
 
-def as_traced(function, *given):
+def as_traced(function, *given, cuda=False):
     """The result of a function on fake tensors, its tensors as their shapes; and what was assumed."""
-    with values_known() as known, simulated(nn.Identity(), VirtualDevice(), TensorExchange(), cuda=False):
+    device = VirtualDevice(cuda_like=cuda)
+    with values_known() as known, simulated(nn.Identity(), device, TensorExchange(), cuda=cuda):
         out = function(*copy_of_batch(given, None))
         return map_tensors(out, lambda one: one.shape) if not isinstance(out, Tensor) else out.shape, list(
             known.assumed
@@ -126,7 +127,7 @@ def test_lengths_are_read_again_where_a_layer_is_recomputed():
         checkpoint(layer, x.requires_grad_(), use_reentrant=False).backward()
         return x.grad
 
-    assert as_traced(train, torch.randn(3, 5, 4), torch.tensor([5, 5, 2])) == ((3, 5, 4), [])
+    assert as_traced(train, torch.randn(3, 5, 4), torch.tensor([5, 5, 2]), cuda=True) == ((3, 5, 4), [])
 
 
 def test_trained_weights_are_not_known():
