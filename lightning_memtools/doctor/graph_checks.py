@@ -6,10 +6,9 @@ import weakref
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_memtools._torch import node_sequence_number
+from lightning_memtools._torch import autograd_sequence_number, node_sequence_number
 from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
@@ -36,11 +35,8 @@ def mark_graph(case: TrainingCase, loss: Tensor) -> None:
 
 
 def note_clock(case: TrainingCase, _: Any) -> None:
-    """Note where autograd's count of nodes stands at the start of a step: later nodes have higher numbers."""
-    # An empty tensor without a device: nothing is allocated, and no random number is drawn.
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        node = torch.empty(0, device="meta", requires_grad=True).view(0).grad_fn
-    case.clocks.append(node_sequence_number(node))
+    """Note the number that autograd gives to the first node of a step; later nodes have higher ones."""
+    case.clocks.append(autograd_sequence_number())
 
 
 def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
