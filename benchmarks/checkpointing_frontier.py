@@ -18,6 +18,7 @@ from checkpointing_switches import MODELS, Case, divided, llama_1b, lowest_withi
 from machine import save
 from torch import Tensor, nn
 
+from lightning_memtools._torch import fake_mode
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan, Range
 from lightning_memtools.checkpointing.chains import find_chains, outermost
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, LossHead
@@ -25,7 +26,7 @@ from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetToo
 from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep
 from tests.zoo import torchvision_models
 
@@ -83,7 +84,7 @@ def not_in_place(model: nn.Module) -> nn.Module:
 
 def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> TracedStep:
     optimizers = (torch.optim.AdamW(model.parameters()),) if adamw else ()
-    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, device="cuda")
+    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, cuda=True)
 
 
 def uniform(model: nn.Module, chains: Sequence[Any]) -> Iterator[tuple[str, list[ChainPlan]]]:

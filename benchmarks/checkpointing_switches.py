@@ -67,7 +67,7 @@ class Case:
 
     def step(self) -> TracedStep:
         optimizer = self.optimizer(self.model.parameters())
-        return TracedStep(self.model, self.batch, loss_of, (optimizer,), device="cuda")
+        return TracedStep(self.model, self.batch, loss_of, (optimizer,), cuda=True)
 
 
 def loss_of(model: Any, batch: Any) -> Any:

@@ -125,7 +125,7 @@ def plans() -> dict[str, Any]:
                 loss: Tensor = model(*args).float().square().mean()
             return loss
 
-        planner = StepPlanner(TracedStep(model, (given,), loss_of, device="cuda"))
+        planner = StepPlanner(TracedStep(model, (given,), loss_of, cuda=True))
         plain_ms = 0.0
         for name, options in PLANS.items():
             plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", **options))

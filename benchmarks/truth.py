@@ -302,7 +302,7 @@ def on_gpu() -> str:
 def _record_of(traced: Traced) -> tuple[dict[str, Any], list[TracedAllocation]]:
     """The peaks of a trace, and every allocation."""
     recorder = traced.recorder
-    peaks = {"allocated": max(recorder.allocated), "reserved": max(recorder.reserved)}
+    peaks = {"allocated": max(recorder.allocated), "reserved": traced.device.stats().peak_reserved}
     found: list[TracedAllocation] = []
     sizes: dict[int, int] = {}
     allocated = 0

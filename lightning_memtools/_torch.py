@@ -24,7 +24,6 @@ from torch.optim import adadelta, adam, adamax, asgd, nadam, optimizer, radam, r
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils.data import DataLoader, dataloader
 
 # --- fake tensors
@@ -35,21 +34,16 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
-def without_cache(mode: FakeTensorMode) -> FakeTensorMode:
-    """Return a mode that no longer looks operators up, which takes as long as many of them do.
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step.
 
-    Results of equal calls are kept by `RepeatedFakes`, in a tenth of the time. There is a setting for all modes only.
+    It looks no operator up: results of equal calls are kept by `RepeatedFakes`, in a tenth of the time, and the setting
+    is for all modes only. And `copy.deepcopy` leaves it as it is: a copy would share the registered operators of the
+    original and remove them a second time, which ends the process. `Tensor.__deepcopy__` copies a fake's mode, as one
+    of its attributes; this can go when it leaves that out.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
-    return mode
-
-
-def copied_as_itself(mode: FakeTensorMode) -> FakeTensorMode:
-    """Return a mode that `copy.deepcopy` leaves as it is.
-
-    A copy would share the registered operators of the original and remove them a second time, which ends the process.
-    `Tensor.__deepcopy__` copies a fake's mode, as one of its attributes; this can go when it leaves that out.
-    """
     vars(mode)["__deepcopy__"] = lambda _memo: mode
     return mode
 
@@ -139,11 +133,6 @@ MODULE_REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 BACKWARD_HOOKS = "_backward_hooks"
 
 
-def backward_hooks_of(tensor: torch.Tensor) -> Any:
-    """Return the dictionary of a tensor's hooks; None where it has none."""
-    return getattr(tensor, BACKWARD_HOOKS, None)
-
-
 def has_accumulation_hook(parameter: nn.Parameter) -> bool:
     """Return whether a tensor has hooks from `register_post_accumulate_grad_hook`, which nothing public lists."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -173,11 +162,6 @@ def hooks_of(module: nn.Module) -> list[Any]:
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     ]  # fmt: skip
     return [hook for hooks in kinds for hook in hooks.values()]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own on its call or its backward."""
-    return bool(hooks_of(module))
 
 
 def compiled_call(module: nn.Module) -> Any:
@@ -219,13 +203,9 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def write_count(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
-    return tensor._version
-
-
-# `map` with it takes a tenth of the time of a loop: it is asked for all parameters in each step.
-WRITE_COUNT = attrgetter("_version")
+# Returns how often a tensor was written in place: only autograd's version counter tells. It is asked for all parameters
+# in each step, so there is no Python function around it.
+write_count: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def write_count_or_none(tensor: Tensor) -> int:
@@ -245,12 +225,6 @@ def node_sequence_number(node: Any) -> int:
 def autograd_sequence_number() -> int:
     """Return the number that autograd gives to the next operator; the public profiler shows it only afterwards."""
     return torch._C._autograd._get_sequence_nr()
-
-
-def is_jit_tracing() -> bool:
-    """Return whether torch.jit.trace runs; `torch.jit.is_tracing` is public, but not exported for type checkers."""
-    tracing: bool = torch._C._is_tracing()
-    return tracing
 
 
 # --- data loaders and schedulers
@@ -325,7 +299,7 @@ def output_shape(node: Any) -> tuple[int, ...] | None:
 
 # The only way to see every operator of a step, backward included; torch's documentation calls it a stable extension
 # point, but has no public module for it.
-DispatchMode = _TorchDispatchMode
+DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def saved_tensors_of(node: Any) -> Iterator[Tensor]:
@@ -343,11 +317,6 @@ def saved_tensors_of(node: Any) -> Iterator[Tensor]:
                 found = getattr(one, "data", None) if getattr(one, "unpack_hook", one) is None else None
                 if isinstance(found, Tensor):
                     yield found
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
-    return tensor._values()
 
 
 def has_readable_values(tensor: Tensor) -> bool:
@@ -808,15 +777,10 @@ def has_compiled() -> bool:
     return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
 
 
-def uncompiled(module: nn.Module) -> nn.Module | None:
-    """Return the module in what `torch.compile` returned; None for any other module. The wrapper has no public way."""
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module in what `torch.compile` returned, which has no public way; any other module itself."""
     inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else None
-
-
-def operator_packet(operator: Any) -> Any:
-    """Return an operator without its overload, by which FLOP formulas are registered; None for what is no operator."""
-    return getattr(operator, "_overloadpacket", None)
+    return inner if isinstance(inner, nn.Module) else module
 
 
 # Where torch logs a traceback of its own for a wrong shape.

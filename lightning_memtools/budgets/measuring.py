@@ -24,7 +24,6 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate
-from lightning_memtools.estimate.memory_timeline import timeline_of
 from lightning_memtools.estimate.trace_reading import holders_at, place_at
 from lightning_memtools.memory.allocator import Block, cublas_workspace_bytes, replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
@@ -159,17 +158,16 @@ class _OnVirtualDevice:
         self._device.composition()
 
     def peak(self) -> PeakMemory:
-        timeline = timeline_of(self._recorder)
-        stats = self._device.stats()
-        holders = holders_at(self._recorder, timeline.peak, "") if timeline.allocated else ()
+        stats, event = self._device.stats(), self._recorder.peak
+        holders = holders_at(self._recorder, event, "")
         return PeakMemory(
             allocated=stats.peak_allocated or 0,
             reserved=stats.peak_reserved or 0,
             engine="simulation",
             torch=torch.__version__.partition("+")[0],
             gpu=self._gpu,
-            peak_at=str(place_at(self._recorder, timeline.peak, "")),
-            categories={name: n for name, n in (timeline.at(timeline.peak) if holders else {}).items() if n},
+            peak_at=str(place_at(self._recorder, event, "")),
+            categories=held_by(holders, "category"),
             modules=held_by(holders, "module"),
             lines=held_by(holders, "line"),
         )

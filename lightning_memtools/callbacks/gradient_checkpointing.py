@@ -32,8 +32,7 @@ from lightning_memtools.reporting.files import report_directory, write_report_or
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.simulation.step_runner import without_lbfgs
-from lightning_memtools.simulation.step_trace import NoLossError, TracedStep, device_of
+from lightning_memtools.simulation.step_trace import NoLossError, TracedStep
 from lightning_memtools.warning_categories import DegradedWarning
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
@@ -257,16 +256,15 @@ class _CheckpointingRun:
 
         An error of the user's own class is not sent to other ranks: it may not survive pickling.
         """
-        optimizers, history_bytes = without_lbfgs(self._trainer.optimizers)
         step = TracedStep(
             module,
             batch,
             None,
-            optimizers,
-            device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
+            tuple(self._trainer.optimizers),
+            cuda=self._trainer.strategy.root_device.type == "cuda",
             trainer=self._trainer,
             batch_idx=batch_idx,
-            held_bytes=_held_by_callbacks(self._trainer, module) + history_bytes,
+            held_bytes=_held_by_callbacks(self._trainer, module),
         )
         try:
             with progress_printed(lambda: "GradientCheckpointing is choosing what to recompute"):

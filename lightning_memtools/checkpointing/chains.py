@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools._torch import compiled_call, has_hooks, is_fsdp_module, is_jit_tracing, registered_children
+from lightning_memtools._torch import compiled_call, hooks_of, is_fsdp_module, registered_children
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.exact_recomputation import why_outside
 from lightning_memtools.warning_categories import DegradedWarning
@@ -55,7 +55,7 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
         not torch.is_grad_enabled()
         or (trained and not module.training)
         or torch.compiler.is_compiling()
-        or is_jit_tracing()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 
@@ -185,7 +185,7 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
     for key, child in registered_children(module):
         path = f"{name}.{key}" if name else key
         # A Sequential with hooks must be called as a whole for them to fire.
-        if is_plain(child) and len(child) > 0 and not has_hooks(child):  # type: ignore[arg-type]
+        if is_plain(child) and len(child) > 0 and not hooks_of(child):  # type: ignore[arg-type]
             flattened.add(path)
             yield from _layers(path, child, flattened)
         else:

@@ -31,7 +31,7 @@ from lightning_memtools.checkpointing.least_recomputation import LeastRecomputat
 from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
 from lightning_memtools.checkpointing.step_units import StepUnits, units_of_step
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, device_of, tracing
+from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
 # pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -99,8 +99,8 @@ def plan_checkpoints(
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
     options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
-    device = device_of(cuda=any(parameter.is_cuda for parameter in module.parameters()))
-    step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
+    is_on_cuda = any(parameter.is_cuda for parameter in module.parameters())
+    step = TracedStep(module, sample_args, lambda model, args: model(*args), cuda=is_on_cuda)
     return StepPlanner(step).plan(options)
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_memtools._torch import node_sequence_number
+from lightning_memtools._torch import autograd_sequence_number, node_sequence_number
 from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.leaks.growing_graphs import graph_clock
 from lightning_memtools.memory.leaks.holder_search import names_of_run
 from lightning_memtools.memory.leaks.holders import all_tensors, find_holder, is_a
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -36,8 +35,8 @@ def mark_graph(case: TrainingCase, loss: Tensor) -> None:
 
 
 def note_clock(case: TrainingCase, _: Any) -> None:
-    """Note where autograd's count of nodes stands at the start of a step."""
-    case.clocks.append(graph_clock())
+    """Note the number that autograd gives to the first node of a step; later nodes have higher ones."""
+    case.clocks.append(autograd_sequence_number())
 
 
 def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:

@@ -10,22 +10,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import UnsupportedOperatorException
+from lightning_memtools._torch import UnsupportedOperatorException, uncompiled
 from lightning_memtools.estimate.batch_sizes import resized
-from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate
+from lightning_memtools.estimate.memory_estimate import MemoryEstimate, usable_bytes
 from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_runner import (
+    STEP_NAMES,
     PrecisionName,
     Recipe,
     Stage,
     has_step,
     is_lightning_module,
-    step_name,
 )
-from lightning_memtools.simulation.tracer import StepRequest, trace, unwrapped
+from lightning_memtools.simulation.tracer import StepRequest, trace
 
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
 
@@ -94,7 +94,7 @@ def estimate_memory(
     for error in _faults(request):
         raise error
     if capacity is not None:
-        DeviceLimit.parse(capacity)
+        usable_bytes(capacity)
     estimate = estimate_step(request)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
@@ -143,7 +143,7 @@ def _faults(request: StepRequest) -> Iterator[Exception]:
             "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
     if recipe.stage == "train":
-        yield from _faults_of_training(unwrapped(request.model), request)
+        yield from _faults_of_training(uncompiled(request.model), request)
 
 
 def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]:
@@ -159,7 +159,7 @@ def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]
         if not callable(step):
             yield TypeError(f"step must be a function, step=lambda model, batch: loss; got {type(step).__name__}.")
         return
-    inner, name = unwrapped(model), step_name(stage)
+    inner, name = uncompiled(model), STEP_NAMES[stage]
     if not is_lightning_module(inner):
         yield ValueError(
             f"{type(inner).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
-from lightning_memtools.estimate.memory_timeline import MemoryTimeline
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, take_snapshot, write_snapshot
 from lightning_memtools.memory.peak_holders import PeakHolder
 from lightning_memtools.memory.sizes import context_bytes, format_size, known_gpus, parse_capacity
@@ -78,7 +76,7 @@ class MemoryEstimate:
         holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
-        timeline: Allocated bytes by category, and reserved bytes, after every event.
+        begin: The number of events at the start of the trace that put the model on the device.
         batch_size: The first dimension of the batch's first tensor; None where there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
@@ -94,7 +92,7 @@ class MemoryEstimate:
     modules: tuple[ModuleMemory, ...] = field(repr=False)
     holders: tuple[PeakHolder, ...] = field(repr=False)
     step_peaks: tuple[int, ...]
-    timeline: MemoryTimeline = field(repr=False)
+    begin: int = field(repr=False)
     batch_size: int | None
     notes: tuple[str, ...] = ()
     capacity: str | None = None
@@ -107,11 +105,6 @@ class MemoryEstimate:
         """All requests of the steps to the allocator."""
         return self._trace
 
-    @property
-    def begin(self) -> int:
-        """The number of events at the start of the trace that put the model on the device, before the first step."""
-        return next((event for event, _, phase in self.timeline.marks if phase == "inputs"), 0)
-
     def fits(self, capacity: str) -> bool:
         """Return whether the steps run on a device of that capacity, with the allocator's retry with an empty cache.
 
@@ -121,15 +114,15 @@ class MemoryEstimate:
         Raises:
             ValueError: The capacity cannot be read.
         """
-        limit = DeviceLimit.parse(capacity)
+        usable = usable_bytes(capacity)
         # Steps that never ask the device for more than is left need no replay.
-        if self.peak_reserved <= limit.usable:
+        if self.peak_reserved <= usable:
             return True
-        return replay(self._trace, capacity=limit.usable).completed
+        return replay(self._trace, capacity=usable).completed
 
     def shortfall(self, capacity: str) -> int:
         """Return by how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
-        return max(0, self.peak_allocated - DeviceLimit.parse(capacity).usable)
+        return max(0, self.peak_allocated - usable_bytes(capacity))
 
     def max_batch_size(self, capacity: str) -> int:
         """Return the largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
@@ -144,7 +137,7 @@ class MemoryEstimate:
         """
         if self.batch_size is None:
             raise ValueError("The batch holds no tensor with a first dimension, so there is no batch size to change.")
-        limit = DeviceLimit.parse(capacity)
+        usable = usable_bytes(capacity)
 
         def attempt(size: int) -> TracedSize:
             if size == self.batch_size:
@@ -159,9 +152,9 @@ class MemoryEstimate:
                 ) from error
 
         def serves(trace: AllocationTrace) -> bool:
-            return replay(trace, capacity=limit.usable).completed
+            return replay(trace, capacity=usable).completed
 
-        return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=limit.usable)
+        return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=usable)
 
     def traced_size(self, capacity: str) -> TracedSize:
         """Return this estimate as a trial of the search for the largest batch."""
@@ -228,39 +221,26 @@ class MemoryEstimate:
         """Say whether the steps fit in the given capacity, and if not by how much; "" where none was given."""
         if self.capacity is None:
             return ""
-        limit = DeviceLimit.parse(self.capacity)
+        usable = usable_bytes(self.capacity)
         if self.fits(self.capacity):
-            taken, usable = format_size(self.peak_reserved), format_size(limit.usable)
-            return f"It fits in {self.capacity}. It reserves {taken} of the {usable} that are usable."
-        if self.parameter_bytes > limit.usable:
-            excess = format_size(self.parameter_bytes - limit.usable)
+            taken = format_size(self.peak_reserved)
+            return f"It fits in {self.capacity}. It reserves {taken} of the {format_size(usable)} that are usable."
+        if self.parameter_bytes > usable:
+            excess = format_size(self.parameter_bytes - usable)
             return (
                 f"It does not fit in {self.capacity}: the parameters and buffers alone take "
-                f"{format_size(self.parameter_bytes)}, {excess} more than its {format_size(limit.usable)}. No batch "
+                f"{format_size(self.parameter_bytes)}, {excess} more than its {format_size(usable)}. No batch "
                 "size helps: shard the model (FSDP), use a smaller precision, or a larger device."
             )
         over = self.shortfall(self.capacity)
         how = f"{format_size(over)} too little at the peak" if over else "too fragmented at the peak"
-        return f"It does not fit in {self.capacity} ({format_size(limit.usable)} usable): {how}."
+        return f"It does not fit in {self.capacity} ({format_size(usable)} usable): {how}."
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLimit:
-    """A device's capacity, and the part of it that the CUDA context takes. Both in bytes."""
+def usable_bytes(capacity: str) -> int:
+    """Return the bytes that a size, or a GPU by name without its context of 500 MiB, leaves for the allocator.
 
-    capacity: int
-    context: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read a size, or a GPU's name. On a GPU the context takes 500 MiB, as in `VirtualDevice`.
-
-        Raises:
-            ValueError: The text is neither.
-        """
-        return cls(parse_capacity(text), context_bytes(text))
-
-    @property
-    def usable(self) -> int:
-        """The bytes that are left for the allocator."""
-        return self.capacity - self.context
+    Raises:
+        ValueError: The text is neither.
+    """
+    return parse_capacity(capacity) - context_bytes(capacity)

@@ -7,20 +7,32 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from lightning_memtools._torch import uncompiled
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
-from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of, timeline_of
-from lightning_memtools.memory.peak_holders import PeakHolder, gathered
+from lightning_memtools.memory.peak_holders import PeakHolder, gathered, held_by
 from lightning_memtools.memory.user_code import CodeLine
+from lightning_memtools.memory.virtual import Category
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
-from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder
+from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder, is_passing
 from lightning_memtools.simulation.step_runner import batch_size_of
-from lightning_memtools.simulation.tracer import StepRequest, Traced, unwrapped
+from lightning_memtools.simulation.tracer import StepRequest, Traced
+
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
+_PART_OF = {
+    Category.PARAMETER: "parameters",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER: "optimizer",
+    Category.ACTIVATION: "activations",
+    Category.INPUT: "inputs",
+    WORKSPACE: "workspace",
+}
 
 
 def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int], MemoryEstimate]) -> MemoryEstimate:
     """Return the estimate of a traced step."""
-    model, recorder = unwrapped(request.model), traced.recorder
-    timeline = timeline_of(recorder)
+    model, recorder = uncompiled(request.model), traced.recorder
+    holders = holders_at(recorder, recorder.peak, type(model).__name__)
+    at_peak = held_by(holders, "category")
     stats = traced.device.stats()
     assert stats.peak_allocated is not None
     assert traced.device.trace is not None
@@ -28,15 +40,15 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
     return MemoryEstimate(
         peak_allocated=stats.peak_allocated,
         peak_reserved=stats.peak_reserved,
-        peak_at=place_at(recorder, timeline.peak, type(model).__name__),
-        composition=timeline.at(timeline.peak) if timeline.allocated else {},
+        peak_at=place_at(recorder, recorder.peak, type(model).__name__),
+        composition={name: at_peak.get(name, 0) for name in _PARTS},
         parameter_count=traced.n_parameters,
         gradient_count=traced.n_gradients,
         parameter_bytes=traced.parameter_bytes,
-        modules=_modules(traced, model, timeline),
-        holders=holders_at(recorder, timeline.peak, type(model).__name__),
-        step_peaks=_step_peaks(timeline),
-        timeline=timeline,
+        modules=_modules(traced, model, holders),
+        holders=holders,
+        step_peaks=_step_peaks(recorder),
+        begin=next((event for event, _, phase in recorder.marks if phase == "inputs"), 0),
         batch_size=batch_size_of(request.batch),
         notes=traced.notes,
         capacity=request.capacity,
@@ -75,59 +87,53 @@ def _path(module: str, model: str) -> str:
     return module.removeprefix(f"{model}.")
 
 
-def _modules(traced: Traced, model: nn.Module, timeline: MemoryTimeline) -> tuple[ModuleMemory, ...]:
-    recorder = traced.recorder
-    saved = _saved_bytes(recorder, timeline)
-    at_peak = _activations(one for one in recorder.allocations.values() if one.lives_at(timeline.peak))
-    root = type(model).__name__
-
-    def of(name: str) -> str:
-        return f"{root}.{name}" if name else root
-
+def _modules(traced: Traced, model: nn.Module, holders: Iterable[PeakHolder]) -> tuple[ModuleMemory, ...]:
+    saved, root = _saved_bytes(traced.recorder), type(model).__name__
+    at_peak = held_by((one for one in holders if one.category == "activations"), "module")
     return tuple(
         ModuleMemory(
             name=name,
             kind=type(module).__name__,
             output_shapes=traced.shapes.get(name, ()),
             n_parameters=sum(parameter.numel() for parameter in module.parameters()),
-            saved_bytes=saved.get(of(name), 0),
-            at_peak_bytes=at_peak.get(of(name), 0),
+            saved_bytes=saved.get(f"{root}.{name}" if name else root, 0),
+            at_peak_bytes=at_peak.get(name or "(model)", 0),
         )
         for name, module in model.named_modules()
     )
 
 
-def _saved_bytes(recorder: AllocationRecorder, timeline: MemoryTimeline) -> dict[str, int]:
+def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
     """Return the bytes of activations at the end of the last forward, by module."""
-    last = max((step for _, step, phase in timeline.marks if phase == "forward"), default=0)
-    begins = [event for event, step, phase in timeline.marks if (step, phase) == (last, "forward")]
+    last = max((step for _, step, phase in recorder.marks if phase == "forward"), default=0)
+    begins = [event for event, step, phase in recorder.marks if (step, phase) == (last, "forward")]
     if not begins:
         return {}
     begin = begins[0]
     end = next(
         (
             event
-            for event, step, phase in timeline.marks
+            for event, step, phase in recorder.marks
             if event >= begin and phase in {"backward", "outputs"} and step == last
         ),
-        len(timeline.allocated),
+        len(recorder.allocated),
     )
-    return _activations(one for one in recorder.allocations.values() if begin <= one.born and one.lives_at(end - 1))
-
-
-def _activations(allocations: Iterable[Allocation]) -> dict[str, int]:
-    """Return the bytes of activations among allocations, by module."""
     found: Counter[str] = Counter()
-    for one in allocations:
-        if part_of(one) == "activations":
+    for one in recorder.allocations.values():
+        if begin <= one.born and one.lives_at(end - 1) and _part_of(one) == "activations":
             found[one.module] += one.size
     return found
+
+
+def _part_of(allocation: Allocation) -> str:
+    """Return which of `_PARTS` a block belongs to."""
+    return "temporaries" if is_passing(allocation) else _PART_OF.get(allocation.kind, "other")
 
 
 def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[PeakHolder, ...]:
     """Return what is allocated right after an event, by category, module and line."""
     return gathered(
-        PeakHolder(part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
+        PeakHolder(_part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
         for one in recorder.allocations.values()
         if one.lives_at(event)
     )
@@ -144,13 +150,13 @@ def _line_of(one: Allocation) -> str:
     return one.line.described if isinstance(one.line, CodeLine) else one.line
 
 
-def _step_peaks(timeline: MemoryTimeline) -> tuple[int, ...]:
+def _step_peaks(recorder: AllocationRecorder) -> tuple[int, ...]:
     starts: dict[int, int] = {}
-    for event, step, _ in timeline.marks:
-        if step > 0:
+    for event, step, _ in recorder.marks:
+        if step >= 0:
             starts.setdefault(step, event)
-    ends = [*list(starts.values())[1:], len(timeline.allocated)]
+    ends = [*list(starts.values())[1:], len(recorder.allocated)]
     return tuple(
-        max(timeline.allocated[max(0, start - 1) : end], default=0)
+        max(recorder.allocated[max(0, start - 1) : end], default=0)
         for start, end in zip(starts.values(), ends, strict=True)
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
+from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, uncoalesced_parts
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -43,7 +43,7 @@ def _stored_floats(tensor: Tensor) -> Tensor | None:
     if not has_readable_values(tensor) or tensor.is_quantized:
         return None
     if tensor.layout == torch.sparse_coo:
-        tensor = sparse_values(tensor)
+        _, tensor = uncoalesced_parts(tensor)
     elif tensor.is_mkldnn:
         tensor = tensor.to_dense()
     elif tensor.layout != torch.strided or tensor.is_nested:

@@ -24,9 +24,9 @@ from lightning_memtools._torch import (
     is_in_memory,
     node_in_backward,
     operator_schema,
-    sparse_values,
     tree_leaves,
     tree_map_only,
+    uncoalesced_parts,
 )
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
@@ -141,7 +141,7 @@ class StorageKeys:
         """Return the key of a tensor's storage; None for a tensor without one."""
         try:
             if tensor.layout == torch.sparse_coo:
-                tensor = sparse_values(tensor)
+                _, tensor = uncoalesced_parts(tensor)
             elif tensor.layout != torch.strided or tensor.is_nested:
                 tensor = tensor.values()
             if not has_readable_values(tensor):

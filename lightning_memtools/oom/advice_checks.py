@@ -133,7 +133,7 @@ def _notes(trials: StepTrials) -> list[str]:
         )
     if failed.facts.grown is not None:
         notes.append("As long as memory grows from batch to batch, everything else only delays the failure.")
-    state = max(plain.timeline.parts["optimizer"], default=0)
+    state = plain.composition["optimizer"]
     if _is_training(failed) and state > _LARGE_STATE * plain.peak_allocated:
         names = in_series(sorted({type(optimizer).__name__ for optimizer in failed.run.optimizers}))
         notes.append(

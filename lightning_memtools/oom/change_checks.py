@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError
-from lightning_memtools.estimate.memory_estimate import DeviceLimit
+from lightning_memtools.estimate.memory_estimate import usable_bytes
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome
 from lightning_memtools.oom.step_trials import NotCheckedError, StepTrials
@@ -140,7 +140,7 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
         raise NotCheckedError("as far as a trace shows, the step fits on this one")
     plain = trials.plain
     for gpu in sorted(known_gpus(), key=lambda gpu: gpu.usable_bytes):
-        usable = DeviceLimit.parse(gpu.name).usable - trials.failed.untraced
+        usable = usable_bytes(gpu.name) - trials.failed.untraced
         if usable > trials.limit and plain.peak_allocated <= usable and plain.fits(f"{usable}B"):
             action = Action(kind=ActionKind.LARGER_GPU, title=f"Use a larger GPU ({gpu.name})")
             detail = "It is the smallest known GPU on which this step fits unchanged"

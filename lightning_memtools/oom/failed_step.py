@@ -178,7 +178,7 @@ class FailedStep:
             self.facts.batch,
             self.run.forward,
             tuple(self.run.optimizers),
-            device="cuda" if self.cuda else "cpu",
+            cuda=self.cuda,
             trainer=self.run.trainer,
             batch_idx=self.facts.moment.batch_idx or 0,
         )

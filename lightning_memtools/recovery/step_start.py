@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
+from lightning_memtools._torch import write_count, write_count_or_none
 from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.recovery.batch_parts import copied_containers
@@ -125,7 +125,7 @@ class StepStart:
         return [
             parameter
             for parameter, old, count in self._accumulated
-            if parameter.grad is not old or (old is not None and WRITE_COUNT(old) != count)
+            if parameter.grad is not old or (old is not None and write_count(old) != count)
         ]
 
     def take_back(self) -> str:
@@ -161,7 +161,7 @@ class StepStart:
 
     def _note_accumulated(self) -> None:
         gradients = [(parameter, parameter.grad) for parameter in self._state.parameters]
-        self._accumulated = [(p, grad, 0 if grad is None else WRITE_COUNT(grad)) for p, grad in gradients]
+        self._accumulated = [(p, grad, 0 if grad is None else write_count(grad)) for p, grad in gradients]
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import FakeTensorMode, copied_as_itself, storage_id, without_cache
+from lightning_memtools._torch import storage_id
+from lightning_memtools.memory.cuda_ops.rules import span
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
     values_named_in_steps,
@@ -46,11 +47,6 @@ _LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning"}
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
-
-
-def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step."""
-    return copied_as_itself(without_cache(FakeTensorMode(allow_non_fake_inputs=True)))
 
 
 class TensorExchange:
@@ -111,7 +107,7 @@ class TensorExchange:
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         n_elements = storage.nbytes() // tensor.element_size()
-        if n_elements == _span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
+        if n_elements == span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
             base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
             self._bases[key] = base
             return base.detach()
@@ -165,13 +161,6 @@ def copy_optimizer(
 def _is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether this is a DTensor, of which a rank has a part: its stand-in is the whole."""
     return hasattr(tensor, "to_local")
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return the number of elements of its storage that a tensor spans."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -> None:

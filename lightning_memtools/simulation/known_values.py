@@ -143,7 +143,8 @@ class KnownValues:
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
         name = name_of(func)
-        if not places and args and isinstance(args[0], Tensor) and name not in RULES and self.of(args[0]) is None:
+        is_given = args and isinstance(args[0], Tensor) and name not in RULES
+        if not places and (name in _UNDEFINED or (is_given and self.of(args[0]) is None)):
             return  # as nearly all: nothing is written, and nothing known
         written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
@@ -277,13 +278,8 @@ class KnownValues:
 # What calls need values for.
 
 
-def _number(values: KnownValues, call: FollowedCall) -> Any:
-    number = values.read(call.args[0])
-    with without_dispatch_modes():
-        return number.item()
-
-
-def _list(values: KnownValues, call: FollowedCall) -> Any:
+def _read(values: KnownValues, call: FollowedCall) -> Any:
+    """Return the result of a call that reads its first argument."""
     known = values.read(call.args[0])
     with without_dispatch_modes():
         return call.func(known, *call.args[1:], **call.kwargs)
@@ -323,15 +319,6 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
     return aten.index.Tensor(source, list(selected)) if isinstance(call.func, OpOverload) else source[tuple(selected)]
 
 
-def _equal(values: KnownValues, call: FollowedCall) -> Any:
-    known = values.of_all(call.args)
-    if known is None:
-        values.assume("two tensors are equal")
-        return True
-    with without_dispatch_modes():
-        return torch.equal(*known)
-
-
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
     """Return the result of a call whose shape depends on values; `stand_in` makes those that are not known.
 
@@ -343,7 +330,7 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
     if is_assumed and what:
         values.assume(what if known is None else "sizes follow from values that are assumed")
     with without_dispatch_modes(), torch.no_grad():
-        real = known or [stand_in(tensors[0]), *(torch.ones(one.shape, dtype=one.dtype) for one in tensors[1:])]
+        real = known or [stand_in(tensors[0]), *map(_ones, tensors[1:])]
     result = on_host(call.func, call.args, call.kwargs, real)
     if result is None:
         return NotImplemented
@@ -354,14 +341,14 @@ def _counted(values: KnownValues, call: FollowedCall) -> Any:
     minlength = call.kwargs.get("minlength", call.args[2] if len(call.args) > 2 else 0)  # noqa: PLR2004, its place
     # Who gives a length, as torchmetrics gives the number of classes, has no larger numbers.
     what = "" if minlength else "numbers that are counted are 0"
-    return _shaped(lambda one: torch.zeros(one.shape, dtype=one.dtype), what, values, call)
+    return _shaped(_zeros, what, values, call)
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
     """Repeat by known numbers: torch is told how many rows there will be, which it would have to read."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
-        return _shaped(lambda one: torch.ones(one.shape, dtype=one.dtype), "each row is repeated once", values, call)
+        return _shaped(_ones, "each row is repeated once", values, call)
     repeats = args[1] if len(args) > 1 else call.kwargs.get("repeats")
     if not isinstance(repeats, Tensor) or call.kwargs.get("output_size") or isinstance(call.func, OpOverload):
         return NotImplemented
@@ -396,6 +383,14 @@ def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
     shapes = ([*batch, n, *of_right], residuals, [0], [0])
     dtypes = (left.dtype, left.dtype, torch.int64, left.dtype)
     return tuple(left.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _all_differ(tensor: Tensor) -> Tensor:
@@ -471,13 +466,13 @@ def _guessed(result: Callable[[KnownValues, Any, Tensor], Any], *, of_second: bo
 
 _DIFFER = Rule(partial(_shaped, _all_differ, "values that are not known all differ"))
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("internal local_scalar_dense", "item"), Rule(_number)),
-    **dict.fromkeys(("tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"), Rule(_list)),
+    **dict.fromkeys(("internal local_scalar_dense", "item", "tolist", "numpy"), Rule(_read)),
+    **dict.fromkeys(("__array__", "__bool__", "__int__", "__float__", "__index__"), Rule(_read)),
     **dict.fromkeys(("index", "internal unsafe_index", "index_put", "index_put_", "__getitem__"), Rule(_indexed)),
     **dict.fromkeys(("internal index_put_impl_", "internal unsafe_index_put", "__setitem__"), Rule(_indexed)),
     **dict.fromkeys(("nonzero", "argwhere", "where"), Rule(_nonzero)),
     "masked_select": Rule(_masked_select),
-    "equal": Rule(_equal),
+    "equal": Rule(partial(_shaped, _ones, "two tensors are equal")),
     **dict.fromkeys(("unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
     "internal unique2": _DIFFER,
     "bincount": Rule(_counted),
@@ -605,7 +600,6 @@ def values_known() -> Iterator[KnownValues]:
         return
     token = _VALUES.set(values := KnownValues())
     patches = Patches()
-    patches.replace(Tensor, "as_subclass", _of_fakes_themselves)
     asking = sys.modules.get("transformers.masking_utils")
     if hasattr(asking, "is_tracing"):
         patches.replace(asking, "is_tracing", _asked_without_fakes)
@@ -614,11 +608,6 @@ def values_known() -> Iterator[KnownValues]:
     finally:
         patches.undo()
         _VALUES.reset(token)
-
-
-def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an `as_subclass` that returns a fake tensor unchanged, so torchvision's Image becomes a plain tensor."""
-    return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
 
 
 def _asked_without_fakes(is_tracing: Callable[..., bool]) -> Callable[..., bool]:

@@ -60,7 +60,6 @@ class AllocationRecorder(DeviceListener):
         operation: The current operator.
         allocations: All allocations, by their number in the allocator.
         allocated: Bytes allocated after each event.
-        reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
         lines: The lines that made the optimizers, to be entered while the device is.
         stop_at: The file above whose frames no line asks for memory.
@@ -73,12 +72,16 @@ class AllocationRecorder(DeviceListener):
         self.operation: Any = None
         self.allocations: dict[int, Allocation] = {}
         self.allocated: list[int] = []
-        self.reserved: list[int] = []
         self.marks: list[tuple[int, int, str]] = [(0, -1, "setup")]
         self._allocator = allocator
         # The modules that forward entered, each with the sequence number of the next autograd node at that moment.
         self._numbers: list[int] = []
         self._places: list[str] = []
+
+    @property
+    def peak(self) -> int:
+        """The first event after which most is allocated."""
+        return max(range(len(self.allocated)), key=self.allocated.__getitem__, default=0)
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Record that a phase begins."""
@@ -122,14 +125,14 @@ class AllocationRecorder(DeviceListener):
             node_number=None if node is None else node_sequence_number(node),
             line=self._line(),
         )
-        self._note()
+        self.allocated.append(self._allocator.allocated)
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         """Record that a block was freed, with the last category and module that were known."""
         allocation = self.allocations[block_id]
         allocation.died = len(self.allocated)
         allocation.kind, allocation.module = WORKSPACE if category is None else category, module
-        self._note()
+        self.allocated.append(self._allocator.allocated)
 
     def finish(self, device: VirtualDevice) -> None:
         """Record the category and module of all memory that is still allocated, and end the device's accounting."""
@@ -141,10 +144,6 @@ class AllocationRecorder(DeviceListener):
         known = line_that_allocates(stop_at=self.stop_at)
         # A step also runs forward and backward, where it is given them as a closure.
         return known or (self.lines.running if self.phase == "optimizer" else None)
-
-    def _note(self) -> None:
-        self.allocated.append(self._allocator.allocated)
-        self.reserved.append(self._allocator.reserved)
 
 
 def is_passing(allocation: Allocation) -> bool:

@@ -27,6 +27,7 @@ from lightning_memtools._torch import (
     storage_id,
     without_torch_dispatch,
 )
+from lightning_memtools.memory.cuda_ops.rules import span
 from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.known_values import KnownValues
@@ -250,5 +251,4 @@ def _is_dense(one: Tensor) -> bool:
     """Return whether a tensor is what `torch.empty_strided` makes of its shape and strides."""
     if one.layout is not torch.strided or one.storage_offset() or one.is_conj() or one.is_neg():
         return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
-    return one.untyped_storage().nbytes() == (span * one.element_size() if one.numel() else 0)
+    return one.untyped_storage().nbytes() == span(one) * one.element_size()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._lightning import Callback, accumulate_while, callbacks_of, part_of_lightning
+from lightning_memtools._lightning import Callback, accumulate_while, callbacks_of
 from lightning_memtools.simulation.step_runner import Recipe, StepListener, StepRunner
+from lightning_memtools.simulation.step_trainer import precision_plugin
 
 
 class _StepEndsError(BaseException):
@@ -130,11 +131,9 @@ class ReplayLoop(StepListener):
 
 def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
     """Return a precision plugin by the conditions of a step, which a file has too."""
-    plugins = part_of_lightning("plugins")
-    if scale is None:
-        plugin = plugins.Precision()
-    else:
-        plugin = plugins.MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=scale))
+    plugin = precision_plugin("32-true" if scale is None else "16-mixed", device)
+    if scale is not None:
+        plugin.scaler = torch.amp.GradScaler(device, init_scale=scale)
     plugin.forward_context = forward
     plugin.convert_input = _same_batch
     return plugin

@@ -2,28 +2,74 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply, without_sharding_hooks
+from lightning_memtools._torch import (
+    FakeTensor,
+    fake_mode,
+    fakes_copied_deeply,
+    stores_gradient,
+    without_sharding_hooks,
+)
 from lightning_memtools.memory.cuda_ops.attention_kernels import FUSED_ATTENTION
 from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
-from lightning_memtools.memory.cuda_ops.rules import RULES
+from lightning_memtools.memory.cuda_ops.rules import RULES, Call, Rule
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.fake_rules import FAKE_RULES
-from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.followed_functions import value_readers
 from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
+from lightning_memtools.simulation.step_trainer import quiet
 from lightning_memtools.state.random_state import random_streams_restored
+
+aten = torch.ops.aten
+
+
+def _clone(call: Call) -> Any:
+    """Return a sparse tensor with as many values; FakeTensorMode's clone has none.
+
+    Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
+    clones it.
+    """
+    source = call.args[0]
+    if source.layout is not torch.sparse_coo:
+        return call.results()
+    parts = [call.run(each, source) for each in (aten._indices.default, aten._values.default)]
+    if not stores_gradient():
+        parts = [call.run(call.func, part) for part in parts]
+    dimensions = source.sparse_dim(), source.dense_dim(), source.shape
+    options = {"dtype": source.dtype, "layout": source.layout, "device": source.device}
+    return call.run(aten._sparse_coo_tensor_with_dims_and_tensors.default, *dimensions, *parts, **options)
+
+
+def _skip(call: Call) -> Any:
+    """Skip an in-place operator on lists, which makes no tensor: this halves the time of a fake optimizer's step.
+
+    Counts of steps are fake tensors that have values, by which optimizers divide.
+    """
+    tensors = call.args[0]
+    is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
+    return None if is_skipped else call.results()
+
+
+_IN_PLACE = (
+    "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "zero", "maximum", "minimum", "clamp_max",
+    "clamp_min", "copy", "pow", "reciprocal", "sign",
+)  # fmt: skip
+_PACKETS = [getattr(aten, f"_foreach_{name}_") for name in _IN_PLACE]
+# Of operators that make other tensors of fakes than of real tensors, whatever device is simulated.
+_FAKE_RULES: dict[Any, Rule] = {
+    aten.clone.default: _clone,
+    **{getattr(one, name): _skip for one in _PACKETS for name in one.overloads()},
+}
 
 
 @contextmanager
@@ -45,16 +91,15 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
             stack.enter_context(active.suspended())
         # Fake tensors draw no random numbers, but a step may seed a generator or draw from one on the host.
         stack.enter_context(random_streams_restored())
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(torch.enable_grad())
         known = stack.enter_context(values_known())
         stack.enter_context(mode := fake_mode())
         stack.enter_context(repeated := RepeatedFakes(mode, known))
-        replaced = cuda_functions(device.gpu) if cuda else {}
-        replaced |= value_readers(known, replaced)
+        replaced = value_readers(known) | (cuda_functions(device.gpu) if cuda else {})
         device.find_results(repeated.result_of)
         stack.enter_context(fakes_copied_deeply())
-        device.apply_rules({**FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
+        device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
         stack.enter_context(without_sharding_hooks(model))
         stack.enter_context(borrowed([model], exchange))
         _skip_checks(model)
@@ -79,18 +124,3 @@ def _skip_checks(model: nn.Module) -> None:
 
 def _holds_tensors(model: nn.Module) -> bool:
     return next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # For a wrong shape torch logs a traceback of its own above the user's error.
-    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
-    was_disabled = logger.disabled
-    logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            # Warnings about how the user trains (a scheduler that steps first, say) are shown in the training itself.
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = was_disabled

@@ -8,10 +8,8 @@ or on PyTorch's CUDA code.
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,6 +35,7 @@ from lightning_memtools.simulation.step_trainer import (
     PhaseHooks,
     StepTrainer,
     precision_plugin,
+    quiet,
 )
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -140,7 +139,7 @@ class StepRunner:
         precision = recipe.precision or _precision_like(trainer, device)
         if isinstance(precision, str):
             precision = precision_plugin(precision, device)
-        with _quiet():
+        with quiet():
             self.trainer: Any = StepTrainer(trainer, device, precision, accumulate=recipe.accumulate, clip=recipe.clip)
             self.trainer.callbacks = [PhaseHooks(listener.begin), *callbacks]  # none that an entry point adds
             if trainer is None:
@@ -203,12 +202,12 @@ class StepRunner:
         trainer.predict_loop.return_predictions = False  # they are kept on the host
         trainer.validate_loop.verbose = trainer.test_loop.verbose = False
         loops = {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
-        with _quiet():
+        with quiet():
             loops[recipe.stage].run()
 
     def run_batch(self, index: int | None = None) -> None:
         """Run one training batch, of this index in its epoch if one is given."""
-        with _quiet():
+        with quiet():
             self.advance(index)
             self.trainer.fit_loop.epoch_loop.on_advance_end(self._fetcher)
 
@@ -312,11 +311,6 @@ def is_lightning_module(model: object) -> bool:
     return isinstance(model, LightningModule)
 
 
-def step_name(stage: str) -> str:
-    """Return the name of the method of a LightningModule that runs a batch of a stage."""
-    return STEP_NAMES[stage]
-
-
 def has_step(module: nn.Module, name: str) -> bool:
     """Return whether a LightningModule defines this step; of the steps that it inherits only predict_step does work."""
     step = getattr(module, name, None)
@@ -367,33 +361,13 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
     history = 2 * optimizer.param_groups[0]["history_size"]
+    vector_bytes = sum(parameter.nbytes for parameter in optimizer.param_groups[0]["params"])
     raise ValueError(
         "LBFGS is not estimated: its values decide how often it computes the loss. Its history grows to "
         f"{history} vectors, each as large as all its parameters (history_size={history // 2}): "
-        f"{format_size(history * _vector_bytes(optimizer))}. Estimate the step with "
+        f"{format_size(history * vector_bytes)}. Estimate the step with "
         "torch.optim.SGD, and add that and four vectors more."
     )
-
-
-def _vector_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of all parameters of an optimizer."""
-    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-
-
-def without_lbfgs(optimizers: Sequence[Optimizer]) -> tuple[tuple[Optimizer, ...], int]:
-    """Return optimizers with SGD in place of LBFGS, and the bytes that LBFGS holds more: its history and four vectors.
-
-    It evaluates the loss as often as its values say. The memory of each evaluation is that of a step with SGD.
-    """
-    held = 0
-    found: list[Optimizer] = []
-    for one in optimizers:
-        if isinstance(one, torch.optim.LBFGS):
-            held += (2 * one.param_groups[0]["history_size"] + 4) * _vector_bytes(one)
-            found.append(torch.optim.SGD(one.param_groups[0]["params"], lr=one.param_groups[0]["lr"]))
-        else:
-            found.append(one)
-    return tuple(found), held
 
 
 def _precision_like(trainer: Any, device: str) -> Any:
@@ -404,19 +378,3 @@ def _precision_like(trainer: Any, device: str) -> Any:
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = torch.amp.GradScaler(device)
     return plugin
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's messages about this internal Trainer."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")]
-    levels = [one.level for one in loggers]
-    try:
-        for one in loggers:
-            one.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode, operator_packet
+from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -23,7 +23,6 @@ from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step_runner import PlainModule, Recipe, StepRunner
 from lightning_memtools.simulation.tracer import FakeBatches
 
-Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
 """Runs the forward pass of a fake model on a fake batch, and returns the tensors that backward starts from."""
 
@@ -37,8 +36,7 @@ class TracedStep:
         batch: The input of the step, tensors in any nesting; it is not changed either.
         forward: Runs the forward pass; None for the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
-        device: The device whose operators are traced: "cpu"; "cuda"; or "cuda-like", a CPU with what CUDA's kernels,
-            dropout and optimizers take, as in a `VirtualDevice(cuda_like=True)`.
+        cuda: Trace CUDA's operators; otherwise those of the CPU, under the `VirtualDevice` that is active, if any.
         trainer: The Trainer of a LightningModule. Where it accumulates gradients of several batches, the traced step is
             the last of these.
         batch_idx: The index of the batch in its epoch.
@@ -49,7 +47,7 @@ class TracedStep:
     batch: Any
     forward: Forward | None
     optimizers: tuple[Optimizer, ...] = ()
-    device: Device = "cpu"
+    cuda: bool = False
     trainer: Any = None
     batch_idx: int = 0
     held_bytes: int = 0
@@ -114,7 +112,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if self.pauses:
             return out
-        formula = flop_registry.get(operator_packet(func))
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
         operations = 0
         if formula is not None:
             operations = int(formula(*args, **kwargs, out_val=out))
@@ -236,10 +234,13 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
     A checkpointing plan that is applied to the model is removed within, and a model that FSDP 2 shards is whole.
     """
-    device = VirtualDevice(cuda_like=step.device != "cpu", cublas_workspace=f"{_cublas_workspace(step.device)}B")
+    active = VirtualDevice.current()
+    is_cuda_like = step.cuda or (active is not None and active.cuda_like)
+    workspace = _workspace_of_cuda() if step.cuda else active.cublas_workspace if active and is_cuda_like else 0
+    device = VirtualDevice(cuda_like=is_cuda_like, cublas_workspace=f"{workspace}B")
     exchange = TensorExchange()
     with (
-        simulated(step.model, device, exchange, cuda=step.device == "cuda"),
+        simulated(step.model, device, exchange, cuda=step.cuda),
         OperationCount() as counted,
     ):
         for module in step.model.modules():
@@ -260,19 +261,8 @@ def _undo_instance_changes(module: nn.Module) -> None:
             del vars(module)[name]
 
 
-def device_of(*, cuda: bool) -> Device:
-    """Return the device whose operators are traced: the one that the step will run on."""
-    if cuda:
-        return "cuda"
-    virtual = VirtualDevice.current()
-    return "cuda-like" if virtual is not None and virtual.cuda_like else "cpu"
-
-
-def _cublas_workspace(device: Device) -> int:
-    """Return the size of the workspace that cuBLAS takes where the step will run, in bytes."""
-    virtual = VirtualDevice.current()
-    if device != "cuda":
-        return virtual.cublas_workspace if virtual is not None and device == "cuda-like" else 0
+def _workspace_of_cuda() -> int:
+    """Return the size of the workspace that cuBLAS takes on this machine's GPU, or on an A100, in bytes."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return cublas_workspace_bytes(compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 

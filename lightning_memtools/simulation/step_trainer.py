@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lightning_memtools._lightning import Callback, Trainer, part_of_lightning
+from lightning_memtools._torch import FAKE_TENSOR_LOGGER
 
 # What the Trainer is told of an epoch's length: schedules over it and warm-ups work as in a long training.
 _BATCHES_OF_EPOCH = 1000
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings about how the user trains, which the training itself shows, and Lightning's messages.
+
+    For a wrong shape of a fake tensor torch logs a traceback of its own above the user's error.
+    """
+    names = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", FAKE_TENSOR_LOGGER)
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
 
 
 def precision_plugin(name: str, device: str) -> Any:
@@ -109,7 +133,7 @@ class StepTrainer(Trainer):
         self, original: Any, device: str, precision: Any, *, accumulate: int = 1, clip: float | None = None
     ) -> None:
         strategies, environments = part_of_lightning("strategies"), part_of_lightning("plugins.environments")
-        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        place = torch.device(device)
         super().__init__(
             accelerator=place.type,
             devices=1,

@@ -139,7 +139,7 @@ def trace(request: StepRequest) -> Traced:
     listener = _Recording(device, request.batch, recipe.dtype)
     listener.recorder = recorder
     result = Traced(device, recorder)
-    model = unwrapped(request.model)
+    model = uncompiled(request.model)
     exchange = TensorExchange(recipe.dtype)
     make = None if request.optimizer is None else partial(_optimizers, request.optimizer, exchange)
     with values_known() as known, simulated(model, device, exchange, cuda=request.cuda), recorder.lines:
@@ -154,12 +154,6 @@ def trace(request: StepRequest) -> Traced:
         recorder.finish(device)
         result.notes = tuple(f"Assumed at {what}." for what in known.assumed)
     return result
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile's wrapper; any other module itself."""
-    inner = uncompiled(model)
-    return model if inner is None else inner
 
 
 def _count_parameters(model: nn.Module, result: Traced) -> None:

@@ -74,7 +74,6 @@ def feed_forward() -> nn.Sequential:
 
 
 COVERED = {
-    "LBFGS": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "LBFGS"),
     "NAdam": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "NAdam"),
     "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
     "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),

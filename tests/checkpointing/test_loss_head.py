@@ -54,7 +54,7 @@ class Language(L.LightningModule):
 
 
 def step_of(model: nn.Module, words: Tensor) -> TracedStep:
-    return TracedStep(model, (words,), lambda model, args: model(*args), device="cuda")
+    return TracedStep(model, (words,), lambda model, args: model(*args), cuda=True)
 
 
 def words_of(rows: int = ROWS, classes: int = WORDS) -> Tensor:
@@ -189,9 +189,7 @@ def of_library(kind: str) -> Any:
 def test_models_of_transformers_as_they_are(kind):
     words = torch.randint(3, 2000, (4, 150), generator=torch.Generator().manual_seed(0))
     labels = words.masked_fill(words % 5 == 0, -100)
-    step = TracedStep(
-        of_library(kind), (words, labels), lambda m, a: m(input_ids=a[0], labels=a[1]).loss, device="cuda"
-    )
+    step = TracedStep(of_library(kind), (words, labels), lambda m, a: m(input_ids=a[0], labels=a[1]).loss, cuda=True)
     found = loss_in_chunks(step)
     assert found is not None
     assert len(found.names) == 1
@@ -228,7 +226,7 @@ def test_its_peak_is_the_measured_one():
         model = make().cuda()
         forward = (lambda m, a: m(*a)) if make is Language else (lambda m, a: m(input_ids=a[0], labels=a[0]).loss)
         given = (words if make is Language else words % 2000,)
-        plan = StepPlanner(TracedStep(model, given, forward, device="cuda")).plan(CheckpointOptions.parse())
+        plan = StepPlanner(TracedStep(model, given, forward, cuda=True)).plan(CheckpointOptions.parse())
         assert plan.heads
         with AppliedPlan(model, plan.chains, heads=plan.heads):
             for _ in range(2):

@@ -36,7 +36,7 @@ def sparse() -> tuple[nn.Module, torch.Tensor, type[torch.optim.Optimizer]]:
 def test_predicted_peaks_are_those_of_pytorchs_allocator(kind):
     model, batch, make_optimizer = kind()
     optimizer = make_optimizer(model.parameters())
-    step = TracedStep(model, batch, lambda copy, given: copy(given).square().mean(), (optimizer,), device="cuda")
+    step = TracedStep(model, batch, lambda copy, given: copy(given).square().mean(), (optimizer,), cuda=True)
     plan = StepPlanner(step).plan(CheckpointOptions.parse(bn_dropout="recompute"))
     assert plan.plain is not None
     assert plan.planned is not None

@@ -124,16 +124,3 @@ def test_a_compiled_model_is_estimated_as_its_eager_step_with_a_note():
 def test_no_estimate_within_a_virtual_device():
     with VirtualDevice(), pytest.raises(RuntimeError, match="Leave that one first"):
         estimate(layers(1), torch.zeros(1, WIDTH))
-
-
-def test_an_estimate_takes_no_step_of_an_optimizer_under_a_scheduler() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.Adam(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step` on the instance
-    before = model.weight.detach().clone()
-    with_one = estimate_memory(model, torch.ones(8, 4), step=lambda m, x: m(x).sum(), optimizer=optimizer)
-    assert not optimizer.state
-    assert torch.equal(model.weight, before)
-    without = estimate_memory(model, torch.ones(8, 4), step=lambda m, x: m(x).sum(), optimizer=torch.optim.Adam)
-    assert with_one.peak_allocated == without.peak_allocated
-    del scheduler

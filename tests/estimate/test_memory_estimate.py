@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.memory.allocator import replay
 from tests.estimate.networks import Decoder, mlp, next_token, total
 
 ADAM = torch.optim.Adam
@@ -20,14 +21,11 @@ def estimate():
     return estimate_memory(mlp(256, 1024, 256), torch.zeros(2048, 256), step=total, optimizer=ADAM)
 
 
-def test_categories_add_up_to_allocated_memory_at_every_event(estimate):
-    timeline = estimate.timeline
-    assert len(timeline.allocated) > 50
-    for event, allocated in enumerate(timeline.allocated):
-        assert sum(timeline.at(event).values()) == allocated
-    assert max(timeline.allocated) == timeline.allocated[timeline.peak] == estimate.peak_allocated
-    assert max(timeline.reserved) == estimate.peak_reserved
+def test_categories_and_holders_add_up_to_the_peak_of_the_trace(estimate):
+    played = replay(estimate.trace).stats
+    assert (played.peak_allocated, played.peak_reserved) == (estimate.peak_allocated, estimate.peak_reserved)
     assert sum(estimate.composition.values()) == estimate.peak_allocated
+    assert sum(holder.n_bytes for holder in estimate.holders) == estimate.peak_allocated
 
 
 def test_the_peak_reserved_fits_and_less_than_the_peak_allocated_does_not(estimate):

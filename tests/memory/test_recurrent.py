@@ -10,10 +10,8 @@ MEASURED = [
     ("lstm", 1, False, 512, 2048, torch.float32, 0.0, 38404608, 20971776),
     ("lstm", 3, True, 100, 350, torch.float32, 0.0, 57061184, 4760256),
     ("gru", 2, False, 100, 350, torch.float16, 0.0, 18364512, 910272),
-    ("gru", 2, False, 100, 350, torch.float32, 0.5, 19951168, 1824640),
     ("rnn", 2, False, 32, 200, torch.bfloat16, 0.0, 16842656, 38656),
     ("gru", 3, True, 1024, 1600, torch.float32, 0.0, 327025024, 262144256),
-    ("lstm", 2, False, 64, 2560, torch.float32, 0.5, 32277760, 7229696),
 ]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import gc
 from functools import partial
 
 import torch
@@ -30,24 +29,8 @@ def with_copies(model, batch):
 def test_a_step_that_copies_tensors_takes_the_memory_of_the_copies():
     model, batch = mlp(40, 90, 30), torch.zeros(300, 40)
     plain = estimate_memory(model, batch, step=lambda m, b: m(b).square().mean(), optimizer=MOMENTUM)
-    made = estimate_memory(model, batch, step=with_copies, optimizer=MOMENTUM)
+    # The mode of a fake tensor was copied with it; the second of both removed torch's operators once more, and crashed.
+    made, again = (estimate_memory(model, batch, step=with_copies, optimizer=MOMENTUM) for _ in range(2))
+    gc.collect()
+    assert made.peak_allocated == again.peak_allocated
     assert made.peak_allocated >= plain.peak_allocated + plain.parameter_bytes + batch.nbytes
-
-
-CRASHED = """
-import copy, gc, torch
-from lightning_memtools import estimate_memory
-
-def step(model, batch):
-    return model(batch * copy.deepcopy(torch.tensor(2.0))).sum() + copy.deepcopy(batch).sum()
-
-print([estimate_memory(torch.nn.Linear(8, 8), torch.zeros(4, 8), step=step).peak_allocated for _ in range(3)])
-gc.collect()
-"""
-
-
-def test_a_process_survives_copies_in_traced_steps():
-    """The mode of a fake tensor was copied with it, and the second of both removed torch's operators once more."""
-    done = subprocess.run([sys.executable, "-c", CRASHED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.strip("[]\n").split(", "))) == 1

@@ -33,22 +33,17 @@ def heads(length=128, head=64, dtype=torch.bfloat16, n_heads=4):
     ("query", "options", "gpu", "kernel"),
     [
         (heads(), {"is_causal": True}, "A100 80GB", "flash"),
-        (heads(dtype=torch.float16), {}, "A100 80GB", "flash"),
         (heads(dtype=torch.float32), {"is_causal": True}, "A100 80GB", "efficient"),
         (heads(), {"mask": torch.zeros(128, 128, dtype=torch.bool)}, "A100 80GB", "efficient"),
         (heads(head=512), {}, "A100 80GB", "efficient"),
         (heads(head=66, dtype=torch.float32), {}, "A100 80GB", "math"),
-        (heads(dtype=torch.float64), {}, "A100 80GB", "math"),
         (heads()[0], {}, "A100 80GB", "math"),
-        (heads(), {}, "RTX 3060 12GB", "flash"),
         (heads(head=66, dtype=torch.float32), {}, "H100 80GB", "math"),
         # Before Ampere there is no flash attention, and no fused kernel for bfloat16.
         (heads(), {}, "V100 16GB", "math"),
         (heads(dtype=torch.float16), {}, "V100 16GB", "efficient"),
-        (heads(head=66, dtype=torch.float32), {}, "V100 16GB", "efficient"),
         (heads(head=66, dtype=torch.float16), {}, "V100 16GB", "math"),
         (heads(head=66, dtype=torch.float16), {}, "P100 16GB", "efficient"),
-        (heads(dtype=torch.float16), {}, "T4 16GB", "efficient"),
     ],
 )
 def test_attention_takes_the_kernel_that_cuda_takes(query, options, gpu, kernel):
@@ -63,20 +58,12 @@ def test_attention_takes_the_kernel_that_cuda_takes(query, options, gpu, kernel)
 LABELS = torch.zeros(4, dtype=torch.long)
 DTYPES_OF_AUTOCAST = [
     (lambda x: F.cross_entropy(x, LABELS), torch.float32),
-    (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1), torch.float32),
     (lambda x: F.cross_entropy(x, x.detach().softmax(-1)), torch.float32),
-    (lambda x: F.cross_entropy(x.view(1, 8, 4), LABELS.view(1, 4)), torch.float32),
     (lambda x: F.nll_loss(F.log_softmax(x, 1, dtype=torch.float32), LABELS), torch.float32),
-    (lambda x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1), reduction="batchmean"), torch.float32),
-    (lambda x: F.binary_cross_entropy_with_logits(x, x.detach()), torch.float32),
     (lambda x: F.layer_norm(x, (8,)), torch.float32),
     (lambda x: F.softmax(x, -1), torch.float32),
-    (lambda x: x.log_softmax(-1), torch.float32),
-    (lambda x: x.exp(), torch.float32),
     (lambda x: x.pow(2), torch.float32),
     (lambda x: x.sum(), torch.float32),
-    (lambda x: F.mse_loss(x, x), torch.float32),
-    (F.gelu, torch.bfloat16),
     (F.relu, torch.bfloat16),
     (lambda x: F.linear(x, torch.zeros(4, 8)), torch.bfloat16),
     (lambda x: torch.mv(torch.zeros(3, 8), x[0]), torch.bfloat16),
@@ -87,7 +74,6 @@ DTYPES_OF_AUTOCAST = [
     (lambda x: torch.zeros(8).scatter_add(0, torch.zeros(8, dtype=torch.long), x[0]), torch.float32),
     (lambda x: torch.atan2(x, x), torch.bfloat16),
     (lambda x: torch.cat([x, x.float()]), torch.float32),
-    (lambda x: x + x, torch.bfloat16),
 ]
 
 

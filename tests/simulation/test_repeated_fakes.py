@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools._torch import fake_mode
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from tests.checkpointing.foreign_models import made
 from tests.simulation.compared_fakes import ComparedWithFakeTensorMode

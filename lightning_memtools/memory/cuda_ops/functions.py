@@ -1,4 +1,4 @@
-"""Functions of torch that act otherwise on a CUDA device: attention, softmax, recurrent layers and moves to the GPU."""
+"""Functions of torch that act otherwise on a CUDA device: attention, norms, recurrent layers and moves to the GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from lightning_memtools.memory.cuda_ops.attention import attention
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.patches import Patches
-
-aten = torch.ops.aten
 
 
 class ReplacedFunctions(TorchFunctionMode):
@@ -101,22 +99,9 @@ def _rms_norm(
     return _FusedRmsNorm.apply(source, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
 
 
-def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
-    """Return a softmax from float16 to float32 that makes no copy of its input, as CUDA's (ATen/native/SoftMax.cpp)."""
-
-    def softmax(source: torch.Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-        if dtype is torch.float32 and source.dtype is torch.float16 and not (args or kwargs):
-            return fused(source, dim, True)  # noqa: FBT003, torch's half_to_float
-        return original(source, dim, *args, dtype=dtype, **kwargs)
-
-    return softmax
-
-
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
-    **{one: _softmax_in_float(one, aten._softmax) for one in (torch.softmax, torch.Tensor.softmax)},
-    **{one: _softmax_in_float(one, aten._log_softmax) for one in (torch.log_softmax, torch.Tensor.log_softmax)},
     **RECURRENT,
 }
 

@@ -202,19 +202,15 @@ def gradient_sum(call: Call) -> Any:
 
 def _are_alike(total: torch.Tensor, gradient: torch.Tensor) -> bool:
     is_strided = total.layout is gradient.layout is torch.strided
-    is_owned = is_strided and not is_view(total) and _is_dense(total)
+    is_owned = is_strided and not is_view(total) and span(total) == total.numel()
     return is_owned and total.shape == gradient.shape and total.dtype is gradient.dtype
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements lie side by side, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def span(tensor: torch.Tensor) -> int:
+    """Return the number of elements from a tensor's first in memory to its last: a dense tensor has no more itself."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 RULES: dict[Any, Rule] = {

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -17,10 +17,7 @@ from torch import Tensor, nn
 
 from lightning_memtools.memory.error_frames import variables_of
 from lightning_memtools.memory.leaks.holders import (
-    GRADIENT,
     LruCache,
-    ReferenceKind,
-    ReferenceStep,
     TensorHolder,
     find_holder,
     first_held,
@@ -55,7 +52,6 @@ class Holding:
         tensors: The number of tensors of each shape and type.
         n_bytes: The memory that they occupy on the device, with what their graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
-        graph_grows: True if their graph grows, and not their number.
         owners: The number of models and optimizers of other runs among what it holds, by name: {"model Net": 3}.
         piles_up: True if several tensors are in a container without a limit of its own, or carry autograd graphs.
         is_of_run: True if the model, its callbacks or its Trainer hold it.
@@ -66,7 +62,6 @@ class Holding:
     tensors: Mapping[tuple[tuple[int, ...], str], int]
     n_bytes: int = 0
     with_graph: int = 0
-    graph_grows: bool = False
     owners: dict[str, int] = field(default_factory=dict)
     piles_up: bool = False
     is_of_run: bool = True
@@ -88,9 +83,7 @@ class Holding:
     @property
     def path(self) -> str:
         """The expression for the container, or for the tensor itself: "MyModel.outs"."""
-        holder = self.holder
-        grad = f"[...].{GRADIENT}" if holder.container_path != holder.path and holder.is_gradient else ""
-        return f"{holder.container_path}{grad}{holder.place}"
+        return f"{self.holder.container_path}{self.holder.place}"
 
 
 class HolderSearch:
@@ -133,22 +126,17 @@ class HolderSearch:
         self, tried: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool]
     ) -> tuple[TensorHolder | None, list[LivingTensor]]:
         candidates = [tensor for one in tried for tensor in one.tensors]
-        ignore = (candidates, *(own for one in self.remaining.values() for own in (one.tensors, one.owners)))
+        ignore = (candidates, *(one.tensors for one in self.remaining.values()))
         held = next((one for one in candidates if id(one) in self._names), None)
         held = first_held(candidates, ignore=ignore) if held is None else held
-        if held is not None:
-            holder = self.holder_of(held, ignore=ignore)
-            is_function = holder is not None and is_a(holder.root, (FunctionType, GeneratorType))
-            if is_function and not is_pile(self._in_place_of(holder, held)):
-                holder = self.holder_of(held, ignore=ignore, past_functions=True)
-        elif (owner := next((owner for one in tried for owner in one.owners), None)) is not None:
-            held, holder = owner.grad, self.holder_of(owner, ignore=ignore)
-            if holder is not None:
-                steps = (*holder.steps, ReferenceStep(ReferenceKind.ATTRIBUTE, GRADIENT))
-                holder = replace(holder, steps=steps, links=(*holder.links, owner))
+        if held is None:
+            holder, pile = None, [*tried]
         else:
-            holder = None
-        pile = [*tried] if held is None else self._in_place_of(holder, held)
+            holder = self.holder_of(held, ignore=ignore)
+            pile = self._in_place_of(holder, held)
+            if holder is not None and is_a(holder.root, (FunctionType, GeneratorType)) and not is_pile(pile):
+                holder = self.holder_of(held, ignore=ignore, past_functions=True)
+                pile = self._in_place_of(holder, held)
         for one in pile:
             del self.remaining[one.key]
         return holder, pile

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS, backward_hooks_of
+from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS
 from lightning_memtools.memory.nested_tensors import slot_names
 
 # Every link costs one pass over all Python objects. `module.metric.state["preds"][3]` has eight links, counting the
@@ -27,7 +27,6 @@ MAX_LINKS = 12
 MAX_ASKED_AT_ONCE = 16
 _MAX_KEY_LENGTH = 40
 LruCache = type(functools.lru_cache(lambda: None))
-GRADIENT = "grad"
 _OURS = "lightning_memtools."
 _OF_THE_SEARCH = __name__.rpartition(".")[0]
 
@@ -96,9 +95,7 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
         yield root
         return
     first, *rest = steps
-    if first.key == GRADIENT and is_a(root, Tensor):
-        held = [root.grad]
-    elif first.kind is ReferenceKind.OTHER:
+    if first.kind is ReferenceKind.OTHER:
         held = gc.get_referents(root)
     else:
         held = [one for step, one in _references(root) if step == first or (first.is_element and step.is_element)]
@@ -120,7 +117,7 @@ def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
         for default in (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()):
             yield ReferenceStep(ReferenceKind.DEFAULT), default
     if is_a(holder, Tensor):
-        yield ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS), backward_hooks_of(holder)
+        yield ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS), getattr(holder, BACKWARD_HOOKS, None)
     attributes = dict(vars(holder)) if is_a(holder, type) else {**(namespace_of(holder) or {})}
     attributes |= {name: getattr(holder, name, None) for name in slot_names(type(holder))}
     for name, held in attributes.items():
@@ -185,11 +182,6 @@ class TensorHolder:
         if self.steps and self.steps[0].kind is ReferenceKind.VARIABLE:
             return f" in the closure of {self.name}"
         return ""
-
-    @property
-    def is_gradient(self) -> bool:
-        """True if the tensor is the gradient of another one."""
-        return bool(self.steps) and self.steps[-1].key == GRADIENT
 
     @property
     def container(self) -> Any:

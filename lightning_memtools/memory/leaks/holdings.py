@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.leaks.growing_graphs import tensors_saved_by
+from lightning_memtools._torch import saved_tensors_of
 from lightning_memtools.memory.leaks.holder_search import LEAST_SHARE, HolderSearch, Holding, names_of_variables
 from lightning_memtools.memory.leaks.holders import TensorHolder, is_a, is_ours
 from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of
 from lightning_memtools.memory.living_objects import instances_of, outermost
 from lightning_memtools.memory.owned import OnDevice, block_bytes, owned_by, storage_of
+
+# A sum over 100,000 steps has about as many, and visiting them takes a second or two.
+_MOST_NODES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,10 @@ class Holdings:
     Attributes:
         found: Who holds it, the user's own objects before those of this package, and the largest first.
         garbage_bytes: Bytes that a collection of garbage freed: nobody held them any more.
-        unheld_bytes: Bytes of tensors that no Python object holds, and of those that there was no time to look for.
     """
 
     found: tuple[Holding, ...] = ()
     garbage_bytes: int = 0
-    unheld_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,8 @@ def find_holdings(
     search.find_piles(end)
     search.weigh_graphs()
     search.find_piles(end)
-    unheld = bytes_of([*search.remaining.values()]) + sum(search.unheld.values())
     garbage = sum(n_bytes for key, n_bytes in before.items() if key not in after)
-    return Holdings(tuple(search.joined()), garbage, unheld)
+    return Holdings(tuple(search.joined()), garbage)
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> list[LivingTensor]:
@@ -166,7 +166,7 @@ class _HoldingSearch:
         """Return the bytes that the graphs of tensors have saved, where nothing in Python was found to hold them."""
         total = 0
         for tensor in tensors:
-            for saved in tensors_saved_by(tensor, self._nodes):
+            for saved in _saved_by(tensor, self._nodes):
                 found = storage_of(saved)
                 if found is None or not self._on_device(saved):
                     continue
@@ -181,11 +181,22 @@ class _HoldingSearch:
         for one in self._found:
             by_path.setdefault(one.path, []).append(one)
 
-        def rank(one: Holding) -> tuple[bool, int, bool]:
-            # A gradient is easier to do without than the tensor that it belongs to.
-            return is_ours(one.holder.root), -one.n_bytes, not one.holder.is_gradient
+        return sorted(map(_joined, by_path.values()), key=lambda one: (is_ours(one.holder.root), -one.n_bytes))
 
-        return sorted(map(_joined, by_path.values()), key=rank)
+
+def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that the graph of a tensor has saved, without those of the nodes seen before.
+
+    Where saved tensors have hooks, as under checkpointing, reading them would run the hooks: they are left out.
+    """
+    waiting = [tensor.grad_fn]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield from saved_tensors_of(node)
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _joined(holdings: Sequence[Holding]) -> Holding:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 
-from lightning_memtools._torch import node_sequence_number
-from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans
-from lightning_memtools.memory.leaks.holder_search import MAX_LOOKUPS, HolderSearch, Holding, is_expected
-from lightning_memtools.memory.leaks.holders import all_tensors
+from lightning_memtools.memory.leaks.holder_search import HolderSearch, Holding, is_expected
 from lightning_memtools.memory.leaks.leak_report import LeakReport
-from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of, count_by_kind
+from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of
 from lightning_memtools.memory.owned import OnDevice, Owned
 
 # Readings of growth after which even what fits is reported: a cache may fill for ten epochs.
 _LONGEST_WAIT = 12
-_MOST_GRAPHS = 200
 
 
 class LeakDetector:
@@ -26,8 +22,6 @@ class LeakDetector:
       is reported, whatever its size: the last batch, the last outputs, running means.
     * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
       of the growth: sizes that vary by chance sometimes rise three times in a row too.
-    * A graph counts if it has nodes from each interval. Graphs are looked for after `warn_after` readings, and then
-      after twice, four times as many and so on, because a look visits all Python objects.
     * What no Python object holds does not count: its own place is not known, and nothing could be advised.
     * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
     * Tensors that pile up and may wait count after twelve readings: a cache that fills in ten epochs has stopped then.
@@ -53,9 +47,6 @@ class LeakDetector:
         self._census = TensorCensus(on_device)
         self._levels: list[int] = []
         self._next_look = warn_after
-        # Readings of `graph_clock`.
-        self._clocks: deque[int] = deque(maxlen=warn_after + 1)
-        self._n_readings, self._next_graph_look = 0, warn_after + 1
         self.has_reported = False
 
     def read(
@@ -73,16 +64,12 @@ class LeakDetector:
         """
         if self.has_reported:
             return None
-        self._clocks.append(graph_clock())
-        findings = self._growing_graphs()
-        if self._has_grown(unaccounted_bytes, collect):
-            findings += self._find_growing_tensors(owned)
+        findings = self._find_growing_tensors(owned) if self._has_grown(unaccounted_bytes, collect) else []
         if not findings:
             return None
         self.has_reported = True
         self._census.restart()
-        in_a_row = max(self._warn_after, len(self._levels) - 1)
-        return LeakReport(in_a_row, self._levels[-1] - self._levels[0], findings)
+        return LeakReport(len(self._levels) - 1, self._levels[-1] - self._levels[0], findings)
 
     def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
         """Return whether memory grew since the last reading; if it did not, start again from this reading."""
@@ -112,20 +99,6 @@ class LeakDetector:
             return []
         self._next_look += self._next_look
         return self._piles(survivors)
-
-    def _growing_graphs(self) -> list[Holding]:
-        self._n_readings += 1
-        if self._n_readings < self._next_graph_look:
-            return []
-        self._next_graph_look += self._next_graph_look - 1
-        clocks, search = tuple(self._clocks), HolderSearch([], self._find_names())
-        with_graph = [tensor for tensor in all_tensors() if tensor.grad_fn is not None]
-        with_graph.sort(key=lambda tensor: -node_sequence_number(tensor.grad_fn))  # one that grows is among the latest
-        growing = [tensor for tensor in with_graph[:_MOST_GRAPHS] if spans(tensor, clocks)][:MAX_LOOKUPS]
-        holders = [(tensor, search.holder_of(tensor, ignore=(with_graph, growing))) for tensor in growing]
-        return [
-            Holding(holder, count_by_kind([tensor]), 0, 1, graph_grows=True) for tensor, holder in holders if holder
-        ]
 
     def _piles(self, survivors: list[LivingTensor]) -> list[Holding]:
         """Return the places where tensors piled up since growth began."""

@@ -16,7 +16,7 @@ class LeakReport:
     """Memory that grew without a break, and the tensors that piled up meanwhile.
 
     Attributes:
-        in_a_row: The number of readings in a row in which memory or a graph grew.
+        in_a_row: The number of readings in a row in which memory grew.
         grown_bytes: The growth of memory in that time, without what the model and its optimizers own.
         findings: The places where tensors pile up, largest first.
     """
@@ -32,15 +32,12 @@ class LeakReport:
             device: The device's name.
             readings: What was counted: "epochs" or "evaluations".
         """
-        only_graphs = all(finding.graph_grows for finding in self.findings)
-        subject = (
-            "An autograd graph has grown"
-            if only_graphs
-            else f"Memory in use on {device} after garbage collection has grown by "
-            f"{format_size(self.grown_bytes)}, not counting parameters, gradients and optimizer state,"
+        growth = (
+            f"Memory in use on {device} after garbage collection has grown by {format_size(self.grown_bytes)}, not "
+            f"counting parameters, gradients and optimizer state, in {self.in_a_row} {readings} in a row "
+            f"({format_size(self.grown_bytes // self.in_a_row)} in each)."
         )
-        rate = "" if only_graphs else f" ({format_size(self.grown_bytes // self.in_a_row)} in each)"
-        lines = [f"{subject} in {self.in_a_row} {readings} in a row{rate}.", "What piles up:"]
+        lines = [growth, "What piles up:"]
         for finding in self.findings:
             lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {how_to_free(finding)}."]
         if any(_may_be_filling_up(finding) for finding in self.findings):
@@ -62,7 +59,7 @@ def _place(finding: Holding) -> str:
 def _may_be_filling_up(finding: Holding) -> bool:
     """Return whether a container holds plain tensors, as a buffer of a fixed length does until it is full."""
     is_element = any(step.is_element for step in finding.holder.steps)
-    return is_element and not finding.with_graph and not finding.graph_grows
+    return is_element and not finding.with_graph
 
 
 def _contents(finding: Holding) -> str:
@@ -74,8 +71,6 @@ def _contents(finding: Holding) -> str:
     else:
         others = ", and other shapes" if len(kinds) > _MAX_KINDS else ""
         tensors += f" ({', '.join(kinds[:_MAX_KINDS])}{others})"
-    if finding.graph_grows:
-        return f"{tensors}, whose autograd graph keeps growing: it holds on to every step"
     if finding.with_graph:
         graph = f"{finding.with_graph} of them with an autograd graph and all that it saved"
     else:

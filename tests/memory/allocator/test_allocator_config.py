@@ -62,17 +62,13 @@ def test_a_config_and_its_string_say_the_same(text: str) -> None:
     [
         ("expandable_segment:True", "'expandable_segment:True'"),
         ("expandable_segments", "'expandable_segments'"),
-        ("expandable_segments:true", "'expandable_segments:true'"),
         ("max_split_size_mb:64,,", "''"),
         ("max_split_size_mb:10", "'max_split_size_mb:10'"),
         ("max_split_size_mb:x", "'x' is not a whole number"),
-        ("max_split_size_mb:-1", "'-1' is not a whole number"),
-        ("large_segment_size_mb:10", "'large_segment_size_mb:10'"),
         # 64 would do for 20 MiB segments, but must be at least the large segment size, wherever that stands.
         ("max_split_size_mb:64,large_segment_size_mb:80", "'max_split_size_mb:64'"),
         ("roundup_power2_divisions:3", "'3' is not a power of two"),
         ("roundup_power2_divisions:[256:1", "no closing bracket"),
-        ("roundup_power2_divisions:[256]", "'256' is not size_in_mb:divisions"),
         ("roundup_power2_divisions:[100:2]", "'100' is not a power of two"),
         ("per_process_memory_fraction:high", "'high' is not a number"),
         ("per_process_memory_fraction:2", "'per_process_memory_fraction:2'"),

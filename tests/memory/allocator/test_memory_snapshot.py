@@ -32,47 +32,6 @@ def program(config: str = "") -> CachingAllocator:
     return allocator
 
 
-def test_segments_and_blocks_are_described_as_torch_does() -> None:
-    snapshot = take_snapshot(program())
-    small, large = snapshot["segments"]
-    first = 1 << 40
-    assert small == {
-        "device": 0,
-        "address": first,
-        "total_size": 2 * MIB,
-        "allocated_size": 1024,
-        "active_size": 1024,
-        "requested_size": 600,
-        "stream": 0,
-        "segment_type": "small",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": [
-            {
-                "address": first,
-                "size": 1024,
-                "requested_size": 600,
-                "state": "active_allocated",
-                "frames": [
-                    {"filename": "model.py", "line": 48, "name": "forward"},
-                    {"filename": "train.py", "line": 7, "name": "main"},
-                ],
-            },
-            {
-                "address": first + 1024,
-                "size": 2 * MIB - 1024,
-                "requested_size": 0,
-                "state": "inactive",
-                "frames": [],
-            },
-        ],
-    }
-    assert (large["total_size"], large["allocated_size"], large["active_size"]) == (20 * MIB, 4 * MIB, 4 * MIB)
-    assert [block["state"] for block in large["blocks"]] == ["active_allocated", "inactive"]
-    assert large["blocks"][0]["frames"] == [{"filename": "", "line": 0, "name": "aten.mm"}]
-
-
 @pytest.mark.parametrize("config", ["", "expandable_segments:True"])
 def test_torchs_own_tools_read_a_saved_snapshot(tmp_path: Path, config: str) -> None:
     path = tmp_path / "snapshot.pickle"

@@ -46,14 +46,9 @@ def having(thing, **attributes):
             lambda m, t: having(m.head, steps=[{"pred": new(), "rest": (new(), t)}]),
             *("Model.head.steps[0]['rest'][1]", "Model.head.steps"),
         ),
-        (lambda m, t: having(m.head[1], last=t), "Model.head.1.last", "Model.head.1.last"),
         (
             lambda m, t: having(m, others=[having(nn.Linear(2, 2), seen={"x": t})]),  # not registered
             *("Model.others[0].seen['x']", "Model.others"),
-        ),
-        (
-            lambda m, t: having(m, recorder=having(Recorder(), kept=deque([t]))),
-            *("Model.recorder.kept[0]", "Model.recorder.kept"),
         ),
         (
             lambda m, t: having(m, slotted=having(Slotted(), kept={"y": t})),
@@ -62,7 +57,6 @@ def having(thing, **attributes):
         (lambda m, t: having(m, state=SimpleNamespace(x=t)), "Model.state.x", "Model.state.x"),
         (lambda m, t: having(m, by_step=OrderedDict({(0, "a"): t})), "Model.by_step[(0, 'a')]", "Model.by_step"),
         (lambda m, t: having(m, bag={t}), "Model.bag", "Model.bag"),
-        (lambda m, t: m.register_buffer("running", t), "Model.running", "Model.running"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
