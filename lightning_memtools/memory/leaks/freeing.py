@@ -5,14 +5,20 @@ from __future__ import annotations
 from types import FunctionType, GeneratorType
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from lightning_memtools.memory.leaks.holder_search import Holding
 from lightning_memtools.memory.leaks.holders import LruCache, TensorHolder, find_holder, is_a
 
 
 def how_to_free(holding: Holding) -> str:
     """Return what to write, without a period: "Clear Net.outs when the epoch ends, or keep ... off the device"."""
+    holder = holding.holder
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
+    if holder.is_gradient:
+        path = _from_outside(holder, holder.path)
+        return f"Set it to None (`{path} = None`), or call `torch.autograd.grad`, which keeps no gradient"
     instead = "`.detach().cpu()`" if holding.with_graph else "`.cpu()` or `.item()`"
     return f"{_release(holding)}, or keep only what is needed, off the device: {instead}"
 
@@ -30,6 +36,7 @@ def _release(holding: Holding) -> str:
             _is_of_hook(holder),
             "Call `handle.remove()` with what registering the hook returned, once it is done",
         ),
+        (is_a(holder.root, Dataset), f"Let the data set not keep what it has yielded ({path})"),
         (is_a(holder.root, GeneratorType), f"Close {holder.name} with `close()`"),
         (is_variable, f"`del {variable}` once it is no longer needed, or clear it when the epoch ends"),
         (any(step.is_element for step in holder.steps), f"Clear {path} when the epoch ends"),

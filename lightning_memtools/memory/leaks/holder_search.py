@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from lightning_memtools.memory.error_frames import variables_of
 from lightning_memtools.memory.leaks.holders import (
+    GRADIENT,
     LruCache,
+    ReferenceKind,
+    ReferenceStep,
     TensorHolder,
     find_holder,
     first_held,
@@ -83,7 +86,9 @@ class Holding:
     @property
     def path(self) -> str:
         """The expression for the container, or for the tensor itself: "MyModel.outs"."""
-        return f"{self.holder.container_path}{self.holder.place}"
+        holder = self.holder
+        grad = f"[...].{GRADIENT}" if holder.container_path != holder.path and holder.is_gradient else ""
+        return f"{holder.container_path}{grad}{holder.place}"
 
 
 class HolderSearch:
@@ -126,17 +131,22 @@ class HolderSearch:
         self, tried: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool]
     ) -> tuple[TensorHolder | None, list[LivingTensor]]:
         candidates = [tensor for one in tried for tensor in one.tensors]
-        ignore = (candidates, *(one.tensors for one in self.remaining.values()))
+        ignore = (candidates, *(own for one in self.remaining.values() for own in (one.tensors, one.owners)))
         held = next((one for one in candidates if id(one) in self._names), None)
         held = first_held(candidates, ignore=ignore) if held is None else held
-        if held is None:
-            holder, pile = None, [*tried]
-        else:
+        if held is not None:
             holder = self.holder_of(held, ignore=ignore)
-            pile = self._in_place_of(holder, held)
-            if holder is not None and is_a(holder.root, (FunctionType, GeneratorType)) and not is_pile(pile):
+            is_function = holder is not None and is_a(holder.root, (FunctionType, GeneratorType))
+            if is_function and not is_pile(self._in_place_of(holder, held)):
                 holder = self.holder_of(held, ignore=ignore, past_functions=True)
-                pile = self._in_place_of(holder, held)
+        elif (owner := next((owner for one in tried for owner in one.owners), None)) is not None:
+            held, holder = owner.grad, self.holder_of(owner, ignore=ignore)
+            if holder is not None:
+                steps = (*holder.steps, ReferenceStep(ReferenceKind.ATTRIBUTE, GRADIENT))
+                holder = replace(holder, steps=steps, links=(*holder.links, owner))
+        else:
+            holder = None
+        pile = [*tried] if held is None else self._in_place_of(holder, held)
         for one in pile:
             del self.remaining[one.key]
         return holder, pile

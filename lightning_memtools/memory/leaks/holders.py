@@ -27,6 +27,7 @@ MAX_LINKS = 12
 MAX_ASKED_AT_ONCE = 16
 _MAX_KEY_LENGTH = 40
 LruCache = type(functools.lru_cache(lambda: None))
+GRADIENT = "grad"
 _OURS = "lightning_memtools."
 _OF_THE_SEARCH = __name__.rpartition(".")[0]
 
@@ -95,7 +96,9 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
         yield root
         return
     first, *rest = steps
-    if first.kind is ReferenceKind.OTHER:
+    if first.key == GRADIENT and is_a(root, Tensor):
+        held = [root.grad]
+    elif first.kind is ReferenceKind.OTHER:
         held = gc.get_referents(root)
     else:
         held = [one for step, one in _references(root) if step == first or (first.is_element and step.is_element)]
@@ -182,6 +185,11 @@ class TensorHolder:
         if self.steps and self.steps[0].kind is ReferenceKind.VARIABLE:
             return f" in the closure of {self.name}"
         return ""
+
+    @property
+    def is_gradient(self) -> bool:
+        """True if the tensor is the gradient of another one."""
+        return bool(self.steps) and self.steps[-1].key == GRADIENT
 
     @property
     def container(self) -> Any:

@@ -181,7 +181,11 @@ class _HoldingSearch:
         for one in self._found:
             by_path.setdefault(one.path, []).append(one)
 
-        return sorted(map(_joined, by_path.values()), key=lambda one: (is_ours(one.holder.root), -one.n_bytes))
+        def rank(one: Holding) -> tuple[bool, int, bool]:
+            # A gradient is easier to do without than the tensor that it belongs to.
+            return is_ours(one.holder.root), -one.n_bytes, not one.holder.is_gradient
+
+        return sorted(map(_joined, by_path.values()), key=rank)
 
 
 def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:

@@ -28,12 +28,14 @@ class LivingTensor:
         tensors: The tensors.
         n_bytes: The memory that the storage occupies.
         born: The number of the census that saw it first.
+        owners: The tensors of which it is the gradient.
     """
 
     key: int
     tensors: list[Tensor]
     n_bytes: int
     born: int
+    owners: list[Tensor]
 
     @property
     def signature(self) -> tuple[torch.Size, torch.dtype]:
@@ -62,22 +64,24 @@ class TensorCensus:
         self.number += 1
         living: dict[int, LivingTensor] = {}
         births: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
-        for tensor in _with_gradients(all_tensors()):
+        for tensor, owner in _with_gradients(all_tensors()):
             if not self._on_device(tensor):
                 continue
             found = storage_of(tensor)
             if found is None or found[0] in leave_out or found[1].nbytes() == 0:
                 continue
             key, storage = found
+            owners = [] if owner is None else [owner]
             if key in living:
                 living[key].tensors.append(tensor)
+                living[key].owners.extend(owners)
                 continue
             reference, born = self._births.get(key, (None, 0))
             if reference is None or reference() is not storage:  # the address belonged to one that was freed
                 # The reference is to the storage: torch.utils.swap_tensors refuses tensors with weak references.
                 reference, born = weakref.ref(storage), self.number
             births[key] = reference, born
-            living[key] = LivingTensor(key, [tensor], block_bytes(storage), born)
+            living[key] = LivingTensor(key, [tensor], block_bytes(storage), born, owners)
         self._births = births
         return list(living.values())
 
@@ -87,12 +91,12 @@ class TensorCensus:
         self.number = 0
 
 
-def _with_gradients(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors and the gradients of the leaves among them, which the collector does not list."""
+def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield each tensor with None, and each gradient with its leaf: the collector does not list gradients."""
     for tensor in tensors:
-        yield tensor
+        yield tensor, None
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-            yield tensor.grad
+            yield tensor.grad, tensor
 
 
 def blocks_to_walk() -> int:

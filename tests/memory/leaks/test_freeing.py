@@ -48,9 +48,9 @@ def follow(advice: str, names: Names) -> None:
     if code := re.search(r"`(.*?)`", words):
         exec(code[1].replace("close()", "stream.close()"), names)  # noqa: S102, our own text
         return
-    path = re.search(r"Clear (\S+) when", words)
+    path = re.search(r"Clear (\S+) when|yielded \((\S+)\)", words)
     assert path is not None
-    eval(path[1], names).clear()  # noqa: S307
+    eval(path[1] or path[2], names).clear()  # noqa: S307
 
 
 def fresh(**attributes: Any) -> None:
@@ -85,6 +85,12 @@ def hooked(register: Callable[[Model], Any]) -> Callable[[Model], Names]:
         return {"handle": handle}
 
     return keep
+
+
+def attacked() -> Tensor:
+    x = torch.zeros(MIB // 4, requires_grad=True)
+    x.square().sum().backward()
+    return x
 
 
 class KeepsItems(Dataset[Tensor]):
@@ -138,7 +144,9 @@ CASES = [
     ("Clear fresh.Registry.by_name", in_class(by_name=lambda: {"net": [mib()]})),
     ("`del fresh.Registry.table`", in_class(table=mib)),
     ("Clear fresh.Registry.bag", in_class(bag=lambda: {mib()})),
-    ("Clear KeepsItems.kept", dataset),
+    ("`Model.probe.grad = None`", in_model("probe", attacked)),
+    ("`fresh.inputs[0].grad = None`", lambda _: fresh(inputs=[attacked()])),
+    ("(KeepsItems.kept)", dataset),
     ("Close the generator running_mean with `close()`", generator),
 ]
 
@@ -153,7 +161,7 @@ def test_the_advice_fits_the_holder_and_frees_what_it_holds(words, keep):
         names = {"Model": model, **(keep(model) or {})}
         names["fresh"] = sys.modules.get("fresh")
         n_bytes = 0
-        for _ in range(3):  # a tensor may have more than one holder
+        for _ in range(3):  # a tensor may have more than one holder, and a gradient comes beside its own tensor
             held = found(device, model)
             mine = [advice for advice in map(how_to_free, held) if words in advice]
             if not mine:
