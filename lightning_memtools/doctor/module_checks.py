@@ -76,10 +76,8 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     ]
     if not moved:
         return []
-    evidence = (
-        f"{counted(len(moved), 'BatchNorm layer of a frozen part runs', 'BatchNorm layers of frozen parts run')} in "
-        f"train mode: {case.n_steps} steps have written the running statistics, and never the weights."
-    )
+    layers = counted(len(moved), "BatchNorm layer of a frozen part runs", "BatchNorm layers of frozen parts run")
+    evidence = f"{layers} in train mode: {case.n_steps} steps have written the running statistics, not the weights."
     return [finding("module_modes/frozen", first_of(moved), evidence)]
 
 

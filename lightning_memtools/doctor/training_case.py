@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from lightning_memtools.null_cuda.launch import computes_nothing
 
 Shape = tuple[int, ...]
-
-
 NormCounts = tuple[str, Any, int]
 
 
