@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ from lightning_memtools.memory.virtual.storages import flat, given_tensors
 aten = torch.ops.aten
 
 _MOST_INTEGERS = 2**22
-_MOST_FLOATS = 2**16
+_MOST_FLOATS = 2**18
 _MANY = 1024  # entries, after which those of tensors that are gone are removed
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
@@ -135,7 +136,7 @@ class KnownValues:
         if rule is None or rule.answer is None:
             return NotImplemented
         # Under a FakeTensorMode a real mask selects fakes too.
-        return rule.answer(self, FollowedCall(name, func, args, kwargs, _always))
+        return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Apply an operator to the known values, after it ran on the tensors."""
@@ -149,7 +150,7 @@ class KnownValues:
         written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
         is_followed = not is_random and all(isinstance(tensor, FakeTensor) for tensor in written)
-        self.follow(FollowedCall(name, func, args, kwargs, _always, written, is_followed), out)
+        self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
         """Apply a call to the known values, after it ran on the tensors."""
@@ -190,8 +191,10 @@ class KnownValues:
         if values is None or (call.name in _OVERWRITING and not _covers_storage(made)):
             return
         with without_dispatch_modes(), torch.no_grad():
-            filled = torch.empty(made.shape, dtype=made.dtype)
-            filled[...] = values
+            # Unlike torch.zeros it writes nothing: the zeros of an optimizer's state take no time.
+            filled = torch.from_numpy(np.zeros(made.nbytes, np.uint8)).view(made.dtype).view(made.shape)
+            if isinstance(values, Tensor) or values != 0:
+                filled[...] = values
         is_copied = call.name == "copy_" and isinstance(call.args[1], Tensor) and self.is_assumed(call.args[1])
         self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
@@ -553,10 +556,6 @@ def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
             return func(*args, **kwargs)
         except Exception:  # noqa: BLE001, the operator itself raises what the user is to see
             return None
-
-
-def _always(_tensor: Tensor) -> bool:
-    return True
 
 
 def is_too_large(tensor: Tensor) -> bool:

@@ -39,8 +39,7 @@ class ReplayLoop(StepListener):
         scale: The number that the gradient scaler multiplies losses by; None without one.
         forward: Makes the context that training_step runs in.
         on_loss: Called with each loss that is sent backward, multiplied by the scaler.
-        before_update: Called before each update of training_step; returns whether the step ends there. No update is
-            made.
+        before_update: Called in the place of each update of training_step; returns whether the step ends there.
     """
 
     def __init__(
@@ -145,8 +144,7 @@ class _ReplayHooks(Callback):
     def __init__(self, on_loss: Callable[[Tensor], None], before_update: Callable[[], bool]) -> None:
         self._on_loss, self._before_update = on_loss, before_update
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        del trainer, pl_module
+    def on_before_backward(self, _trainer: Any, _module: Any, loss: Tensor) -> None:
         self._on_loss(loss)
 
     def on_before_optimizer_step(self, *_: Any) -> None:

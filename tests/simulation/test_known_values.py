@@ -74,6 +74,13 @@ def test_sizes_that_follow_from_the_data_are_those_of_the_real_run(name):
     assert as_traced(function, ROWS, GRAPHS, MASK) == (real, [])
 
 
+def test_masks_of_a_quarter_of_a_million_floats_are_known():
+    """As of a data set that its module cuts into windows, of which some are left out."""
+    data = torch.ones(2**18)
+    data[:1000] = 0
+    assert as_traced(lambda x: x[x > 0], data) == ((2**18 - 1000,), [])
+
+
 UNKNOWN = {
     "number": (lambda x: x.sum().item(), 1.0),
     "flag": (lambda x: bool(x.sum() > 0.5), True),
