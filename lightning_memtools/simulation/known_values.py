@@ -599,6 +599,7 @@ def values_known() -> Iterator[KnownValues]:
         return
     token = _VALUES.set(values := KnownValues())
     patches = Patches()
+    patches.replace(Tensor, "as_subclass", _of_fakes_themselves)
     asking = sys.modules.get("transformers.masking_utils")
     if hasattr(asking, "is_tracing"):
         patches.replace(asking, "is_tracing", _asked_without_fakes)
@@ -607,6 +608,11 @@ def values_known() -> Iterator[KnownValues]:
     finally:
         patches.undo()
         _VALUES.reset(token)
+
+
+def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an `as_subclass` that returns a fake tensor unchanged, so torchvision's Image becomes a plain tensor."""
+    return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
 
 
 def _asked_without_fakes(is_tracing: Callable[..., bool]) -> Callable[..., bool]:

@@ -25,6 +25,10 @@ LEVELS = torch.arange(4).repeat_interleave(10)
 ROWS = torch.arange(40.0).reshape(10, 4) - 7
 
 
+class Subclass(Tensor):
+    """As torchvision's Image."""
+
+
 def as_traced(function, *given, cuda=False):
     """The result of a function on fake tensors, its tensors as their shapes; and what was assumed."""
     device = VirtualDevice(cuda_like=cuda)
@@ -38,6 +42,7 @@ def as_traced(function, *given, cuda=False):
 FUNCTIONS = {
     "size of a readout": lambda x, g, m: torch.zeros(int(g.max()) + 1, 4).index_add_(0, g, x),
     "mask": lambda x, g, m: x[m],
+    "of a subclass": lambda x, g, m: x.as_subclass(Subclass)[m.as_subclass(Subclass)],
     "inverted mask": lambda x, g, m: x[~m, 1:],
     "mask from a comparison": lambda x, g, m: x[(g > 0) & m],
     "mask of two dimensions": lambda x, g, m: x[x > 3],

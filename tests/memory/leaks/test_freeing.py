@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.memory.leaks.freeing import how_to_free
@@ -73,6 +73,16 @@ def cached(function: Callable[..., Any], *arguments: Any) -> Any:
     return function
 
 
+class Looks:
+    """A hook that keeps a tensor at each call."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, *_: Any) -> None:
+        self.seen.append(mib())
+
+
 def looker() -> Callable[..., None]:
     seen: list[Tensor] = []
     return lambda *_: seen.append(mib())
@@ -93,6 +103,9 @@ def attacked() -> Tensor:
     return x
 
 
+# --- data sets that keep what they have yielded
+
+
 class KeepsItems(Dataset[Tensor]):
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -105,10 +118,45 @@ class KeepsItems(Dataset[Tensor]):
         return self.kept[-1][:1]
 
 
-def dataset(_: Model) -> Names:
-    data = KeepsItems()
-    assert [len(data[n]) for n in range(2)] == [1, 1]
-    return {"KeepsItems": data}
+class KeepsByIndex(KeepsItems):
+    def __init__(self) -> None:
+        self.cache: dict[int, Tensor] = {}
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.cache.setdefault(index, mib())[:1]
+
+
+class KeepsStream(IterableDataset[Tensor]):
+    def __init__(self) -> None:
+        self.history: list[tuple[Tensor, int]] = []
+
+    def __iter__(self) -> Any:
+        for n in range(2):
+            self.history.append((mib(), n))
+            yield torch.ones(1)
+
+
+class Doubled(Dataset[Tensor]):
+    """Around another one."""
+
+    def __init__(self, inner: KeepsItems) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return 2 * self.inner[index]
+
+
+def dataset(make: Callable[[], Any], owner: Callable[[Any], Any] = lambda data: data) -> Callable[[Model], Names]:
+    def keep(_: Model) -> Names:
+        data = make()
+        items = [data[n] for n in range(2)] if isinstance(data, KeepsItems | Doubled) else [*data]
+        assert len(items) == 2
+        return {type(owner(data)).__name__: owner(data), "data": data}
+
+    return keep
 
 
 def running_mean() -> Any:
@@ -135,9 +183,14 @@ def in_class(**make: Callable[[], Any]) -> Callable[[Model], None]:
 
 CASES = [
     ("`fresh.table.cache_clear()`", lambda _: fresh(table=cached(functools.cache(mib), 3))),
+    (
+        "`fresh.table.cache_clear()`",
+        lambda _: fresh(table=cached(functools.lru_cache(maxsize=None)(lambda n: {"sin": mib(n), "cos": mib(n)}), 3)),
+    ),
     ("`fresh.Registry.of.cache_clear()`", in_class(of=lambda: cached(functools.cache(lambda _, n: mib(n)), 0, 3))),
     ("`Model.lookup.cache_clear()`", in_model("lookup", lambda: cached(functools.cache(mib), 3))),
     ("handle.remove()", hooked(lambda model: model.net.register_forward_hook(looker()))),
+    ("handle.remove()", hooked(lambda model: model.net.register_forward_pre_hook(Looks()))),
     ("handle.remove()", hooked(lambda model: model.net.register_full_backward_hook(looker()))),
     ("handle.remove()", hooked(lambda model: model.net.weight.register_hook(looker()))),
     ("Clear fresh.Registry.outputs", in_class(outputs=lambda: [mib()])),
@@ -145,8 +198,13 @@ CASES = [
     ("`del fresh.Registry.table`", in_class(table=mib)),
     ("Clear fresh.Registry.bag", in_class(bag=lambda: {mib()})),
     ("`Model.probe.grad = None`", in_model("probe", attacked)),
+    ("`Model.images['dream'].grad = None`", in_model("images", lambda: {"dream": attacked()})),
     ("`fresh.inputs[0].grad = None`", lambda _: fresh(inputs=[attacked()])),
-    ("(KeepsItems.kept)", dataset),
+    ("`fresh.Registry.prompt.grad = None`", in_class(prompt=attacked)),
+    ("(KeepsItems.kept)", dataset(KeepsItems)),
+    ("(KeepsByIndex.cache)", dataset(KeepsByIndex)),
+    ("(KeepsStream.history)", dataset(KeepsStream)),
+    ("(KeepsItems.kept)", dataset(lambda: Doubled(KeepsItems()), lambda data: data.inner)),
     ("Close the generator running_mean with `close()`", generator),
 ]
 
