@@ -80,7 +80,7 @@ BUDGETS = {
     "_lightning.py": 624,
     "_torch.py": 796,
     REST: 141,
-    "the library": 37904,
+    "the library": 37907,
     "tests": 32789,
     "benchmarks": 4000,
     "benchmarks' JSON": 1500,
