@@ -493,6 +493,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), _guessed(lambda *_: False)),
     "isfinite": _guessed(lambda *_: True),
     **{name: _guessed(partial(_compared, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("argmax", "argmin"), _guessed(lambda *_: 0)),  # torchmetrics refuses more classes than there are
     "topk": _guessed(partial(_in_order, 2), of_second=True),
     "sort": _guessed(partial(_in_order, 1), of_second=True),
     **dict.fromkeys(("rand", "rand_like"), _guessed(partial(_below, lambda _: 1.0))),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchmetrics.functional.classification import multiclass_accuracy
 
 from lightning_memtools import VirtualDevice, estimate_memory
 from lightning_memtools.memory.nested_tensors import map_tensors
@@ -89,8 +90,9 @@ def test_masks_of_a_quarter_of_a_million_floats_are_known():
 UNKNOWN = {
     "number": (lambda x: x.sum().item(), 1.0),
     "flag": (lambda x: bool(x.sum() > 0.5), True),
-    "index": (lambda x: int(x.argmax()), 1),
-    "class": (lambda x: torch.unique(x.argmax(1)), (10,)),
+    "index": (lambda x: int(x.argmax()), 0),
+    "class": (lambda x: torch.unique(x.argmax(1)), (1,)),
+    "accuracy": (lambda x: multiclass_accuracy(x.argmax(1), MASK.long(), 4), ()),
     "flag of one value": (lambda x: bool(x[:1, 0] > torch.tensor([0.5])), True),
     "mask": (lambda x: x[x > 0], (40,)),
     "rows": (lambda x: x[x[:, 0] > 0], (10, 4)),
