@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -21,8 +21,13 @@ _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponent
 _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
 
 
-def value_readers(values: KnownValues) -> dict[Any, Callable[..., Any]]:
-    """Return the functions of torch that read fake tensors without an operator, and what reads known values instead."""
+def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the functions of torch that read fake tensors without an operator, and what reads known values instead.
+
+    Args:
+        values: The known values.
+        replaced: Functions that are replaced already.
+    """
 
     def reader(original: Any, read: Any) -> Callable[..., Any]:
         def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +37,7 @@ def value_readers(values: KnownValues) -> dict[Any, Callable[..., Any]]:
         return run
 
     pairs = ((Tensor.numpy, Tensor.numpy), (Tensor.tolist, Tensor.tolist), (Tensor.__array__, Tensor.numpy))
-    return packing(values) | {one: reader(one, read) for one, read in pairs}
+    return packing(values, replaced) | {one: reader(one, read) for one, read in pairs}
 
 
 class FollowedValues(TorchFunctionMode):

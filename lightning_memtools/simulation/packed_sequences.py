@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -73,13 +73,23 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
     return (out.transpose(0, 1) if batch_first else out), lengths
 
 
-def packing(values: KnownValues) -> dict[Any, Callable[..., Any]]:
-    """Return replacements of torch's functions for packed sequences, which read lengths from the known values.
+def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
+    """Run a recurrent function, which is given the sizes of packed batches with their values."""
+    is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
+    return function(source, values.read(sizes) if is_packed else sizes, *args)
 
-    Recurrent layers as cuDNN runs them read no lengths; those of the CPU do, and are not traced with packed sequences.
+
+def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return replacements of torch's functions for packed sequences. They read lengths from the known values.
+
+    Args:
+        values: The known values.
+        replaced: Replacements of torch's recurrent functions, which are called in their place.
     """
     readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
-    return {function: partial(_without_values, reader, function) for function, reader in readers.items()}
+    for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+        readers[one] = partial(_run, values, replaced.get(one, one))
+    return {one: partial(_without_values, reader, replaced.get(one, one)) for one, reader in readers.items()}
 
 
 def _without_values(reader: Callable[..., Any], function: Callable[..., Any], source: Tensor, *args: Any) -> Any:

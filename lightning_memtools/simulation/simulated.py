@@ -96,7 +96,8 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         known = stack.enter_context(values_known())
         stack.enter_context(mode := fake_mode())
         stack.enter_context(repeated := RepeatedFakes(mode, known))
-        replaced = value_readers(known) | (cuda_functions(device.gpu) if cuda else {})
+        replaced = cuda_functions(device.gpu) if cuda else {}
+        replaced |= value_readers(known, replaced)
         device.find_results(repeated.result_of)
         stack.enter_context(fakes_copied_deeply())
         device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})

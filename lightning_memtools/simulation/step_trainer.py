@@ -133,7 +133,7 @@ class StepTrainer(Trainer):
         self, original: Any, device: str, precision: Any, *, accumulate: int = 1, clip: float | None = None
     ) -> None:
         strategies, environments = part_of_lightning("strategies"), part_of_lightning("plugins.environments")
-        place = torch.device(device)
+        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         super().__init__(
             accelerator=place.type,
             devices=1,
