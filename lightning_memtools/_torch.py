@@ -392,7 +392,7 @@ def record_cuda_history(max_entries: int) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop the recording; torch documents the function under its underscored name."""
+    """Stop to record the requests to CUDA's allocator; torch documents the function under its underscored name."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 

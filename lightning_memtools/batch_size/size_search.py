@@ -97,7 +97,7 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if a segment of the allocator is small beside the memory that a batch may take."""
+    """Return True if a trial measures precisely: a segment of the allocator is small beside a batch's memory."""
     rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
     return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
 

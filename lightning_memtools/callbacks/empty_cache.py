@@ -175,7 +175,7 @@ class EmptyCache(WatchingCallback):
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Forget everything. Idempotent."""
+        """Stop watching, and forget what was noted of the run. Idempotent."""
         self._run = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:

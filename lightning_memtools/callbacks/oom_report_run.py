@@ -36,7 +36,7 @@ def place_of(trainer: Trainer) -> FailureMoment:
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
-    """Return what the checks need to know of the run. The failed batch, of which sizes suffice, judges OOMRecovery."""
+    """Return what the checks need to know of the run; OOMRecovery is advised by the sizes of the failed batch."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization

@@ -62,7 +62,7 @@ class ChunkedCrossEntropy:
         return loss
 
     def at_once(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the same from all logits at once, as autograd differentiates it."""
+        """Return the same loss from all logits at once, without chunks; autograd differentiates it."""
         cast = [None if one is None else one.to(self.dtype) for one in (source, weight, bias)]
         losses = self._losses(F.linear(*cast), self.target)  # type: ignore[arg-type]
         return (

@@ -145,7 +145,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
 
 
 class _Deferred(torch.autograd.Function):
-    """Gives logits without values a place in the graph, for functions that take a gradient of their own."""
+    """A node of the graph for logits that are not computed yet, so that functions on them can be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:

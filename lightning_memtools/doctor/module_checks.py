@@ -94,7 +94,7 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return the parts in eval mode whose gradient checkpointing is switched on: they look at it in train mode only."""
+    """Return the parts in eval mode whose gradient checkpointing is switched on, which works in train mode only."""
     idle = [
         name or type(case.model).__name__
         for name, part in case.model.named_modules()

@@ -59,7 +59,7 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
 
 
 def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
-    """Return the moment of an event, with the names of modules without that of the model."""
+    """Return where in the step an event was: its phase and its module, without the model's own name."""
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")

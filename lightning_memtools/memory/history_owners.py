@@ -42,7 +42,7 @@ class OwnerNotes:
         self.notes.append((_now(), stage, block_owners(model, optimizers, batch, self.lines)))
 
     def holders(self, entries: Sequence[_Entry]) -> dict[str, tuple[PeakHolder, ...]]:
-        """Return who holds what when the most was allocated, by stage; blocks without an owner are "activations".
+        """Return by stage who owned what at the peak of allocated memory; blocks without an owner are "activations".
 
         Args:
             entries: The whole history of the device (`device_traces` of torch's snapshot).

@@ -73,7 +73,7 @@ class ReleaseThreshold:
 
 @dataclass(frozen=True, slots=True)
 class RetainedMemory:
-    """The memory that stays allocated at a boundary, in bytes.
+    """The memory that is still allocated at the end of a stage, in bytes.
 
     Attributes:
         total: The allocated memory, without the inputs that are expected to be there.

@@ -35,7 +35,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 
 def bytes_in(thing: Any) -> int:
-    """Return the bytes of all tensors in a nesting, as many as their elements take."""
+    """Return the bytes of the elements of all tensors in nested containers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(thing))
 
 

@@ -135,7 +135,7 @@ class MpsReader:
 
 
 def allocated_bytes(reader: MemoryReader) -> int:
-    """Return only the allocated bytes: on CUDA without asking the driver, as `stats` does for capacity and use."""
+    """Return the allocated bytes alone. On CUDA that asks no driver, which `stats` does for capacity and use."""
     if isinstance(reader, CudaReader):
         nested = torch.cuda.memory_stats_as_nested_dict(reader.index)
         return int(nested["allocated_bytes"]["all"]["current"]) if nested else 0

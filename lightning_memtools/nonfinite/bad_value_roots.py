@@ -183,9 +183,9 @@ class _BackwardSlice:
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
-        """Return the index of the last event before this one that wrote a bad value there.
+        """Return the index of the last event before the event `before` that wrote a bad value to the memory `key`.
 
-        With `wants_nan`, a NaN: another part of the memory may have been filled with infinities since.
+        With `wants_nan` only a NaN counts: another part of the memory may have been filled with infinities since.
         """
         writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
         return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)

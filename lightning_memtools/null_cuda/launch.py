@@ -59,12 +59,12 @@ class NullDevices:
 def null_devices(
     gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
 ) -> NullDevices:
-    """Return devices like a GPU of the table, with its capacity or with another one.
+    """Return simulated devices like a known GPU, with its capacity or another one.
 
     Args:
         gpu: The name of a GPU, such as "RTX 4090"; by default the one that ``capacity`` names, else an A100.
         capacity: Bytes of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default that
-            of ``gpu``; without it 1 TiB, which no step fills.
+            of ``gpu``; without either 1 TiB, which no step fills.
         count: How many devices there are.
         context_bytes: Bytes that the CUDA context takes.
 

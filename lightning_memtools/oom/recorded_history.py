@@ -51,9 +51,9 @@ class RecordedHistory:
         return done.allocator if done.completed else None
 
     def with_expandable_segments(self) -> tuple[bool | None, str]:
-        """Return whether the request would have been served with ``expandable_segments:True``, and a sentence on it.
+        """Return whether the failed request would have been served with ``expandable_segments:True``, and why.
 
-        It is None where the history allows no conclusion.
+        The first is None where the history allows no conclusion; the second is a sentence.
         """
         failed = self.failed
         if failed is None:

@@ -97,7 +97,7 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the trace of the unchanged step fits: it then lacks what made the step fail."""
+        """True if the trace of the unchanged step fits: the trace then misses what made the real step fail."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property

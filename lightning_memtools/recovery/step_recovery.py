@@ -184,7 +184,7 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return how many parts to try first: so many that none is as large as one that did not fit."""
+        """Return how many parts to try first: enough that each is smaller than any part that ran out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)

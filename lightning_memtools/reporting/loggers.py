@@ -33,7 +33,7 @@ def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) 
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars to every logger at the given step, on rank 0. Those that show a user's own metrics get none."""
+    """Write scalars at the given step, on rank 0, to every logger but those that a library shows to its own users."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:
@@ -113,10 +113,10 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -
 
 
 def checked_interval(every_n_steps: int | None) -> int | None:
-    """Return an interval in training steps as it is, or None for the Trainer's own.
+    """Check an interval in training steps and return it; None is the Trainer's own.
 
     Raises:
-        ValueError: It is no whole number, or below 1.
+        ValueError: It is not a whole number, or it is below 1.
     """
     if every_n_steps is not None and not is_count(every_n_steps):
         raise ValueError(

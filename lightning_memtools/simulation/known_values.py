@@ -282,7 +282,7 @@ class KnownValues:
 
 
 def _read(values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call that reads its first argument."""
+    """Return the result of a call that reads its first argument's value, such as `item()`."""
     known = values.read(call.args[0])
     with without_dispatch_modes():
         return call.func(known, *call.args[1:], **call.kwargs)
@@ -375,7 +375,7 @@ def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return what CUDA's only driver for least squares returns: no rank and no singular values."""
+    """Return what `lstsq` returns with gels, its only driver on CUDA: rank and singular values are empty."""
     left, right = call.args[:2]
     if not isinstance(left, FakeTensor):  # PyTorch's own code runs
         return NotImplemented
@@ -590,9 +590,9 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Follow the values of a step's tensors inside, and answer code that asks whether it is being traced with no.
+    """Follow the values of a step's tensors inside, and tell code that it is not being traced.
 
-    transformers makes attention masks whatever their values are if it finds fakes (`is_tracing`).
+    Where its `is_tracing` finds fakes, transformers makes attention masks without a look at their values.
     """
     around = _VALUES.get()
     if around is not None:

@@ -232,7 +232,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Return a description of a result; None if its tensors are not new and dense, nor the first argument."""
+    """Return a description of a result; None unless each tensor is new and dense, or is the first argument."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)

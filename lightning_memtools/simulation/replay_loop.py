@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Give a module that had no Trainer its own methods back, where its optimizers were configured."""
+        """Give the module its own methods back, if it had no Trainer and its optimizers were configured here."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():

@@ -76,7 +76,7 @@ def _page(title: str, held: Mapping[str, Any], start: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Yield each module's name and its source as a URL; a module in a URL can import by name only."""
+    """Yield each JavaScript module's name and its source as a data URL; from such a URL it imports by name only."""
     for path in sorted(_STATIC.glob("*.js")):
         source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
         encoded = base64.b64encode(source.encode()).decode()

@@ -181,7 +181,7 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
-    """Return the category of a block without an owner by the phase that made it, or the line that asked for it."""
+    """Return the category of a block without an owner: from the phase that made it, or the line of code that did."""
     if not is_marked:
         line = _line_of(block, ("/torch/",))
         return block.label or line or (block.stack[0] if block.stack else "(no stack)")

@@ -61,7 +61,7 @@ class SizeTuning:
         """Search before a fit trains, or use the sizes that are known; return the result of a search.
 
         Args:
-            trainer: In its hook that comes before a fit.
+            trainer: The Trainer, in the hook that comes before a fit.
             later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
         """
         stages = [stage for stage in stages_of(trainer) if stage in self.settings.stages]

@@ -140,7 +140,7 @@ class StageSizes:
 
 
 class _SizedHook:
-    """Stands in for the `dataloader` method of a loop's source."""
+    """Replaces the `dataloader` method of a loop's source, to return loaders of another batch size."""
 
     def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
         self._source, self._stage, self._sizes, self._size = source, stage, sizes, size

@@ -209,10 +209,10 @@ class TrialProbe(EitherCallback):
 def failure_of(  # noqa: PLR0911, one return for each reason
     probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
 ) -> str:
-    """Return why a trial of a stage failed, with the stage that failed where it is another; empty if it succeeded.
+    """Return why a trial failed, with the stage that failed if it is not the one that is tuned; "" if it succeeded.
 
     Args:
-        probe: Has watched the trial.
+        probe: The probe that watched the trial.
         stage: The stage that is tuned.
         error: What ended the trial, if anything.
         before: The device's statistics before the trial, empty where they cannot be read.

@@ -102,13 +102,13 @@ class TrialRunner:
     stage that leaves too little memory to another is noticed.
 
     Args:
-        trainer: In its hook that comes before a loop's work.
+        trainer: The Trainer, in the hook that comes before a loop's work.
         settings: The arguments of BatchSizeTuner.
-        batch_sizes: Give the loops loaders of other sizes.
+        batch_sizes: Gives the loops loaders of other sizes.
         per_rank: Samples per optimizer step and rank, which accumulation keeps; None for any number.
-        hooks: Are called before the loop, as in a real run.
+        hooks: Functions that are called before the loop, as in a real run.
         root: A directory for files that hooks write during trials.
-        not_restored: The type of objects that keep the results of trials.
+        not_restored: The type of objects that are not restored, since they keep the results of trials.
 
     Attributes:
         sizes: The size of each stage; where none is given, the loaders keep theirs.
@@ -157,7 +157,7 @@ class TrialRunner:
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
     def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool, configured: int | None) -> SizeTrial:
-        """Run a size, or the largest admitted one below it once the loaders have shown how many samples there are.
+        """Try a batch size, or the largest admitted one below it once the loaders show how many samples there are.
 
         Args:
             stage: The stage that is tuned.

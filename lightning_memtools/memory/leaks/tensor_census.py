@@ -109,7 +109,7 @@ def blocks_to_walk() -> int:
 
 
 def largest_signatures(living: Iterable[LivingTensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return the signatures with the most bytes, the largest first."""
+    """Return the signatures (shape and type) of the tensors that take the most bytes, the largest first."""
     sizes: Counter[tuple[torch.Size, torch.dtype]] = Counter()
     for one in living:
         sizes[one.signature] += one.n_bytes

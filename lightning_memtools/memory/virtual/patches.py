@@ -42,7 +42,7 @@ class Patches:
         self._done.append((owner, name, own, new))
 
     def undo(self) -> None:
-        """Restore everything, except attributes that other code has replaced since: its function calls ours."""
+        """Restore all attributes, except those that other code has replaced since: its replacement calls ours."""
         self.undone = True
         while self._done:
             owner, name, own, new = self._done.pop()

@@ -100,7 +100,7 @@ def _run_one_of(spec: DryRunSpec) -> None:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Follow the values of the data inside, until the script compiles something: compiled code ignores modes."""
+    """Follow the values of the data within, until the script compiles something: compiled code skips dispatch modes."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))

@@ -186,7 +186,7 @@ class _LargestLast:
 
 
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """Return a loader that ends with its largest batch, where samples differ in size and not all batches run."""
+    """If samples differ in size and not all batches run, return a loader that ends with the largest batch."""
     length = trainer.num_training_batches
     if n_samples_of(loader) is None or length >= len(loader):
         return loader
