@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return the hook that a function of Lightning calls in this frame, or else its job in words; or else ""."""
+    """Return the hook that Lightning calls in this frame, or a name for what it does there; "" for neither."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:

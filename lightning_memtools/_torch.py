@@ -50,7 +50,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fakes_copied_deeply() -> Iterator[None]:
-    """Within, `copy.deepcopy` of a fake tensor makes what it makes of a real one: a tensor with a storage of its own.
+    """Make `copy.deepcopy` copy a fake tensor inside as it does a real one: to a tensor with its own storage.
 
     `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails at the value of a number. It can go when a
     FakeTensor has a method of its own for this.
@@ -256,7 +256,7 @@ _COLLECTIVES = (
 
 @contextmanager
 def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within, every collective of a process group calls `replacement(name, original)`, whoever started it.
+    """Replace the collectives of process groups inside, whoever starts them, by `replacement(name, original)`.
 
     All public functions of torch.distributed, also those imported by name, end in these methods of ProcessGroup, some
     of which are private. This can go when torch.distributed has a public hook for collectives.
@@ -380,7 +380,7 @@ def takes_scaled_gradients(optimizer: Any) -> bool:
 
 
 def record_cuda_history(max_entries: int) -> None:
-    """Start to record the requests to CUDA's allocator; torch documents the function under its underscored name.
+    """Start recording the requests to CUDA's allocator; torch documents the function under its underscored name.
 
     Only allocations get a stack, and only Python's: stacks of C++ make a dump take minutes (torchtitan measured 461 s
     against 4 s), and freeing needs none.
@@ -392,7 +392,7 @@ def record_cuda_history(max_entries: int) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop to record the requests to CUDA's allocator; torch documents the function under its underscored name."""
+    """Stop recording the requests to CUDA's allocator; torch documents the function under its underscored name."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -493,7 +493,7 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 
 @contextmanager
 def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
-    """Within, DDP's reducer averages gradients over another group, of as many ranks.
+    """Make DDP's reducer average gradients over another group of as many ranks inside.
 
     DDP itself changes its group for good only. It can go when a backward pass that failed can be ended in public.
     """

@@ -107,7 +107,7 @@ class HaltOnNaN(WatchingCallback):
         self._run = HaltRun(trainer, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to guard steps and checkpoints."""
+        """Start guarding steps and checkpoints."""
         before_update, before_saving = partial(self._before_update, trainer), partial(self._before_saving, trainer)
         self._opened().start_training(pl_module, self.watch, before_update, before_saving)
 

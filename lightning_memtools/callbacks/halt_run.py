@@ -91,7 +91,7 @@ class HaltRun:
         before_update: Callable[[Any], None],
         before_saving: Callable[[], None],
     ) -> None:
-        """Start to guard steps and checkpoints. `watch` sees what is read of finite steps."""
+        """Start guarding steps and checkpoints. `watch` sees what is read of finite steps."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
             module,

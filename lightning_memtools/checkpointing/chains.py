@@ -162,7 +162,7 @@ class _Names:
 
 
 def outermost(chains: Sequence[Chain]) -> list[Chain]:
-    """Return the Sequentials that lie in no other one."""
+    """Return the Sequentials that are not inside another one."""
     rows = [chain for chain in chains if not chain.is_module]
     return [row for row in rows if not any(row is not other and is_within(row.name, other.name) for other in rows)]
 

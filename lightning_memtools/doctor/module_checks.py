@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
+from lightning_memtools._torch import AnyBatchNorm, AnyDropout, is_in_memory, write_count
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import NormCounts, TrainingCase
@@ -42,7 +42,7 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
 def note_start(case: TrainingCase, _: Any) -> None:
     """Note the weights of frozen BatchNorm layers, and how often their statistics have been written."""
     case.norms_at_start = [
-        (name, norm, norm.weight.tolist(), n_counter)
+        (name, norm, _weights_of(norm), n_counter)
         for name, norm, n_counter in _norm_counts(case)
         if norm.weight is not None and not norm.weight.requires_grad
     ]
@@ -53,12 +53,15 @@ def note_statistics(case: TrainingCase, _: Any) -> None:
     case.norms_before = _norm_counts(case)
 
 
+def _weights_of(norm: Any) -> tuple[int, list[float]]:
+    return write_count(norm.weight), norm.weight.tolist() if is_in_memory(norm.weight) else []
+
+
 def _norm_counts(case: TrainingCase) -> list[NormCounts]:
     return [
-        (name, norm, write_count(counter))
+        (name, norm, write_count(seen))
         for name, norm in case.model.named_modules()
-        if isinstance(norm, AnyBatchNorm) and (counter := norm.num_batches_tracked) is not None
-        if not counter.is_inference()
+        if isinstance(norm, AnyBatchNorm) and (seen := norm.num_batches_tracked) is not None and not seen.is_inference()
     ]
 
 
@@ -70,8 +73,7 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     moved = [
         name
         for name, norm, weights, n_counter in case.norms_at_start
-        # Values are compared: who assigns to weight.data, as lightly's update_momentum does, counts no write.
-        if write_count(norm.num_batches_tracked) > n_counter and norm.weight.tolist() == weights
+        if write_count(norm.num_batches_tracked) > n_counter and _weights_of(norm) == weights
         if not any(p.requires_grad for p in case.model.get_submodule(name.rpartition(".")[0]).parameters())
     ]
     if not moved:
@@ -86,10 +88,8 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
     changed = [name for name, norm, count in case.norms_before if write_count(norm.num_batches_tracked) != count]
     if not changed:
         return []
-    evidence = (
-        f"{counted(len(changed), 'BatchNorm layer is', 'BatchNorm layers are')} in train mode in evaluation, and an "
-        "evaluation batch has changed their running statistics."
-    )
+    layers = counted(len(changed), "BatchNorm layer is", "BatchNorm layers are")
+    evidence = f"{layers} in train mode in evaluation, and an evaluation batch has changed their running statistics."
     return [finding("module_modes/evaluation", first_of(changed), evidence)]
 
 

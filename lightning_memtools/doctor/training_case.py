@@ -63,8 +63,8 @@ class TrainingCase:
     updates: list[UpdateNorms] = field(default_factory=list)
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
     clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
-    # BatchNorm layers by name, and how often weight and counter were written before training and an evaluation batch.
-    norms_at_start: Sequence[tuple[str, Any, list[float], int]] = ()
+    # By name, with what `_weights_of` tells (`weight.data = ...` counts no write), and the writes of statistics so far.
+    norms_at_start: Sequence[tuple[str, Any, tuple[int, list[float]], int]] = ()
     norms_before: Sequence[NormCounts] = ()
     digests: list[int] = field(default_factory=list)  # of the first batches
 

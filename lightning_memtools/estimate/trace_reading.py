@@ -30,8 +30,8 @@ _PART_OF = {
 
 def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int], MemoryEstimate]) -> MemoryEstimate:
     """Return the estimate of a traced step."""
-    model, recorder = uncompiled(request.model), traced.recorder
-    holders = holders_at(recorder, recorder.peak, type(model).__name__)
+    model, recorder, peak = uncompiled(request.model), traced.recorder, traced.recorder.peak
+    holders = holders_at(recorder, peak, type(model).__name__)
     at_peak = held_by(holders, "category")
     stats = traced.device.stats()
     assert stats.peak_allocated is not None
@@ -40,7 +40,7 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
     return MemoryEstimate(
         peak_allocated=stats.peak_allocated,
         peak_reserved=stats.peak_reserved,
-        peak_at=place_at(recorder, recorder.peak, type(model).__name__),
+        peak_at=place_at(recorder, peak, type(model).__name__),
         composition={name: at_peak.get(name, 0) for name in _PARTS},
         parameter_count=traced.n_parameters,
         gradient_count=traced.n_gradients,

@@ -37,7 +37,7 @@ class HistoryRecording:
 
 
 def record(reader: MemoryReader | None) -> HistoryRecording | None:
-    """Start to record the allocator's history. A recording that somebody else has started goes on.
+    """Start recording the allocator's history. A recording that somebody else has started goes on.
 
     Returns:
         The recording; None where the device keeps no history.

@@ -135,7 +135,7 @@ class MpsReader:
 
 
 def allocated_bytes(reader: MemoryReader) -> int:
-    """Return the allocated bytes alone. On CUDA that asks no driver, which `stats` does for capacity and use."""
+    """Return the allocated bytes alone. Unlike `stats`, it does not ask the driver on CUDA."""
     if isinstance(reader, CudaReader):
         nested = torch.cuda.memory_stats_as_nested_dict(reader.index)
         return int(nested["allocated_bytes"]["all"]["current"]) if nested else 0

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
 from lightning_memtools.nonfinite.guarded_step import BadInput, GuardedStep, PastStep, bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
@@ -355,9 +355,10 @@ def already_bad(bad: BadStep, names: str) -> str:
 
 def huge_weights(model: Module) -> str:
     """Say which matrix has weights as large as no healthy training makes them; "" where there is none."""
-    for name, parameter in model.named_parameters():
-        floats = floats_of(parameter) if parameter.requires_grad and parameter.dim() > 1 else None
-        size = 0.0 if floats is None else float(floats.detach().double().square().mean().sqrt())
+    trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
+    matrices = {name: floats for name, floats in trained if floats is not None}
+    for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
+        size = float(norm) / math.sqrt(floats.numel())
         if _HUGE <= size < math.inf:
             return f"{plain_name(name)} had grown to {size:.3g} (root mean square)"
     return ""

@@ -38,6 +38,10 @@ class PriorTensor:
 UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
 
 
+LeafOf = Callable[[int], PriorTensor]
+"""Returns the tensor in a piece of memory that no operation wrote."""
+
+
 class PriorTensors:
     """Knows the tensors in memory that no operation of the step wrote."""
 
@@ -75,9 +79,7 @@ class BadValueRoot:
         return self.event.constant and not self.event.gives_nan
 
 
-def find_bad_value_root(
-    events: Sequence[BadOperation], start: Iterable[int], leaf_of: Callable[[int], PriorTensor]
-) -> BadValueRoot | None:
+def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
     """Return the root of the bad values in the memory `start`.
 
     Intended infinities, such as those of a mask, are no root: if the way back ends in nothing else, the root is the
@@ -98,7 +100,7 @@ def find_bad_value_root(
     return min(way_back.roots, key=lambda root: root.event.number, default=None)
 
 
-def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: Callable[[int], PriorTensor]) -> bool:
+def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
     """Return whether every way back from the memory `start` comes to a product with a mask that is 0 where NaN is."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
@@ -128,12 +130,7 @@ class _BackwardSlice:
     """The way back from the bad values in the memory `start`, and the roots that it ends in."""
 
     def __init__(
-        self,
-        events: Sequence[BadOperation],
-        start: Iterable[int],
-        leaf_of: Callable[[int], PriorTensor],
-        *,
-        ends_at_masks: bool = False,
+        self, events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf, *, ends_at_masks: bool = False
     ) -> None:
         self.roots: list[BadValueRoot] = []
         self.converters: list[BadOperation] = []  # operations that made NaN from infinities

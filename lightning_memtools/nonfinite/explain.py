@@ -84,7 +84,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         )
     position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
-    is_late_mask = math.isfinite(sum(map(float, traced.losses))) or are_masked(trace.events, bad_memory, leaves)
+    is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or are_masked(trace.events, bad_memory, leaves)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
     if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER} or (root.leaf and root.is_benign):

@@ -306,7 +306,7 @@ class OperationTrace(DispatchMode):
 
 
 def _is_late_mask(factors: Sequence[Tensor]) -> bool:
-    """Return whether one of two factors is a mask of zeros and ones that is 0 wherever the other is NaN."""
+    """Return whether one of two factors is a mask: all zeros and ones, and 0 wherever the other factor is NaN."""
     if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
         return False
     value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]

@@ -287,7 +287,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return the module with the weights of a checkpoint. Whatever fails is told by `replay`."""
+    """Return the module, with the weights of a checkpoint in it. `replay` reports whatever fails here."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):

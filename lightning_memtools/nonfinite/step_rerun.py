@@ -100,7 +100,7 @@ class StepOutcome:
 
 @dataclass(eq=False)
 class StepRerun:
-    """Runs a step as often as asked, each time from the same state; on exit everything is as it was on entry.
+    """Runs a step any number of times, each time from the same state, and restores everything on exit.
 
     It runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. What the step prints or warns
     of is not shown.

@@ -85,7 +85,7 @@ def hide_gradients(optimizer: Optimizer) -> None:
 
 
 def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that undoes what schedulers do from now on to learning rates and other settings."""
+    """Return a function that undoes what schedulers change in learning rates and other settings after this call."""
     kept = [
         {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
         for group in optimizer.param_groups

@@ -64,7 +64,7 @@ def null_devices(
     Args:
         gpu: The name of a GPU, such as "RTX 4090"; by default the one that ``capacity`` names, else an A100.
         capacity: Bytes of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default that
-            of ``gpu``; without either 1 TiB, which no step fills.
+            of ``gpu``, or 1 TiB, which no step fills, if neither is given.
         count: How many devices there are.
         context_bytes: Bytes that the CUDA context takes.
 

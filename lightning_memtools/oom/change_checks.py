@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError
 from lightning_memtools.estimate.memory_estimate import usable_bytes
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
@@ -18,8 +20,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
     """Use the largest batch that fits; half of the failed one where a trace cannot tell what fits."""
-    size, limit = trials.size, trials.limit
-    stage = _STAGES[trials.failed.stage or "train"]
+    size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:
         title = f"Use {stage} batches of {smaller} instead of {size}"
@@ -87,25 +88,32 @@ def checkpointing(trials: StepTrials) -> list[Action]:
         budget = max(1, (trials.limit - beside_tensors) // MIB)
     elif trials.failed.run.plan is not None:
         return []  # the plan that needs no budget is applied
-    actions = _planned(trials, budget)
+    plan, given = _planned(trials, budget)
+    actions = _recomputing(trials, plan, given)
     if any(action.outcome is Outcome.NOT_ENOUGH for action in actions):
-        lowest = _planned(trials, 1)
-        return lowest if any(action.outcome is Outcome.ENOUGH for action in lowest) else actions
+        lowest, least = _planned(trials, 1)
+        with suppress(NotCheckedError):  # there is no time for a second plan
+            others = [] if lowest.chains == plan.chains else _recomputing(trials, lowest, least)
+            return others if any(action.outcome is Outcome.ENOUGH for action in others) else actions
     return actions
 
 
-def _planned(trials: StepTrials, budget: int | None) -> list[Action]:
-    """Return the plan for a budget in MiB as an action; where no plan reaches the budget, the one nearest to it."""
+def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
+    """Return the plan for a budget in MiB, or the one with the lowest peak if none reaches it, and its own budget."""
     given = None if budget is None else f"{budget}MiB"
     try:
-        plan = trials.planner.plan(CheckpointOptions.parse(memory_budget=given))
+        return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given
     except BudgetTooSmallError as error:
         return _planned(trials, -(-error.reachable_bytes // MIB))
+
+
+def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
+    """Return a plan for a budget as an action that was tried; [] for one that only computes the loss in chunks."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
     if not any(chain.ranges for chain in plan.chains):
-        return []  # It only computes the loss in chunks, which is advice of its own.
+        return []  # the loss in chunks is advice of its own
     estimate, extra = trials.having(plan=plan), plan.extra_operations
     title = f"Recompute the activations of `{plan.recomputed()}` in the backward pass"
     title += ", and compute the loss in chunks" if plan.heads else ""
@@ -142,9 +150,9 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
     for gpu in sorted(known_gpus(), key=lambda gpu: gpu.usable_bytes):
         usable = usable_bytes(gpu.name) - trials.failed.untraced
         if usable > trials.limit and plain.peak_allocated <= usable and plain.fits(f"{usable}B"):
-            action = Action(kind=ActionKind.LARGER_GPU, title=f"Use a larger GPU ({gpu.name})")
+            title = f"Use a larger GPU ({gpu.name})"
             detail = "It is the smallest known GPU on which this step fits unchanged"
-            return [replace(action, outcome=Outcome.ENOUGH, detail=detail)]
+            return [Action(kind=ActionKind.LARGER_GPU, title=title, outcome=Outcome.ENOUGH, detail=detail)]
     return []
 
 

@@ -185,11 +185,7 @@ class FailedStep:
 
 
 def failed_step(
-    run: FailedRun,
-    facts: FailureFacts,
-    capture: FailureCapture,
-    snapshot: dict[str, Any] | None,
-    held: Holdings,
+    run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
     """Return the failed step, from what was read of the run, captured, recorded in a snapshot, and found to be held."""
     device, virtual = capture.device, capture.virtual

@@ -156,11 +156,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 
 
 def _advise(
-    page: ReportPage,
-    capture: FailureCapture,
-    snapshot: dict[str, Any] | None,
-    run: FailedRun,
-    end: float,
+    page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
     """Find who holds what, run the checks of what would have helped, and add their results to the page."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step

@@ -33,7 +33,7 @@ def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) 
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars at the given step, on rank 0, to every logger but those that a library shows to its own users."""
+    """Write scalars at the given step, on rank 0, to every logger but those that libraries show to their users."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:

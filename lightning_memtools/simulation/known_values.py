@@ -612,7 +612,7 @@ def values_known() -> Iterator[KnownValues]:
 
 
 def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an `as_subclass` that returns a fake tensor unchanged, so torchvision's Image becomes a plain tensor."""
+    """Make `as_subclass` leave fake tensors as they are: an Image of torchvision is then a plain tensor."""
     return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
 
 

@@ -96,7 +96,7 @@ class AllocationRecorder(DeviceListener):
         self.operation = operator
 
     def on_module(self, place: str) -> None:
-        """Record that operators belong to this module from now on."""
+        """Record that another module begins to run: the operators that follow are its own."""
         number = autograd_sequence_number()
         if self._numbers and self._numbers[-1] == number:
             self._places[-1] = place

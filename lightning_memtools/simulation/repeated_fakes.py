@@ -55,10 +55,10 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Makes the results of operators whose shapes are known already. Enter it directly within a FakeTensorMode.
+    """Makes the results of calls whose shapes are known from an equal call. Enter it directly in a FakeTensorMode.
 
     Operators that change their first argument return it. Those that change others or depend on values go to the
-    FakeTensorMode as ever.
+    FakeTensorMode as usual.
 
     Args:
         fake_mode: The mode that is active.
@@ -118,10 +118,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return the images of one pixel that an operator on elements made, contiguous: as its kernels lay them out.
+        """Return the result of an operator; images of one pixel that an elementwise one made get contiguous strides.
 
-        Such images are contiguous in either memory format (TensorIterator.cpp), and what enlarges them then is not
-        channels last.
+        So kernels lay them out (TensorIterator.cpp), in either memory format. With other strides, the operators that
+        enlarge them would seem to be in channels last.
         """
         if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
             return out

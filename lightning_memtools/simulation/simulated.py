@@ -114,7 +114,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
 
 
 def _skip_checks(model: nn.Module) -> None:
-    """Switch off torchmetrics' checks, which read values, and exchanges with other ranks. `borrowed` undoes it."""
+    """Switch off torchmetrics' checks, which read values, and SyncBatchNorm's exchange. `borrowed` restores both."""
     for part in model.modules():
         if vars(part).get("validate_args") is True:
             vars(part)["validate_args"] = False

@@ -47,7 +47,7 @@ class DeviceListener:
         """Called before an operator runs."""
 
     def on_module(self, name: str) -> None:
-        """Called when the module changes to which operators belong from now on."""
+        """Called when another module begins to run: the operators that follow are its own."""
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
         """Called after a block was allocated. A library's workspace has no category (None)."""

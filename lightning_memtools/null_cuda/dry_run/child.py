@@ -205,7 +205,7 @@ def _run_program(spec: DryRunSpec) -> dict[str, Any]:
 
 
 def _judge(error: BaseException) -> tuple[int, str | None]:
-    """Return the status and the message of a program that ended with an error, and print it as Python would have."""
+    """Return the exit status and the message for an error that ended the program, and print its traceback."""
     if isinstance(error, SystemExit):
         return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
     if isinstance(error, DryRunError):

@@ -64,7 +64,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleType) -> None:
-    """Make every Trainer that is created from now on short, and keep it away from the user's files."""
+    """Make every Trainer that is created after this call short, and keep it away from the user's files."""
     create, save = trainer_class.__init__, trainer_class.save_checkpoint
 
     @functools.wraps(create)
