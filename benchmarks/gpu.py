@@ -1,6 +1,6 @@
 """What only a real GPU can say: estimates beside its allocator, what emptying its cache costs, steps with a plan.
 
-    PYTHONPATH=.venv/zoo python benchmarks/gpu.py [estimates | asking | plans | verdicts | largest ...]
+    PYTHONPATH=.venv/zoo python benchmarks/gpu.py [PART ...]
 
 It takes some ten minutes, at most 12 GiB of the GPU and all of it for the largest batches, and writes each part into
 results/gpu.json, under the GPU's name. torchvision and timm lie in .venv/zoo; see tests/zoo.py.
@@ -30,10 +30,12 @@ from torch.utils.data import DataLoader
 from truth import clean_up, errors_of, estimated, real_peaks
 from truth_models import cases
 
+from lightning_memtools import BatchSizeTuner, HaltOnNaN, default_callbacks
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.simulation.step_trace import TracedStep
+from tests.batch_size_models import MODELS, trainer_for
 
 ESTIMATED = (
     *("perceptron", "resnet50", "dla34", "mobilenet_v2", "convnext_tiny", "vit_small_patch16_224", "swin_t"),
@@ -300,8 +302,93 @@ def maximum(width: int, layers: int, near: int) -> int:
     return low
 
 
+# --- what callbacks add to a step
+
+
+class StepClock(L.Callback):
+    """Times the steps after the first 22, which TrainingDoctor watches, until the GPU has done them."""
+
+    def __init__(self) -> None:
+        self.began = self.step_ms = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins."""
+        del trainer, module, batch
+        if batch_idx == 22:
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Ends."""
+        del module
+        torch.cuda.synchronize()
+        self.step_ms = 1000 * (time.perf_counter() - self.began) / (trainer.global_step - 22)
+
+
+COSTS: dict[str, Callable[[], list[L.Callback]]] = {
+    "HaltOnNaN()": lambda: [HaltOnNaN()],
+    "default_callbacks()": default_callbacks,
+    "`memtools run`": list,
+}
+
+
+def costs() -> dict[str, Any]:
+    """The time of a step with callbacks, as a multiple of that of the plain fits before and after."""
+    found: dict[str, Any] = {}
+    for width, layers, batch, n_steps in ((128, 4, 8, 200), (512, 6, 32, 100), (1024, 12, 64, 40)):
+        batches = [torch.randn(batch, 256, width).pin_memory()] * (22 + n_steps)
+
+        def step_ms(*callbacks: L.Callback, asked: bool = False) -> float:
+            fit(Encoder(width, layers), batches, *callbacks, clock := StepClock(), asked=asked)  # noqa: B023
+            return clock.step_ms
+
+        step_ms()  # the first one loads kernels
+        bare, ratios = [step_ms()], {name: list[float]() for name in COSTS}
+        for _ in range(4):
+            for name, make in COSTS.items():
+                with_it = step_ms(*make(), asked=name == "`memtools run`")
+                bare.append(step_ms())
+                ratios[name].append(with_it / statistics.mean(bare[-2:]))
+        name = f"width {width}, {layers} layers, batch {batch}"
+        found[name] = {"bare_step_ms": spread(bare), **{name: spread(ratio) for name, ratio in ratios.items()}}
+        print(name, found[name], flush=True)
+    return found
+
+
+# --- the batch size that a search finds
+
+
+SEARCHED = ("dropout", "batchnorm", "checkpointing", "attention", "workspace", "many weights")
+
+
+def searches() -> dict[str, Any]:
+    """The batch sizes that BatchSizeTuner finds in a part of the device, and how 50 steps with them end."""
+    found: dict[str, Any] = {}
+    for name in SEARCHED:
+        for gib in (2, 4):
+            torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+            model, tuner, outcome = MODELS[name](), BatchSizeTuner(stages=("train",)), "fits"
+            with tempfile.TemporaryDirectory() as root:
+                run = trainer_for(
+                    type(model), root, tuner, max_steps=50, limit_val_batches=0, accelerator="cuda", devices=1
+                )
+                begin = time.perf_counter()
+                try:
+                    run.fit(model)
+                except torch.OutOfMemoryError:
+                    outcome = f"out of memory in step {run.global_step}"
+            n_trials = 0 if tuner.result is None else len(tuner.result.trials)
+            found[f"{name}, {gib} GiB"] = {"size": model.batch_size, "trials": n_trials, "outcome": outcome,
+                                           "seconds": round(time.perf_counter() - begin, 1)}  # fmt: skip
+            print(name, gib, found[f"{name}, {gib} GiB"], flush=True)
+            del model, run, tuner
+            clean_up()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    part.__name__: part for part in (estimates, asking, plans, verdicts, largest)
+    part.__name__: part for part in (estimates, asking, plans, verdicts, largest, costs, searches)
 }
 
 
