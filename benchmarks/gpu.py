@@ -335,7 +335,7 @@ COSTS: dict[str, Callable[[], list[L.Callback]]] = {
 def costs() -> dict[str, Any]:
     """The time of a step with callbacks, as a multiple of that of the plain fits before and after."""
     found: dict[str, Any] = {}
-    for width, layers, batch, n_steps in ((128, 4, 8, 200), (512, 6, 32, 100), (1024, 12, 64, 40)):
+    for width, layers, batch, n_steps in ((128, 4, 8, 100), (512, 6, 32, 60), (1024, 12, 64, 30)):
         batches = [torch.randn(batch, 256, width).pin_memory()] * (22 + n_steps)
 
         def step_ms(*callbacks: L.Callback, asked: bool = False) -> float:
@@ -344,7 +344,7 @@ def costs() -> dict[str, Any]:
 
         step_ms()  # the first one loads kernels
         bare, ratios = [step_ms()], {name: list[float]() for name in COSTS}
-        for _ in range(4):
+        for _ in range(3):
             for name, make in COSTS.items():
                 with_it = step_ms(*make(), asked=name == "`memtools run`")
                 bare.append(step_ms())

@@ -379,16 +379,17 @@ def takes_scaled_gradients(optimizer: Any) -> bool:
 # --- memory
 
 
-def record_cuda_history(max_entries: int) -> None:
-    """Start recording the requests to CUDA's allocator; torch documents the function under its underscored name.
+def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
+    """Start recording the requests to CUDA's allocator, or go on recording them with or without stacks.
 
     Only allocations get a stack, and only Python's: stacks of C++ make a dump take minutes (torchtitan measured 461 s
-    against 4 s), and freeing needs none.
+    against 4 s), and freeing needs none. torch documents the function under its underscored name.
 
     Raises:
         RuntimeError: The allocator is not torch's own (cudaMallocAsync, pluggable ones), and keeps no history.
     """
-    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=max_entries)
+    context = "alloc" if stacks else None
+    torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=max_entries)
 
 
 def stop_cuda_history() -> None:

@@ -45,9 +45,9 @@ class OOMReport(WatchingCallback):
     they are captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
     your code catches are not reported.
 
-    Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation with its Python stack
-    (2 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s of processor time and
-    allocates nothing on the device; checks that are not reached in 8 s of it say so.
+    Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, and its Python stack
+    where memory may run out (3 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s
+    of processor time and allocates nothing on the device; checks that are not reached in 8 s of it say so.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.

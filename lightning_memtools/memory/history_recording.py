@@ -20,6 +20,9 @@ from lightning_memtools.memory.virtual import VirtualDevice
 MOST_ENTRIES = 50_000
 """The number of actions that are kept. On a GPU the stack of one takes up to a kilobyte of host memory."""
 
+# CUDA records once for the whole process. These are our recordings, and whether each wants Python stacks.
+_running: dict[object, bool] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class HistoryRecording:
@@ -29,11 +32,14 @@ class HistoryRecording:
         take: Returns the snapshot: segments, blocks, and the recorded actions. It allocates nothing on the device.
         now: Returns the present time on the recording's clock (`time_us`).
         stop: Ends the recording.
+        want_stacks: Says whether the Python stack of each allocation is wanted from now on, as it is at first. A stack
+            takes some three microseconds of the host. Another recording of the process may still want them.
     """
 
     take: Callable[[], dict[str, Any]]
     now: Callable[[], int]
     stop: Callable[[], None]
+    want_stacks: Callable[[bool], None]
 
 
 def record(reader: MemoryReader | None) -> HistoryRecording | None:
@@ -58,22 +64,35 @@ def _record_virtual(device: VirtualDevice) -> HistoryRecording:
         if is_ours and device.history is history:
             device.record_history(0)
 
-    return HistoryRecording(device.snapshot, lambda: history.count, stop)
+    return HistoryRecording(device.snapshot, lambda: history.count, stop, lambda _: None)
 
 
 def _record_cuda() -> HistoryRecording | None:
+    ours = object()
     try:
-        is_ours = not is_cuda_history_recorded()
-        if is_ours:
-            record_cuda_history(MOST_ENTRIES)
+        if not is_cuda_history_recorded() or _running:
+            _change(ours, stacks=True)
     except RuntimeError:  # from other allocators than torch's own (cudaMallocAsync, pluggable ones)
         return None
+    return HistoryRecording(
+        take=cuda_memory_snapshot,
+        now=lambda: time.time_ns() // 1000,
+        stop=lambda: _change(ours, stacks=None),
+        want_stacks=lambda wanted: _change(ours, stacks=wanted) if ours in _running else None,
+    )
 
-    def stop() -> None:
-        if is_ours:
-            stop_cuda_history()
 
-    return HistoryRecording(cuda_memory_snapshot, lambda: time.time_ns() // 1000, stop)
+def _change(recording: object, *, stacks: bool | None) -> None:
+    """Have one of our recordings on CUDA with or without stacks; None ends it."""
+    before = _running.copy()
+    if stacks is None:
+        _running.pop(recording, None)
+    else:
+        _running[recording] = stacks
+    if before and not _running:
+        stop_cuda_history()
+    elif any(_running.values()) != any(before.values()) or len(_running) > len(before):
+        record_cuda_history(MOST_ENTRIES, stacks=any(_running.values()))
 
 
 def recorded_snapshot(reader: MemoryReader) -> dict[str, Any] | None:

@@ -134,12 +134,15 @@ class MpsReader:
         return None
 
 
-def allocated_bytes(reader: MemoryReader) -> int:
-    """Return the allocated bytes alone. Unlike `stats`, it does not ask the driver on CUDA."""
+def allocated_and_reserved(reader: MemoryReader) -> tuple[int, int]:
+    """Return the allocated and the reserved bytes alone. Unlike `stats`, it does not ask the driver on CUDA."""
     if isinstance(reader, CudaReader):
         nested = torch.cuda.memory_stats_as_nested_dict(reader.index)
-        return int(nested["allocated_bytes"]["all"]["current"]) if nested else 0
-    return reader.stats().allocated or 0
+        if not nested:  # before the first use
+            return 0, 0
+        return nested["allocated_bytes"]["all"]["current"], nested["reserved_bytes"]["all"]["current"]
+    stats = reader.stats()
+    return stats.allocated or 0, stats.reserved or 0
 
 
 def _stats_of(

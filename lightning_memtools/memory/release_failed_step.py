@@ -22,7 +22,7 @@ from lightning_memtools.memory.living_objects import instances_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
 from lightning_memtools.memory.owned import OnDevice, on_device_of, owned_by, storage_of
-from lightning_memtools.memory.readers import allocated_bytes, reader_for
+from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -70,7 +70,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
     optimizers = instances_of(Optimizer)
     places = {tensor.device for one in models for tensor in one.parameters()} or {torch.device("cpu")}
     devices = {id(reader): (reader, place) for place in places if (reader := reader_for(place)) is not None}.values()
-    before = sum(allocated_bytes(reader) for reader, _ in devices)
+    before = sum(reader.stats().allocated or 0 for reader, _ in devices)
     for one in models:
         for parameter in one.parameters():
             parameter.grad = None
@@ -83,7 +83,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
         own, held = _held_on(on_device_of(reader, place), models, optimizers, running)
         owned += own
         holders += held
-    after = sum(allocated_bytes(reader) for reader, _ in devices)
+    after = sum(reader.stats().allocated or 0 for reader, _ in devices)
     return FailedStepRelease(max(0, before - after), after, owned, tuple(holders))
 
 

@@ -17,7 +17,7 @@ from lightning_memtools.memory.history_recording import record
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
 from lightning_memtools.memory.owned import OnDevice, bytes_on_device, on_device_of, owned_by
-from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
+from lightning_memtools.memory.readers import CudaReader, allocated_and_reserved, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_facts import (
@@ -33,6 +33,9 @@ from lightning_memtools.oom.failure_facts import (
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
+# A stack of each allocation may take a quarter of a step's time on the host. It is recorded where memory may run out: in
+# the first batches of a stage, in larger ones than any before, and while more than half of the memory is reserved.
+_BATCHES_WITH_STACKS = 20
 
 OOMObserver = Callable[[int, int, int, int], object]
 """Called with a device's index, the requested bytes, the capacity, and the free bytes."""
@@ -135,6 +138,8 @@ class FailureCapture:
         # By the owners of memory that there were: the first batch, but for the stage's own first one, and its number.
         self._first: dict[tuple[bool, bool], tuple[MemoryAtBatchStart, int]] = {}
         self._ran: defaultdict[str, BatchesBefore] = defaultdict(BatchesBefore)  # by stage
+        self._most_inputs: defaultdict[str, int] = defaultdict(int)  # in bytes, by stage
+        self._scarce_from = 0 if self.reader is None else _available(self.reader.stats(), _fraction(self.reader)) // 2
         self._stop_observing = observe(device, self._observe)
 
     def stop(self) -> None:
@@ -160,9 +165,15 @@ class FailureCapture:
         self._n_batches += 1
         if self.reader is None:
             return
+        allocated, reserved = allocated_and_reserved(self.reader)
+        inputs = bytes_on_device(tensors_in(batch), self.on_device, set())
+        if self.recording is not None:
+            is_usual = self._ran[stage].n >= _BATCHES_WITH_STACKS and inputs <= self._most_inputs[stage]
+            self.recording.want_stacks(not is_usual or reserved > self._scarce_from)
+        self._most_inputs[stage] = max(inputs, self._most_inputs[stage])
         self._before = before = MemoryAtBatchStart(
-            allocated_bytes(self.reader),
-            bytes_on_device(tensors_in(batch), self.on_device, set()),
+            allocated,
+            inputs,
             had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
             had_state=any(optimizer.state for optimizer in self._optimizers()),
         )
@@ -236,6 +247,14 @@ class FailureCapture:
         n_bytes, n_batches = (now.allocated - now.inputs) - (first.allocated - first.inputs), self._n_batches - number
         is_large = n_bytes > _LEAST_GROWTH * (stats.reserved or stats.allocated or 0)
         return MemoryGrowth(n_bytes, n_batches) if is_large else None
+
+
+def _available(stats: MemoryStats, fraction: float) -> int:
+    """Return the bytes of the device that this process may reserve; 0 if the capacity is unknown."""
+    if stats.capacity is None:
+        return 0
+    others = max((stats.device_used or 0) - (stats.reserved or 0), 0)
+    return min(int(fraction * stats.capacity), stats.capacity - others)
 
 
 def _fraction(reader: MemoryReader) -> float:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMReport, VirtualDevice, release_failed_step
 from lightning_memtools.memory.memory_releaser import free_failed_backward
-from lightning_memtools.memory.readers import allocated_bytes
 from tests.callbacks.recovery_runs import Sequences, batches
 from tests.lightning_models import trainer
 
@@ -59,14 +58,14 @@ def test_a_caught_error_gives_its_memory_back_and_names_who_holds_the_rest():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         F.mse_loss(model.layer(torch.ones(2, 512)), torch.zeros(2, 512)).backward()
         optimizer.step()
-        weights = allocated_bytes(device) - model.layer.weight.nbytes - 2048  # without gradients
+        weights = device.stats().allocated - model.layer.weight.nbytes - 2048  # without gradients
         batch = torch.zeros(1024, 512)
         try:
             model(batch).sum().backward()
         except torch.OutOfMemoryError as error:
             released = release_failed_step(error)
         assert model.layer.weight.grad is None
-        assert released.allocated_bytes == allocated_bytes(device)
+        assert released.allocated_bytes == device.stats().allocated
         assert released.freed_bytes > 2 * 2**20
         assert released.owned_bytes == weights
         text = str(released)
@@ -87,7 +86,7 @@ def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is
                 trainer(tmp_path, *callbacks, logger=False).fit(model, data)
             except torch.OutOfMemoryError as error:
                 kept = error  # as a notebook does
-            left[name] = allocated_bytes(device)
+            left[name] = device.stats().allocated
             if name == "with":
                 again = trainer(tmp_path, logger=False)
                 again.fit(model, DataLoader(batches((64, 1_500, 1_500)), batch_size=None))

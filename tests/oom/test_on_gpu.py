@@ -13,7 +13,9 @@ import torch
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import OOMReport
-from lightning_memtools.oom.failure_capture import observe
+from lightning_memtools.memory.history_recording import record
+from lightning_memtools.oom.failure_capture import FailureCapture, observe
+from lightning_memtools.oom.failure_facts import FailureMoment
 from tests.lightning_models import trainer
 from tests.oom_models import Layers, place_of, sizes_in
 
@@ -97,4 +99,33 @@ def test_the_snapshot_opens_and_has_python_stacks(tmp_path):
     frames = {frame["filename"] for entry in snapshot["device_traces"][0] for frame in entry.get("frames", [])}
     assert any(name.endswith("oom_models.py") for name in frames)
     assert not any(name.endswith(".cpp") for name in frames)
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_stacks_are_recorded_where_memory_may_run_out():
+    model, device = torch.nn.Linear(2, 2).cuda(), torch.device("cuda", 0)
+    capture = FailureCapture(device, model, lambda: FailureMoment("train"), list, snapshot=True)
+    held = []
+
+    def has_stack(samples: int) -> bool:
+        capture.begin_batch("train", torch.empty(samples, device="cuda"), 0, "forward")
+        held.append(torch.empty(2**20, device="cuda"))
+        capture.end_batch()
+        last = [entry for entry in capture.recording.take()["device_traces"][0] if entry["action"] == "alloc"][-1]
+        assert last["size"] == 4 * 2**20
+        return bool(last.get("frames"))
+
+    try:
+        assert all(has_stack(1000) for _ in range(20))
+        assert not any(has_stack(1000) for _ in range(5))  # as large as those before
+        assert has_stack(2000)
+        assert not has_stack(2000)
+        other = record(capture.reader)  # such as that of MemoryMonitor(snapshot_at_step=...)
+        assert has_stack(2000)
+        other.stop()
+        assert not has_stack(2000)
+        held.append(torch.empty(GIB, dtype=torch.uint8, device="cuda"))  # more than half of the two that there are
+        assert has_stack(2000)
+    finally:
+        capture.stop()
     assert not torch._C._cuda_isHistoryEnabled()
