@@ -33,8 +33,8 @@ from lightning_memtools.oom.failure_facts import (
 
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
-# A stack of each allocation may take a quarter of a step's time on the host. It is recorded where memory may run out: in
-# the first batches of a stage, in larger ones than any before, and while more than half of the memory is reserved.
+# A stack of each allocation may take a quarter of a step's time on the host. Stacks are recorded where memory may run
+# out: in the first batches of a stage, in larger ones than any before, and while more than half of it is reserved.
 _BATCHES_WITH_STACKS = 20
 
 OOMObserver = Callable[[int, int, int, int], object]
