@@ -528,7 +528,7 @@ class StepClosure:
         forward: Runs training_step on a batch and returns Lightning's result, with `closure_loss` and `extra`.
         results: Lightning's collection of the values that training has from `self.log`.
         backward: Sends a loss backward.
-        zero_grad: Takes the gradients away; None where they are accumulated.
+        zero_grad: Takes the gradients away; None if they are accumulated.
         skipped: Returns the result of a training_step that returned None.
     """
 

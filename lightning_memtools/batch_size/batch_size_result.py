@@ -15,7 +15,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
-    """The memory of one rank's device during a trial. Sizes in bytes; None where the device does not report them.
+    """The memory of one rank's device during a trial. Sizes in bytes; None if the device does not report them.
 
     Attributes:
         peak: The most that this process's allocator had reserved.
@@ -26,7 +26,7 @@ class RankReading:
         batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
             An optimizer that makes temporary copies has a peak of its own, which does not.
         base_allocated: Held before the second batch was fetched: weights, gradients and optimizer state.
-        failure: Why this rank could not run the size; empty where it could.
+        failure: Why this rank could not run the size; empty if it could.
     """
 
     peak: int | None = None
@@ -118,7 +118,7 @@ class BatchSizeResult:
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step over all ranks; None where training was not tuned."""
+        """Samples per optimizer step over all ranks; None if training was not tuned."""
         train = self.sizes.get("train")
         return None if train is None else train * self.accumulate * self.n_ranks
 

@@ -162,7 +162,7 @@ class SampleSizes:
 
 
 def _measured(dataset: Any) -> SampleSizes | None:
-    """Return the sizes of samples that were read, in random order, as many as the time allows; None where none can be.
+    """Return the sizes of samples that were read, in random order, as many as the time allows; None if none can be.
 
     Random streams are restored, and on a VirtualDevice the samples do not count.
     """

@@ -15,7 +15,7 @@ _MOST_ROWS = 15
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure on both sides, in bytes; 0 where one side does not have it.
+    """One figure on both sides, in bytes; 0 if one side does not have it.
 
     Attributes:
         name: A category, the path of a module, or a line of code.

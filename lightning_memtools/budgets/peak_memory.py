@@ -23,7 +23,7 @@ class PeakMemory:
         allocated: The most that tensors held at one moment.
         reserved: The most that PyTorch's allocator held of the device.
         engine: Whose figures they are: "simulation", "cuda" for PyTorch's CUDA code, or a word of a file's own.
-        torch: The version of torch; empty where it is not known.
+        torch: The version of torch; empty if it is not known.
         gpu: The GPU that was meant; empty for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".
         categories: The bytes of parameters, gradients, activations and so on at the peak.

@@ -90,7 +90,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._tuning = SizeTuning(TunerSettings(**given))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the place before the first LearningRateFinder: its rate belongs to the size that is found."""
+        """Move before the first LearningRateFinder, whose rate then belongs to the batch size that is found."""
         self._tuning.undo()
         callbacks = callbacks_of(trainer)
         finders = [index for index, callback in enumerate(callbacks) if is_learning_rate_finder(callback)]
@@ -99,7 +99,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             trainer.callbacks = [*others[: finders[0]], self, *others[finders[0] :]]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the sizes, or use those of the run that is resumed."""
+        """Search the batch sizes, or take them from the checkpoint of a resumed run."""
         put_on_device(pl_module, trainer.optimizers)
         callbacks = callbacks_of(trainer)
         self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
@@ -121,17 +121,17 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     on_test_start = on_predict_start = on_validation_start
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Have the loops request their loaders as before. The sizes stay as they were found."""
+        """Restore how the loops request their loaders. The batch sizes that were found stay set."""
         self._tuning.undo()
 
     on_exception = teardown
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes, for a run that is resumed."""
+        """Return the batch sizes that were found, for the checkpoint."""
         return {"sizes": dict(self._tuning.found), "accumulate": self._tuning.accumulate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Use the sizes of the run that is resumed, without a search."""
+        """Take the batch sizes from a checkpoint, so that no search runs."""
         self._tuning.found = dict(state_dict.get("sizes", {}))
         self._tuning.accumulate = state_dict.get("accumulate")
 

@@ -73,7 +73,7 @@ class DoctorRun:
         self._examination.tell("start")
 
     def tell(self, trainer: Trainer, event: Event, argument: Any = None) -> bool:
-        """Pass an event on, and report after the first step and after the last watched one.
+        """Pass a hook's event to the examination; report after the first step and after the last watched one.
 
         Returns:
             True once nothing is left to watch.
@@ -92,7 +92,7 @@ class DoctorRun:
         """Collect the findings of all ranks and report the new ones. Called at the same points on every rank.
 
         Returns:
-            True if every rank has watched an evaluation.
+            True if an evaluation was watched on every rank.
 
         Raises:
             TrainingMistakeError: There is a new serious finding, and `raises` is set.
@@ -106,7 +106,7 @@ class DoctorRun:
         return all(n_evaluated for _, n_evaluated in every)
 
     def publish_own(self, trainer: Trainer) -> DoctorReport:
-        """Report what this rank found until training failed, without waiting for other ranks."""
+        """Report the findings of this rank alone after training has failed: other ranks may never answer."""
         self._examination.tell("end")
         self.report = self._examination.report()
         self._write(trainer)

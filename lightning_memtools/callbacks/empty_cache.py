@@ -96,7 +96,7 @@ class EmptyCache(WatchingCallback):
         self._run: _ReleasingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the device; say so if it keeps no cache."""
+        """Find the device whose cache is emptied; warn if it keeps none."""
         self.stop_watching()
         reader = reader_for(device := trainer.strategy.root_device)
         if reader is None:
@@ -121,7 +121,7 @@ class EmptyCache(WatchingCallback):
             self._release(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the first reading, the baseline of the others."""
+        """Read the retained memory for the first time, as the baseline of later readings."""
         put_on_device(pl_module, trainer.optimizers)
         self._warn_of_leak(trainer, self._collect(trainer))
 
@@ -131,7 +131,7 @@ class EmptyCache(WatchingCallback):
             self._end_evaluation(trainer, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End an evaluation at the epoch's end, and take the epoch's reading."""
+        """Release memory if an evaluation has just ended, and read the retained memory of the epoch."""
         run = self._run
         if run is None:
             return
@@ -165,13 +165,13 @@ class EmptyCache(WatchingCallback):
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release memory after an evaluation outside of fit, and forget everything."""
+        """Release memory after an evaluation outside of fit, and drop all state of the run."""
         if self._run is not None and self._run.has_evaluated:
             self._release(trainer)
         self.stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget everything."""
+        """Drop all state of the run."""
         self.stop_watching()
 
     def stop_watching(self) -> None:
@@ -179,7 +179,7 @@ class EmptyCache(WatchingCallback):
         self._run = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Release memory after an evaluation in fit, and count its reading if evaluations are counted."""
+        """Release memory after an evaluation in fit, look for a leak if evaluations count, and return what stays."""
         assert self._run is not None
         self._run.has_evaluated = False
         retained = self._release(trainer, inputs)
@@ -209,7 +209,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
-        """Give a reading to the detector, and pass on its report."""
+        """Pass a reading to the leak detector, and warn if it reports a leak."""
         run = self._run
         report = None if run is None or retained is None else run.releaser.find_leak(retained)
         if run is None or report is None:
@@ -226,7 +226,7 @@ class EmptyCache(WatchingCallback):
             write_report_or_warn(run.directory, "leak.md", text)
 
     def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
-        """Return whether memory that grows so much in each epoch fits until the run ends, and this is not its end."""
+        """Return True if the run is not at its end, and its memory can grow by `bytes_per_epoch` until then."""
         if trainer.max_epochs is None or trainer.max_epochs < 0 or self._counts_evaluations(trainer):
             return False
         n_left = trainer.max_epochs - trainer.current_epoch - 1

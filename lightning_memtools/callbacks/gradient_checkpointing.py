@@ -108,7 +108,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._run: _CheckpointingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo what an earlier fit may have left, and start again."""
+        """Undo the plan of an earlier fit, if one is still applied, and start anew."""
         self._undo()
         if stage == "fit":
             self._run = _CheckpointingRun(trainer, self._options)
@@ -143,7 +143,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
 
 
 class _CheckpointingRun:
-    """GradientCheckpointing in one fit.
+    """The work of GradientCheckpointing in one fit.
 
     Args:
         trainer: The Trainer.
@@ -211,7 +211,7 @@ class _CheckpointingRun:
         self._applied = self._window = None
 
     def _drop_what_failed(self, applied: AppliedPlan) -> None:
-        """Undo the plan if its layers did not repeat themselves, or its loss cannot be in chunks: another is made."""
+        """Undo the plan if a layer did not repeat itself, or the loss cannot be in chunks: a new plan follows."""
         differing = self._options.differing | applied.differing.keys()
         loss_head = "keep" if any(head.is_off for head in applied.heads.values()) else self._options.loss_head
         options = replace(self._options, differing=differing, loss_head=loss_head)
@@ -252,7 +252,7 @@ class _CheckpointingRun:
             warnings.warn(text, DegradedWarning, stacklevel=2)
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
-        """Return this rank's plan, the error of ours that planning raised, or what is to be said of another error.
+        """Plan on this rank. Return the plan, or our own error that planning raised, or any other error as text.
 
         An error of the user's own class is not sent to other ranks: it may not survive pickling.
         """

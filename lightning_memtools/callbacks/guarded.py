@@ -1,4 +1,4 @@
-"""The guard of callbacks that only watch: whatever goes wrong in them, training's own outcome stays what it was."""
+"""The guard of callbacks that only watch: an error in one of them never changes how training goes or ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
-    """Return a method of a WatchingCallback, which gets the Trainer first, with the guard around it."""
+    """Wrap a hook of a WatchingCallback, so that an error in it switches the callback off."""
     name = name or hook.__name__
     # Here it is not too slow to ask whether another rank has switched the callback off.
     is_rare = hasattr(Callback, name) and "batch" not in name and not name.startswith(("on_before_", "on_after_"))
@@ -76,23 +76,23 @@ class WatchingCallback(EitherCallback, Neighbour):
 
     @watched
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin a run, in which it is on again."""
+        """Begin a run: the callback is on again."""
 
     def stop_watching(self) -> None:
-        """Release everything, and undo what was switched on. Idempotent; each subclass says how."""
+        """Release all tensors and undo all changes to the run. Idempotent. Subclasses override it."""
 
     def switch_on(self, trainer: Trainer) -> None:
-        """Begin a run."""
+        """Switch the callback on for a new run of the Trainer."""
         vars(self).pop("is_off", None)
         _ENDED.discard(trainer)
         self._posts = RankPosts(type(self).__name__) if trainer.world_size > 1 else None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
-        """Be off for the rest of the run, here and on the other ranks, and warn once.
+        """Switch the callback off for the rest of the run, on this rank and on all others, and warn once.
 
         Args:
             error: The reason.
-            notes_on: Another error that goes on; it gets the text as a note, in place of a warning.
+            notes_on: An error that is being raised anyway. It gets the text as a note, instead of a warning.
         """
         self.is_off = True
         why = error if isinstance(error, str) else in_one_line(error)
@@ -110,7 +110,7 @@ class WatchingCallback(EitherCallback, Neighbour):
             notes_on.add_note(text)
 
     def is_off_elsewhere(self) -> bool:
-        """Switch off if another rank has switched off, and return whether that is so."""
+        """Switch off if any other rank has switched off. Return True if so."""
         read = [] if self._posts is None else self._posts.read()
         if reasons := [rank.values["off"] for rank in read if "off" in rank.values]:
             self.switch_off(f"on another rank, {reasons[0]}")
@@ -126,7 +126,7 @@ def _log_ending(trainer: Trainer, error: BaseException) -> None:
 
 
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """Return the result of `work`; if it raises, that of `otherwise`, which gets the error as text.
+    """Return `work()`. If that raises, return `otherwise(text)` with the error as text.
 
     Put it around each piece of work between two exchanges of ranks, so that a rank that fails still takes part.
     """

@@ -155,23 +155,23 @@ class HaltOnNaN(WatchingCallback):
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave a clean state for checkpoints that are written now, and undo what was switched on."""
+        """Undo a bad step, since checkpoints may be written after the error; then stop watching."""
         if self._run is not None and not isinstance(exception, NonFiniteError):
             self._run.leave_clean_state()
         self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo what was switched on."""
+        """Stop watching, and undo all changes to the run."""
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Undo what was switched on. Idempotent."""
+        """Stop watching, and undo all changes to the run. Idempotent."""
         if self._run is not None:
             self._run.close()
         self._run = None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
-        """Be off for the rest of the run; where all ranks exchange in each step, once they have told each other."""
+        """Switch off for the rest of the run. If ranks exchange results in each step, first tell the others."""
         guard = self._run.guard if self._run is not None and self._run.is_training else None
         if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
             super().switch_off(error, notes_on=notes_on)

@@ -66,8 +66,8 @@ RERUN_TIMEOUT_S = 600
 class HaltRun:
     """HaltOnNaN in one call of the Trainer.
 
-    Of its files, rank 0 writes, every rank learns the path, and none waits for a rank that failed. Make it on every
-    rank. `options` is the callback, whose arguments are read.
+    Create it on every rank. Rank 0 writes the files and sends their paths to the others. No rank waits for a rank that
+    failed. `options` is the callback; its arguments are read.
 
     Attributes:
         guard: Guards the steps of its training, once that has begun.
@@ -116,7 +116,7 @@ class HaltRun:
         ]
 
     def close(self) -> None:
-        """Undo what was switched on, and disconnect from the other ranks. Idempotent."""
+        """Undo all changes to the run, and disconnect from the other ranks. Idempotent."""
         while self._undo:
             self._undo.pop()()
         self._ranks.close()
@@ -136,7 +136,7 @@ class HaltRun:
         self.guard.loss(loss, divided_by=divided_by, scaler=self._scaler)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Check the step whose update comes now, and raise if it is bad."""
+        """Check the step before its optimizer update, and raise if it is bad."""
         self.conclude(self.guard.check(optimizer, scaler=self._scaler, reopen=not self._is_automatic))
 
     def conclude(self, bad: GuardedStep | None) -> None:
@@ -210,7 +210,7 @@ class HaltRun:
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
     def warn_if_blind(self) -> None:
-        """Warn, once, if no gradient was seen although there were losses, or steps that the user takes by hand."""
+        """Warn once if no gradient was ever seen, although losses or manual optimizer steps were."""
         guard = self.guard
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
@@ -350,7 +350,7 @@ def _unexamined(step: GuardedStep, error: str) -> BadStep:
 
 
 def _not_found(bad: BadStep, error: str) -> Any:
-    """Note why the operation was not found or the step is not written, and return None."""
+    """Note in `bad` the error because of which the operation was not found, or the step not written. Return None."""
     bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
     bad.step_note = f"could not be written: {error}"
 

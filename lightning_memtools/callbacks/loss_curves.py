@@ -75,12 +75,12 @@ class LossCurves(WatchingCallback):
         self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin a run."""
+        """Start the curves of a new run."""
         for curves in self._curves:
             curves.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step before the first."""
+        """Note the last step before training starts: points count from there."""
         self._last_step = training_step(trainer) - 1
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -125,7 +125,7 @@ class LossCurves(WatchingCallback):
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a validation run."""
+        """Start the mean of a new validation run."""
         self._val.clear()
         if self._val_names is not None:
             self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
@@ -146,7 +146,7 @@ class LossCurves(WatchingCallback):
                 self._val.add(name + suffix, loss, weight)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the run's loss."""
+        """Log the mean loss of the validation run."""
         if trainer.sanity_checking:
             return
         logged = values_logged_in_evaluation(trainer)

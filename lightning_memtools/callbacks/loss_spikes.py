@@ -102,7 +102,7 @@ class LossSpikes(WatchingCallback):
         return self._state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ask HaltOnNaN for what it reads."""
+        """Subscribe to the losses and gradient norms that HaltOnNaN reads."""
         self.stop_watching()
         if stage != "fit":
             return
@@ -125,7 +125,7 @@ class LossSpikes(WatchingCallback):
             self._run.begin_epoch()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Roll back, or copy what a rollback needs if that is due."""
+        """Roll back if the step had a spike; else copy the state for a later rollback if a copy is due."""
         if self._run is not None:
             self._run.end_batch()
 

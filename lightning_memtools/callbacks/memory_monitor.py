@@ -101,7 +101,7 @@ class MemoryMonitor(WatchingCallback):
         self._summary_step = -1
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Do not count events of a trial; BatchSizeTuner calls this."""
+        """Subtract the retries and failures of a trial from the counts. BatchSizeTuner calls this."""
         if self._run is not None:
             self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
 

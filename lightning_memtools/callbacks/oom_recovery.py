@@ -112,7 +112,7 @@ class OOMRecovery(EitherCallback, Neighbour):
             raise ValueError(f"OOMRecovery does not work under {type(trainer.strategy).__name__}: {reason}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the steps."""
+        """Replace the step of the training loop by one that recovers."""
 
         def tell(reason: str) -> None:
             if trainer.is_global_zero:
@@ -144,11 +144,11 @@ class OOMRecovery(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what happened in this batch."""
+        """Log the recoveries and skips of this batch."""
         self._tell(trainer, elsewhere=self._told[2])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what happened here and, as far as known by now, on other ranks."""
+        """Log the recoveries on this rank and, as far as they are known by now, on the others."""
         self._tell(trainer, elsewhere=sum(n for *_, n in self._others()))
 
     on_train_end = on_validation_end
@@ -163,12 +163,12 @@ class OOMRecovery(EitherCallback, Neighbour):
 
     @property
     def memory_remark(self) -> str:
-        """A line on this rank and, as far as known by now, on the others, for MemoryMonitor's summary."""
+        """Return a line for MemoryMonitor's summary: the recoveries here and, as far as known, on other ranks."""
         others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log, post and warn of what is new; OOMReport writes its page for the first recovery."""
+        """Log new recoveries, tell the other ranks, and warn. For the first one, OOMReport writes its report."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, mine.n_skipped, elsewhere)
         if self._told == before or self._posts is None:
@@ -183,7 +183,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         log_scalars(trainer, scalars | {"memory/oom_skipped_batches": mine.n_skipped}, training_step(trainer))
 
     def _others(self) -> list[tuple[int, str, int]]:
-        """Return what other ranks have posted so far: the rank, its remark and its number of recoveries."""
+        """Return (rank, remark, number of recoveries) of each other rank that has posted by now."""
         if self._posts is None:
             return []
         mine, posted = self._posts.rank, enumerate(self._posts.read())

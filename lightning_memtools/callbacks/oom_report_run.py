@@ -30,13 +30,13 @@ def stage_of(trainer: Trainer) -> str:
 
 
 def place_of(trainer: Trainer) -> FailureMoment:
-    """Return the present place in the run, but for batch and phase."""
+    """Return where in the run the Trainer is now, without batch and phase, which the Trainer does not know."""
     stage, rank, n_ranks = stage_of(trainer), trainer.global_rank, trainer.world_size
     return FailureMoment(stage, training_step(trainer), rank=rank, world_size=n_ranks, hook=running_hook())
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
-    """Return what the checks need to know of the run; OOMRecovery is advised by the sizes of the failed batch."""
+    """Return the facts of the run that checks of advice need. `batch` is the failed batch, or its sizes."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization
@@ -61,7 +61,7 @@ def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
 
 
 def _recovery_for(trainer: Trainer, batch: Any) -> str:
-    """Return the OOMRecovery that would run a training batch in parts; "" if none would, or one is there already."""
+    """Return the code of the OOMRecovery that could split this training batch; "" if none could, or one is in use."""
     module = trainer.lightning_module
     is_there = any(isinstance(one, Neighbour) and one.max_splits > 1 for one in callbacks_of(trainer))
     is_refused = why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))

@@ -1,4 +1,4 @@
-"""LossSpikes in one fit: judges what HaltOnNaN has read, keeps a point to go back to, reports, skips, rolls back."""
+"""LossSpikes in one fit: judges the losses and norms that HaltOnNaN reads, and reports, skips or rolls back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _RollbackPoint:
-    """A state of training in host memory."""
+    """A copy of the training state in host memory, to which a rollback returns."""
 
     snapshot: StateSnapshot
     restore_loop: Callable[[], None]
@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """LossSpikes in one fit. Make it on every rank. `options` is the callback, whose arguments are read."""
+    """LossSpikes in one fit. Create it on every rank. `options` is the callback; its arguments are read."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options

@@ -69,7 +69,7 @@ class TrainingDoctor(WatchingCallback):
         self._run: DoctorRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin a report."""
+        """Start a new report."""
         self.stop_watching()
         if stage == "fit":
             self.report = DoctorReport(checks=self._names)
@@ -108,24 +108,24 @@ class TrainingDoctor(WatchingCallback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **_named: Any
     ) -> None:
-        """Look at what the step returned."""
+        """Look for graphs in the outputs that the step returned."""
         self._tell(trainer, "evaluation_end", outputs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report an evaluation that follows the watched steps."""
+        """Report the findings of an evaluation, if the watched training steps are over."""
         self._tell(trainer, "evaluations_end")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report a training that is shorter than the steps to watch."""
+        """Report the findings of a training that ended before all steps were watched."""
         self._tell(trainer, "end")
         self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop."""
+        """Stop watching."""
         self.stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report what this rank has found so far."""
+        """Report the findings of this rank so far."""
         if self._run is not None and not isinstance(exception, TrainingMistakeError):
             self.report = self._run.publish_own(trainer)
         self.stop_watching()

@@ -272,7 +272,7 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return logits of which each element is changed by itself; None where they would move to another device.
+    """Return logits of which each element is changed by itself; None if they would move to another device.
 
     `type()` without arguments returns a name.
     """

@@ -1,4 +1,4 @@
-"""Reading of autograd graphs: the nodes below a loss, their operators, and the lines of code that made them."""
+"""Reads autograd graphs: the nodes below a loss, their operators, and the lines of code that created them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]:
     """Yield at most `limit` nodes of a graph below a node, nearest first.
 
-    The nodes of leaves belong to the parameters and live on from step to step: they come only with `leaves=True`.
+    Nodes of leaves belong to parameters and outlive the step: they are included only with `leaves=True`.
     """
     queue, seen = deque([node]), {node}
     while queue and limit:
@@ -31,7 +31,7 @@ def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]
 
 
 def inputs_of(node: Any) -> list[Any]:
-    """Return the nodes that made a node's inputs; inputs without a gradient have none."""
+    """Return the nodes that computed a node's inputs. Inputs that need no gradient have none."""
     return [before for before, _ in node.next_functions if before is not None]
 
 
@@ -41,7 +41,7 @@ def operator_of(node: Any) -> str:
 
 
 def place_of(node: Any) -> str:
-    """Return a node's operator with the user's line that made it, if autograd's anomaly mode was on then."""
+    """Return a node's operator, and the user's line that created it if autograd's anomaly mode was on."""
     for frame in reversed(node.metadata.get("traceback_", ())):
         match = _FRAME.search(frame)
         if match is not None and owner_of(match[1]) == "user":

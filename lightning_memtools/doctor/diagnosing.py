@@ -1,4 +1,4 @@
-"""`diagnose`: examines a model, its data and its optimizer without a Trainer, in a few steps that are taken back."""
+"""`diagnose`: examines a model, its data and its optimizer without a Trainer, in a few steps that are then undone."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def diagnose(
 ) -> DoctorReport:
     """Find the classic training mistakes in a model, its data and its optimizer, by running a few training steps.
 
-    The steps are real, and taken back: afterwards weights, buffers, optimizer state, attributes and random streams are
+    The steps are real, and then undone: afterwards weights, buffers, optimizer state, attributes and random streams are
     as before. A loader's data set is read, and a generator given as the dataloader is used up by `steps` batches.
 
     Args:
         model: A module, or a LightningModule. Where it is in eval mode as a whole, train() is called for the steps.
-        dataloader: Gives the training batches. It is read again where it ends early. A tensor, a tuple, a dict or a
+        dataloader: Yields the training batches. It is read again if it ends early. A tensor, a tuple, a dict or a
             list of tensors is one batch.
         optimizer: The optimizer, or several. A LightningModule's own are made if it is None. Without any, only
             gradients are computed.
@@ -113,7 +113,7 @@ def diagnose(
 
 
 class _RealSteps(StepListener, Callback):
-    """Runs training and evaluation steps in Lightning's loops, and tells an examination of them."""
+    """Runs training and evaluation steps in Lightning's loops, and passes their events to an examination."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
@@ -124,7 +124,7 @@ class _RealSteps(StepListener, Callback):
         self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
 
     def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
-        """Run the training steps, and then as many evaluation batches."""
+        """Run `steps` training steps, and then as many evaluation batches."""
         model, tell = self._case.model, self._examination.tell
         if not model.training:
             model.train()
@@ -155,7 +155,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Keep the optimizers; Lightning's stand-in for none is of no parameter of the model."""
+        """Keep the optimizers, without Lightning's stand-in for a model that configures none."""
         names = self._case.parameter_names()
         groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
         self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]
@@ -164,22 +164,22 @@ class _RealSteps(StepListener, Callback):
     # --- called by Lightning
 
     def on_before_backward(self, *arguments: Any) -> None:
-        """Pass the loss on."""
+        """Pass the loss to the examination."""
         self._examination.tell("loss", arguments[-1])
 
     def on_after_backward(self, *_: Any) -> None:
-        """Pass on that gradients exist."""
+        """Tell the examination that gradients exist."""
         self._examination.tell("gradients")
 
     def on_before_optimizer_step(self, *arguments: Any) -> None:
-        """Pass the optimizer on."""
+        """Pass the optimizer to the examination."""
         self._examination.tell("update", arguments[-1])
 
     def on_validation_batch_start(self, *_: Any, **_named: Any) -> None:
-        """Pass on that an evaluation step begins."""
+        """Tell the examination that an evaluation step begins."""
         self._examination.tell("evaluation_start")
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **_named: Any) -> None:
-        """Pass its outputs on."""
+        """Pass the outputs of an evaluation step to the examination."""
         del trainer, pl_module
         self._examination.tell("evaluation_end", outputs)

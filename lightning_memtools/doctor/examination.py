@@ -1,4 +1,4 @@
-"""An examination: the checks by name, and the passing of a training's events to them."""
+"""An examination: the checks by name, and the events of a training that are passed to them."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ NAMES = ("checkpoint_keys", *dict.fromkeys(name for name, _, _ in CHECKS))
 
 
 def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the checks to make, in their order.
+    """Return the names of the selected checks, in the order in which they run.
 
     Args:
         checks: "all", one name, or several.
-        ignore: The names of those to leave out.
+        ignore: The names of checks to leave out.
 
     Raises:
-        ValueError: There is no check of a name.
+        ValueError: A name is not that of a check.
     """
     wanted = NAMES if checks == "all" else [checks] if isinstance(checks, str) else checks
     ignored = [ignore] if isinstance(ignore, str) else ignore
@@ -81,7 +81,7 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
 class Examination:
     """Watches the first steps of a training and of evaluation.
 
-    A function of a check that fails is left out from then on, and so is one that has found something.
+    A function of a check is not called again once it has failed or has found something.
 
     Args:
         case: The training.
@@ -112,7 +112,7 @@ class Examination:
         return DoctorReport.of(self.findings, self.names, self.case.n_steps)
 
     def tell(self, event: Event, argument: Any = None) -> None:
-        """Pass an event to the checks. Nothing is passed on after the last watched batch."""
+        """Pass an event to the checks; after the last watched batch, do nothing."""
         self.stop()
         is_evaluation = event.startswith("evaluation")
         if self.n_evaluated >= self._steps if is_evaluation else self.is_concluded:
@@ -136,7 +136,7 @@ class Examination:
                 self.tell("end")
 
     def stop(self) -> None:
-        """Put autograd's mode back. Idempotent."""
+        """Restore autograd's anomaly mode. Idempotent."""
         if self._noting_lines is not None:
             self._noting_lines.__exit__()
         self._noting_lines = None

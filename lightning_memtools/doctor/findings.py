@@ -60,7 +60,7 @@ class DoctorReport:
 
     @classmethod
     def of(cls, findings: Sequence[Finding], checks: Sequence[str], steps: int) -> DoctorReport:
-        """Return the report of some findings; of equal ones only the first is kept."""
+        """Return a report of these findings without duplicates."""
         ordered = sorted(dict.fromkeys(findings), key=lambda finding: _ORDER[finding.severity])
         return cls(tuple(ordered), tuple(checks), steps)
 
@@ -70,7 +70,7 @@ class DoctorReport:
         return tuple(finding for finding in self.findings if finding.is_serious)
 
     def table(self, findings: Sequence[Finding] | None = None) -> Table:
-        """Return the findings as a table, one row each: all of them, or those given."""
+        """Return all findings, or those given, as a table with one row each."""
         rows = [
             (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix)
             for one in (self.findings if findings is None else findings)

@@ -1,4 +1,4 @@
-"""Checks of autograd graphs: those that outlive their step, and those that evaluation builds."""
+"""Checks of autograd graphs that outlive their step, or that an evaluation builds."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def mark_graph(case: TrainingCase, loss: Tensor) -> None:
 
 
 def note_clock(case: TrainingCase, _: Any) -> None:
-    """Note the number that autograd gives to the first node of a step; later nodes have higher ones."""
+    """Note the sequence number of a step's first autograd node; later nodes have higher numbers."""
     case.clocks.append(autograd_sequence_number())
 
 
 def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return the holder of earlier steps' graphs, as `total_loss += loss` keeps them.
+    """Return a finding if something holds the graphs of earlier steps, as `total_loss += loss` does.
 
-    It is called after each step, because a sum may be reset when an epoch ends.
+    It runs after each step, because a sum may be reset when an epoch ends.
     """
     # The last two may be alive by right: the latest loss, and an attribute that is about to be replaced.
     earlier = case.marks[:-2]
@@ -57,7 +57,7 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the place that holds graphs of watched steps before the last two, and what holds them there."""
+    """Return the variable or attribute that holds graphs older than the last two steps, and what it holds."""
     numbers = range(case.clocks[0], case.clocks[-2])
     held = [
         tensor
@@ -76,7 +76,7 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
 
 
 def evaluation_graphs(_: TrainingCase, outputs: Any) -> list[Finding]:
-    """Return that an evaluation step has returned outputs with a graph."""
+    """Return a finding if an evaluation step has returned outputs with a graph."""
     with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     if not with_graph:
         return []

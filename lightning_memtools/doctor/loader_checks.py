@@ -32,9 +32,9 @@ def note_shapes(case: TrainingCase, batch: Any) -> None:
 
 
 def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return the BatchNorm layers that a last batch of one sample makes raise.
+    """Return the BatchNorm layers that will raise, because the last batch has one sample.
 
-    They are those that get one value per channel and sample in the first step: one sample alone has no variance there.
+    These layers get one value per channel and sample in the first step, and one value alone has no variance.
     """
     norms = [module for module in case.model.modules() if isinstance(module, AnyBatchNorm) and module.training]
     # SyncBatchNorm counts the samples of all ranks.
@@ -73,7 +73,7 @@ def _ends_with_one(case: TrainingCase) -> bool:
 
 
 def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return that each worker of an IterableDataset yields the same: each batch then comes once from every worker.
+    """Return a finding if all workers of an IterableDataset yield the same batches, which are then trained repeatedly.
 
     The host waits for the device in the first steps, of such loaders only.
     """
@@ -93,13 +93,13 @@ def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def note_free_memory(case: TrainingCase, _: Any) -> None:
-    """Note the free shared memory before the workers fill it."""
+    """Note how much shared memory is free before workers fill it."""
     limits = (free_shared_memory(), free_in_container())
     case.free_shared = min((limit for limit in limits if limit is not None), default=None)
 
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Compare the bytes of all batches that workers load ahead with the shared memory that was free."""
+    """Return a finding if the batches that workers load ahead take more than the free shared memory."""
     loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
     if not loaders or case.free_shared is None:
         return []
@@ -120,7 +120,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return schedulers that are stepped once an epoch and are as long as all updates, or the other way round."""
+    """Return schedulers that are stepped once an epoch but are as long as all updates, or the reverse."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
@@ -137,7 +137,7 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return that the last accumulation of each epoch has fewer batches than the others."""
+    """Return a finding if the last accumulation of each epoch has fewer batches than the others."""
     n_batches, accumulate = case.n_train_batches or 0, case.accumulate
     n_last = n_batches % accumulate
     if not n_last:

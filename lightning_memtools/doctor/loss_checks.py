@@ -26,7 +26,7 @@ _SUM = 2  # torch's number of reduction="sum"
 
 
 def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return the operations next to the first loss that compare each prediction with each target."""
+    """Return findings on operations next to the first loss that compare each prediction with each target."""
     found = {}
     for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
         shapes = _broadcast(case, node)
@@ -37,7 +37,7 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """Return the shape of a prediction that a node broadcasts over the batch, and that of the result.
+    """Return the shapes of a prediction that a node broadcasts over the batch, and of the result; else None.
 
     The node's other input has no gradient, and so is a target. A tensor of the batch has as many values as the
     prediction, so that both should have one shape. A prediction with a new dimension is meant to broadcast, as in
@@ -57,13 +57,13 @@ def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
 
 
 def note_sums(case: TrainingCase, loss: Tensor) -> None:
-    """Note the sums over the batch in the first loss, and have backward note the gradients on the way to each."""
+    """Find the sums over the batch in the first loss, and record the gradients that backward sends to each."""
     if case.batch_size > 1 and not case.computes_nothing:
         case.sums = _sums(case.batch_size, loss.grad_fn, ())
 
 
 def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[SumOverBatch]:
-    """Return the sums over the batch that make up a loss or a term of it, up to factors."""
+    """Return the sums over the batch that, up to factors, are the loss or terms of it."""
     gradients: list[Tensor] = []
     node.register_prehook(lambda arriving: gradients.extend(one.detach() for one in arriving if one is not None))
     way = (*way, gradients)

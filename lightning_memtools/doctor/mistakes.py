@@ -1,4 +1,4 @@
-"""The effect and the fix of each mistake, each in one line; the checks add the place and the evidence."""
+"""The effect and the fix of each mistake, in one line each. The checks add place and evidence."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
 
 
 def finding(mistake: str, place: str, evidence: str, **fields: Any) -> Finding:
-    """Return the finding of a mistake, by its name in `MISTAKES`."""
+    """Return a finding of a mistake, which is named by its key in `MISTAKES`."""
     severity, effect, fix = MISTAKES[mistake]
     check = mistake.partition("/")[0]
     return Finding(check, severity, place, evidence, effect.format(**fields), fix.format(**fields))

@@ -20,10 +20,10 @@ _LARGEST_USUAL_SEED = 2**32
 
 
 def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return the parts that get gradients in eval mode and hold dropout or BatchNorm.
+    """Return modules that are trained in eval mode and hold dropout or BatchNorm.
 
-    Parts without a gradient are frozen, or only give targets, as a teacher does. A BatchNorm in eval mode in a part
-    in train mode is meant so.
+    Modules without gradients are frozen, or teachers. A BatchNorm alone in eval mode within a module in train mode is
+    intended.
     """
     parts = [
         parent or type(case.model).__name__
@@ -40,7 +40,7 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_start(case: TrainingCase, _: Any) -> None:
-    """Note the weights of frozen BatchNorm layers, and how often their statistics have been written."""
+    """Note the weights of frozen BatchNorm layers, and the number of writes to their statistics."""
     case.norms_at_start = [
         (name, norm, _weights_of(norm), n_counter)
         for name, norm, n_counter in _norm_counts(case)
@@ -49,7 +49,7 @@ def note_start(case: TrainingCase, _: Any) -> None:
 
 
 def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Note how often statistics of BatchNorm layers have been written before an evaluation batch."""
+    """Note the number of writes to BatchNorm statistics before an evaluation batch."""
     case.norms_before = _norm_counts(case)
 
 
@@ -66,9 +66,9 @@ def _norm_counts(case: TrainingCase) -> list[NormCounts]:
 
 
 def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return BatchNorm layers of frozen parts whose statistics the steps have written.
+    """Return frozen BatchNorm layers whose statistics the training steps have changed.
 
-    Those whose weights changed too follow another model on purpose, as a momentum encoder does.
+    Layers whose weights have changed too are left out: they follow another model, as a momentum encoder does.
     """
     moved = [
         name
@@ -94,7 +94,7 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return the parts in eval mode whose gradient checkpointing is switched on, which works in train mode only."""
+    """Return modules in eval mode with gradient checkpointing switched on, which works in train mode only."""
     idle = [
         name or type(case.model).__name__
         for name, part in case.model.named_modules()

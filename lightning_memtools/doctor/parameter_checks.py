@@ -1,4 +1,4 @@
-"""Checks of parameters: those that no optimizer holds, that get no gradient, or that stay equal to each other."""
+"""Checks of parameters that no optimizer holds, that get no gradient, or that stay equal to each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIN_UPDATES = 5
 
 
 def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return parameters that get gradients and are in no optimizer, which leaves their gradients to add up."""
+    """Return parameters that get gradients but are in no optimizer: their gradients are never used or zeroed."""
     if case.sharded or not case.optimizers or case.n_steps < _MIN_UPDATES:
         return []
     held = {id(p) for optimizer in case.optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -43,9 +43,9 @@ def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
-    """Note the norms of an optimizer's gradients, on their devices, and of its weights that decay.
+    """Note the norms of an optimizer's gradients, on their devices, and of its weights with weight decay.
 
-    The weights' norms are noted at its first update and at the one that makes their number sufficient.
+    The weights' norms are noted at the first update, and again once enough updates were seen.
     """
     if case.sharded or case.computes_nothing:
         return
@@ -71,7 +71,7 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
 
 
 def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return norms with their names, those of a device and type as one tensor: each tensor takes at least 512 bytes."""
+    """Return the norms of tensors with their names, one tensor of norms per device and dtype, to save memory."""
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
     for name, norm in zip(tensors, l2_norm_of_each(list(tensors.values()), None) if tensors else (), strict=True):
         alike[norm.device, norm.dtype][name] = norm.detach()
@@ -79,14 +79,14 @@ def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
 
 
 def _values_of(norms: list[tuple[list[str], Tensor]]) -> Iterable[tuple[str, float]]:
-    """Return norms as numbers, for which the host waits once a device and type."""
+    """Return (name, norm) as numbers. The host waits once per device and dtype."""
     return (one for names, values in norms for one in zip(names, values.tolist(), strict=True))
 
 
 def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return parameters whose gradient is None or zero at every update, and how much weight decay shrinks them.
+    """Return parameters whose gradient was None or zero at every update, and by how much weight decay shrank them.
 
-    Here the host waits for the norms that were noted.
+    The host waits for the noted norms.
     """
     n_updates, n_moved, weights = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
     for update in case.updates:
@@ -118,9 +118,9 @@ def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def symmetric_weights(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return weights whose rows are all equal, and equal in their first gradient too: they stay equal for ever.
+    """Return weights whose rows, and rows of the first gradient, are all equal: these rows stay equal forever.
 
-    The host waits for the device for each weight.
+    The host waits for the device once per weight.
     """
     if case.sharded or case.computes_nothing:
         return []

@@ -1,4 +1,4 @@
-"""A training as the doctor sees it: its objects and settings, and what was noted in its first steps."""
+"""The training that the doctor examines: its objects and settings, and what was noted in its first steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NormCounts = tuple[str, Any, int]
 
 
 class SumOverBatch(NamedTuple):
-    """A term of the loss that sums a result of a shape; on the way from the loss, gradients arrive at each node."""
+    """A term of the loss that sums over the batch, with the gradients at the nodes between the loss and the sum."""
 
     place: str
     shape: Shape
@@ -26,7 +26,7 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Norms of an optimizer's parameters just before it updates them, with their names, on the devices."""
+    """Norms of gradients and weights just before an optimizer's update, with names, on their devices."""
 
     optimizer: Optimizer
     held: list[str]
@@ -37,7 +37,7 @@ class UpdateNorms(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """A training's own objects and settings, which an examination only reads, and what it has noted in the steps."""
+    """The objects and settings of a training, which an examination only reads, and its notes on the steps."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
@@ -70,7 +70,7 @@ class TrainingCase:
 
     @property
     def computes_nothing(self) -> bool:
-        """True in a dry run: checks of values have nothing to judge."""
+        """True in a dry run, in which values mean nothing and are not checked."""
         return computes_nothing(self.device)
 
     def parameter_names(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""All that is known of a bad step: gathered on each rank, inferred, and told in the error and the report."""
+"""All that is known of a bad step: each rank gathers it, the cause is inferred, the error and the report tell it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_ROWS = 8
 
 @dataclass(slots=True, kw_only=True)
 class BadStep:
-    """All that one rank knows of a bad step. Plain values: ranks send it to each other."""
+    """All that one rank knows of a bad step. It holds plain values only, since ranks send it to each other."""
 
     rank: int = 0
     step: int = 0  # the training step, counted as the x axis of the logs counts
@@ -81,7 +81,7 @@ class BadStep:
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
-        """Return what the check of a step has read, without another look at anything."""
+        """Return the facts that the check of a step has already read; no tensor is read again."""
         indices = [micro.index for micro in step.micro for _ in micro.losses]
         return cls(
             step=step.number,
@@ -100,19 +100,19 @@ class BadStep:
 
     @property
     def dirty(self) -> list[BadInput]:
-        """The bad inputs that are no masks."""
+        """The tensors of the batch with NaN or Inf, without those that look like masks."""
         return [bad for bad in self.inputs if not bad.is_mask]
 
     @property
     def first_bad_batch(self) -> int | None:
-        """The batch with the first bad loss or input; the step's last batch where neither was bad."""
+        """The index of the first batch with a bad loss or input; of the step's last batch if there is none."""
         bad = [index for index, loss in self.losses if not math.isfinite(loss)]
         bad += [each.batch_idx for each in self.dirty]
         return next(iter([*bad, *reversed(self.batches)]), None)
 
     @property
     def headline(self) -> str:
-        """The bad value, its step, batch and rank, as a sentence."""
+        """A sentence that names the bad value, its step, batch and rank."""
         if self.has_bad_loss:
             what = f"loss is {next(loss for _, loss in self.losses if not math.isfinite(loss))}"
         elif self.gradients:
@@ -126,7 +126,7 @@ class BadStep:
         return f"{what} at step {self.step} ({place}, {f'rank {self.rank}' if self.is_culprit else unknown})."
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (what, value) of everything that is known; each value is a sentence or shorter."""
+        """Return all facts as (name, value) rows of the report; a value is a sentence at most."""
         kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
@@ -159,14 +159,14 @@ class BadStep:
 
     @property
     def next(self) -> str:
-        """The next thing to do, as a sentence, with the command that runs the step again."""
+        """A sentence that says what to do next, with the command that runs the step again."""
         if self.step_path is None:
             return self.advice
         command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
         return f"{self.advice} Run the step again: {command}"
 
     def message(self) -> str:
-        """Return the text of the error, which is complete by itself."""
+        """Return the text of the error. It is complete without the report."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
@@ -180,7 +180,7 @@ class BadStep:
         return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables), *more]) + "\n"
 
     def error(self) -> NonFiniteError:
-        """Return the error to raise, which is the same on every rank."""
+        """Return the error to raise; every rank raises the same."""
         return NonFiniteError(
             self.message(),
             step=self.step,
@@ -204,8 +204,8 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         step: The training step, counted as the x axis of `self.log` counts.
-        batch_idx: The index of the batch within its epoch; None where it is not known.
-        rank: The rank whose loss or batch was bad; None where only the gradients were bad, which all ranks share.
+        batch_idx: The index of the batch within its epoch; None if unknown.
+        rank: The rank whose loss or batch was bad; None if only the gradients were, which all ranks share.
         stage: train, val or test.
         cause: The class of cause, one of the values of `NonFiniteCause`; None in evaluation.
         losses: The losses of the last steps (at most 20, on this rank), oldest first; the last is the bad step's.
@@ -243,7 +243,7 @@ def examine(
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
-    """Return what this rank knows of a step that was undone.
+    """Return the facts that this rank has on a bad step, after the step was undone.
 
     `bad_at_start`: the names of the weights and states that were bad before training.
     """
@@ -262,7 +262,7 @@ def examine(
 
 
 def _module_name(kind: type) -> str:
-    """Return the name by which a class's module can be imported: that of the script, where it is the program."""
+    """Return the name under which a class's module can be imported: for `__main__`, the script's name."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if kind.__module__ != "__main__" or file is None:
@@ -292,7 +292,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
-    """Say what of the last update can have made weights bad, and what to do; ("", "") if nothing."""
+    """Return which setting of the last update can have made weights bad, and what to do; ("", "") if none."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
@@ -325,7 +325,7 @@ _HUGE = 100.0  # The root mean square of a matrix of weights stays below this in
 
 
 def infer(bad: BadStep) -> None:
-    """Set the cause that the evidence points to. It is no proof; a rerun of the step may find another."""
+    """Set the most likely cause by the evidence. A rerun of the step may find the real one later."""
     grown = what_grew(bad)
     if bad.dirty and not bad.has_bad_loss:
         bad.cause, bad.advice = NonFiniteCause.LATE_MASK, ADVICE["late mask"]
@@ -349,12 +349,12 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return the sentence that these tensors were bad before the step, with the setting that may have caused it."""
+    """Return a sentence: these tensors were bad before the step, and this setting may have caused it."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
 def huge_weights(model: Module) -> str:
-    """Say which matrix has weights as large as no healthy training makes them; "" where there is none."""
+    """Return a sentence on the matrix with weights larger than healthy training makes them; "" if there is none."""
     trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
     matrices = {name: floats for name, floats in trained if floats is not None}
     for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
@@ -365,7 +365,7 @@ def huge_weights(model: Module) -> str:
 
 
 def what_grew(bad: BadStep) -> str:
-    """Say what grew before the step; empty if nothing did."""
+    """Return a sentence on the loss or norm that grew before the step; "" if neither did."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
@@ -376,9 +376,9 @@ def what_grew(bad: BadStep) -> str:
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
-    """Return the first rank with a bad loss, else with a bad batch, else the first whose step was bad alone.
+    """Return the step of the rank to blame: the first with a bad loss, else with a bad batch, else the only bad one.
 
-    None if no rank is: the gradients, which all ranks share, tell of none. A single rank is its own in any case.
+    Return None if no rank is to blame, since all share the bad gradients. With one rank, that rank is returned.
     """
     if len(everyone) == 1:
         return everyone[0]
@@ -394,9 +394,9 @@ def state_error(
     suspects: tuple[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error of weights, buffers or optimizer state, by rank, that a checkpoint was about to hold.
+    """Return the error for NaN or Inf that a checkpoint was about to hold; `everyone` has the bad tensors by rank.
 
-    `finite_at`: the step at which all were last known to be finite. `suspects`: see `suspects_of_update`.
+    `finite_at` is the last step at which all tensors were known to be finite. `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     text, advice = suspects
@@ -421,7 +421,7 @@ def state_error(
 def evaluation_error(
     everyone: Sequence[Mapping[str, float]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
 ) -> NonFiniteError:
-    """Return the error of an evaluation run whose logged losses are NaN or Inf: name to value, for each rank."""
+    """Return the error for an evaluation that logged bad losses; `everyone` maps name to value, for each rank."""
     bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
     lines = [
         f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",
@@ -433,7 +433,7 @@ def evaluation_error(
 
 
 def named(bad: Sequence[BadTensor]) -> str:
-    """Return the first of the bad tensors as text; "none" where there is none."""
+    """Return the names of the first bad tensors as text; "none" if there are none."""
     return first_of(bad, MOST_NAMES) or "none"
 
 

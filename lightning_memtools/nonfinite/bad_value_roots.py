@@ -1,4 +1,4 @@
-"""Follows a bad loss or gradient backwards, through bad values only, to the operation that made the first."""
+"""Follows a bad loss or gradient backwards, through bad values only, to the operation that made the first bad value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_memtools.nonfinite.step_rerun import StepRerun
 
 
 class ValueOrigin(StrEnum):
-    """The origin of a bad value."""
+    """The kinds of places that a bad value can come from."""
 
     BATCH = "batch"
     PARAMETER = "parameter"
@@ -28,7 +28,7 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step."""
+    """A tensor that existed before the step and was not written by an operation of it."""
 
     origin: ValueOrigin  # the kind of tensor
     name: str
@@ -43,7 +43,7 @@ LeafOf = Callable[[int], PriorTensor]
 
 
 class PriorTensors:
-    """Knows the tensors in memory that no operation of the step wrote."""
+    """Finds the tensor in a piece of memory that no operation of the step wrote."""
 
     def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
         self._known: dict[int | None, PriorTensor] = {}
@@ -60,20 +60,20 @@ class PriorTensors:
                 self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
 
     def __call__(self, key: int) -> PriorTensor:
-        """Return the tensor in the memory with this key."""
+        """Return the tensor in the piece of memory with this key."""
         return self._known.get(key, UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
 class BadValueRoot:
-    """The root of a bad value."""
+    """The operation or tensor that a bad value came from first."""
 
     event: BadOperation  # the operation that made it; if it existed before the step, the first operation that used it
     leaf: PriorTensor | None = None  # the tensor that held it before the step; None where an operation made it
 
     @property
     def is_benign(self) -> bool:
-        """True for an intended infinity: written in the code, or in a mask or bound."""
+        """True for an infinity that is meant: a constant in the code, or part of a mask or bound."""
         if self.leaf is not None:
             return self.leaf.may_be_infinite
         return self.event.constant and not self.event.gives_nan
@@ -82,8 +82,8 @@ class BadValueRoot:
 def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
     """Return the root of the bad values in the memory `start`.
 
-    Intended infinities, such as those of a mask, are no root: if the way back ends in nothing else, the root is the
-    operation that made NaN from them.
+    Infinities that are meant, such as those of a mask, are no root. If the bad values come from nothing else, the root
+    is the operation that made NaN from these infinities.
 
     Args:
         events: The operations with bad outputs, in order.
@@ -101,12 +101,12 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
 
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
-    """Return whether every way back from the memory `start` comes to a product with a mask that is 0 where NaN is."""
+    """Return True if all bad values in the memory `start` come from a product with a mask that is 0 where NaN is."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
-    """Return the first operation that computes with what an operation took: copies, as an LSTM makes, say nothing."""
+    """Return the first operation that computes with the inputs of `event`, where `event` may be a mere copy of them."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
         made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
@@ -127,7 +127,7 @@ def _masks(event: BadOperation) -> bool:
 
 
 class _BackwardSlice:
-    """The way back from the bad values in the memory `start`, and the roots that it ends in."""
+    """All operations that the bad values in the memory `start` come from, and the roots among them."""
 
     def __init__(
         self, events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf, *, ends_at_masks: bool = False
@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Return the events that an event got its bad values from."""
+        """Return the events that wrote the bad inputs of an event, by index, and whether a NaN is searched."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []
@@ -192,7 +192,7 @@ class _BackwardSlice:
 
 
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
-    """Return the operation, its place and its inputs, as a sentence."""
+    """Return a sentence on the root: the operation, its module and line, and its inputs."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
     function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
     where = event.module or f"{class_name}{function}"

@@ -63,7 +63,7 @@ ADVICE = {
 
 
 def rates_as_text(rates: Sequence[float]) -> str:
-    """Return learning rates as text, each once."""
+    """Return the distinct learning rates as text."""
     return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) or "not known"
 
 
@@ -100,9 +100,9 @@ ANY_OVERFLOW = "keep the inputs of {name} smaller: normalize or clamp them."
 
 
 def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
-    """Return what to do about an operation such as ``"aten.log"`` that is outside of its domain, or that overflows.
+    """Return advice for an operation such as ``"aten.log"`` whose input is outside of its domain, or that overflows.
 
-    `of_forward`: the forward operation whose backward it is part of; empty in forward.
+    `of_forward` names the forward operation if this one is part of its backward; "" otherwise.
     """
     names = [_short(each) for each in (of_forward, operation) if each]
     name = next((each for each in names if each in OF_OPERATIONS), names[0])
@@ -115,7 +115,7 @@ def _short(operation: str) -> str:
 
 
 def public_name(operation: str) -> str:
-    """Return the name under which users call an operation, such as ``"torch.log"``; itself where there is none."""
+    """Return the public name of an operation, such as ``"torch.log"``; the operation itself if it has none."""
     namespace, _, name = operation.partition(".")
     plain = name.removeprefix("native_").removesuffix("_forward")
     if namespace != "aten" or name.startswith("_"):

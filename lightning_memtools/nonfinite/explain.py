@@ -34,7 +34,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again, write what it shows into `bad`, with the cause if `explains`; return gradients' digests."""
+    """Run a bad step again, write the results into `bad` (the cause if `explains`), and return digests of gradients."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -51,7 +51,7 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
 
 
 def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
-    """Return why a rerun may differ from the step, one sentence each."""
+    """Return the reasons why a rerun may differ from the step, one sentence each."""
     doubts = []
     if bad.unrestored:
         doubts.append(
@@ -64,10 +64,10 @@ def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
-    """Find the operation that made the first bad value of a step, and write it and its cause into `bad`.
+    """Find the operation that made the first bad value of a step. Write the operation and the cause into `bad`.
 
-    `plain` is what the step gave when it was run again. Raise CannotRerunError if the step cannot be run again, or what
-    is bad cannot be traced.
+    `plain` has the results of a rerun without a trace. Raise CannotRerunError if the step cannot be run again, or the
+    bad values cannot be traced.
     """
     if plain.is_finite:
         _not_reproducible(rerun, bad)
@@ -115,7 +115,7 @@ def _not_reproducible(rerun: StepRerun, bad: BadStep) -> None:
 
 
 def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
-    """Return the keys of the first bad loss; of all bad gradients where every loss is good."""
+    """Return the memory keys of the first bad loss; if all losses are good, of all bad gradients."""
     bad_losses = [loss for loss in outcome.losses if not math.isfinite(float(loss))]
     names = {bad.name for bad in find_bad(outcome.gradients.items())}
     bad: Sequence[Tensor] = bad_losses[:1] or [g for name, g in outcome.gradients.items() if name in names]
@@ -123,9 +123,9 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the first micro-batch with a bad loss; where every loss is good, of the first bad batch.
+    """Return the position of the first micro-batch with a bad loss; if all losses are good, of the first bad batch.
 
-    It is the last micro-batch where neither tells, or where the batch is not the root.
+    If no batch is bad either, or the batch is not the root, return the position of the last micro-batch.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
@@ -156,7 +156,7 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
-    """Return the finding where a tensor of the batch held the bad value."""
+    """Return the finding for a bad value that came from a tensor of the batch."""
     if root.is_benign:  # nothing else is bad
         return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
     its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))
@@ -167,7 +167,7 @@ def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_l
 
 
 def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
-    """Return the evidence, and what to do, where an operation is undefined at finite inputs."""
+    """Return evidence and advice for an operation that is undefined at its finite inputs."""
     if event.constant:
         return "the code itself writes it", ADVICE["constant"]
     because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
@@ -180,9 +180,9 @@ def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
 
 
 def _weight_at_fault(event: BadOperation) -> str:
-    """Return the parameter or buffer whose finite values an operation is undefined at; "" if that is not known.
+    """Return the name of the parameter or buffer at whose finite values an operation is undefined; "" if unknown.
 
-    These are zeros, or else numbers below 0, of which all that the operation took come from one weight.
+    The values are zeros or negative numbers, and all of those that the operation took come from this one weight.
     """
     if event.inputs:
         return ""
@@ -195,7 +195,7 @@ def _weight_at_fault(event: BadOperation) -> str:
 
 
 def _rows_at_fault(rerun: StepRerun, name: str) -> str:
-    """Say which rows of a weight are bad, or else 0 throughout, or else hold a 0; "" if many, all or none are."""
+    """Return a text on a weight's bad rows, or else its rows of zeros, or with a 0; "" for many, all or no rows."""
     named = (*rerun.module.named_parameters(), *rerun.module.named_buffers())
     floats = next((floats_of(tensor) for each, tensor in named if plain_name(each) == name), None)
     if floats is None or not floats.dim():
@@ -210,7 +210,7 @@ def _rows_at_fault(rerun: StepRerun, name: str) -> str:
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
-    """Return the evidence, and what to do, where a tensor held the bad value when the step began."""
+    """Return evidence and advice for a tensor that held the bad value before the step began."""
     if leaf.origin is ValueOrigin.ELSEWHERE:
         because = "a tensor that belongs neither to the module nor to the batch held NaN or Inf"
         return because, ADVICE["bad tensor from elsewhere"]
@@ -224,13 +224,13 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
 
 
 def n_samples_of(batch: Any) -> int | None:
-    """Return the length of dimension 0 that the batch's tensors share; None where they differ or have none."""
+    """Return the length of dimension 0 that all tensors of the batch share; None if they share none."""
     lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Return the batch with a good sample in the place of some, and that sample's index; None if none is good."""
+    """Return the batch with a good sample in place of `samples`, and its index; None if no sample is good."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:
@@ -247,7 +247,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 
 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
-    """Return the affected samples, where dimension 0 of the operation's outputs or inputs is that of the batch."""
+    """Return the bad samples; () unless dimension 0 of the operation's outputs or inputs is that of the batch."""
     micro = rerun.micro[position]
     n_samples = n_samples_of(micro.batch)
     for facts in (*root.event.gave, *root.event.took):

@@ -1,4 +1,4 @@
-"""Finds NaN and Inf: one fused pass over gradients and losses, then tensor by tensor where that pass finds some."""
+"""Finds NaN and Inf: one fused pass over gradients and losses, and if that finds some, a look at each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
-    """Return the indices along dimension 0 that have a True element, `most` of them at most. Waits for the device."""
+    """Return at most `most` indices along dimension 0 whose rows have a True element. Waits for the device."""
     rows = marked.flatten(1).any(1) if marked.dim() > 1 else marked
     positions: list[int] = rows.nonzero()[:most, 0].tolist()
     return positions
@@ -99,7 +99,7 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
     """Return each loss and the norm of each gradient, on the first gradient's device.
 
     Returns:
-        Shape [losses + gradients], or None where there is neither a gradient nor a loss. With `exact`, a number is NaN
+        Shape [losses + gradients], or None if there is neither a gradient nor a loss. With `exact`, a number is NaN
         or Inf only if an element or loss is.
     """
     numbers = [*losses, *norms_of(gradients, exact=exact)]
@@ -118,7 +118,7 @@ _FEW_ELEMENTS = 2**16
 
 @torch.no_grad()
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure` on the host; where all are finite, one norm may stand for those of all gradients.
+    """Return the numbers of `measure` on the host. If all are finite, one norm may stand for those of all gradients.
 
     Waits for the device.
     """
@@ -167,7 +167,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return those of (name, floats, norm) with bad elements. A finite norm proves its tensor finite."""
+    """Return the tensors with bad elements among (name, floats, norm). Those with a finite norm are not read."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

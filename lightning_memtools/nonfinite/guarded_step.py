@@ -1,4 +1,4 @@
-"""A step and its batches from the first forward pass until it is decided, and what is read of them."""
+"""A step with its batches, from the first forward pass to the verdict, and the numbers that are read of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def do_nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """A batch of the present step."""
+    """A micro-batch of the current step."""
 
     index: int  # the batch index within the epoch
     batch: Any  # the batch as training_step got it, on the host after it was moved; None where hooks do not see it
@@ -38,7 +38,7 @@ class MicroBatch:
     was_moved: bool = False
 
     def move_to_host(self) -> None:
-        """Replace the tensors by copies on the host. On a GPU the copy is queued, and the host does not wait."""
+        """Replace the tensors by copies in host memory. On a GPU the copies are queued, and nothing waits."""
         if not self.was_moved:
             with torch.no_grad(), host_memory():
                 self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
@@ -55,7 +55,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
 class StepReading:
-    """The numbers of a step, as the host has read them."""
+    """The losses and norms of a step, read by the host."""
 
     norm: float  # the L2 norm over all gradients, before clipping; of all ranks where no rank has all gradients
     losses: tuple[float, ...]  # this rank's, in the order of `GuardedStep.losses()`
@@ -97,7 +97,7 @@ class GuardedStep:
 
 @dataclass(slots=True)
 class PastStep:
-    """A step in the history."""
+    """An earlier step, as the history keeps it."""
 
     step: int
     loss: float  # the mean of the step's losses on this rank; NaN if it had none
@@ -132,7 +132,7 @@ def list_samples(samples: Sequence[int], word: str = "sample") -> str:
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """Return the tensors of the batch that hold NaN or Inf. Waits for the device; for use after a bad step."""
+    """Return the tensors of the batch that hold NaN or Inf. Waits for the device: call it after a bad step only."""
     inputs = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
@@ -147,7 +147,7 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
 
 
 def trains_weights(loss: Tensor) -> bool:
-    """Return False for a constant, as modules return it that train nothing by gradient (it may be divided by now)."""
+    """Return False if the loss is a constant, which modules return that do not train by gradients."""
     if loss.grad_fn is None:
         return isinstance(loss, Parameter)
     leaves = [getattr(node, "variable", None) for node, _ in loss.grad_fn.next_functions]
@@ -155,7 +155,7 @@ def trains_weights(loss: Tensor) -> bool:
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
-    """Return a loss as training_step returned it, 0-dim: not divided for an accumulation, nor scaled by a scaler."""
+    """Return the 0-dim loss as training_step returned it, before division for accumulation and before scaling."""
     value = loss.detach()
     if divided_by != 1 or scale is not None or value.dtype != torch.float32:
         # A float64 loss may be finite beyond float32's range.

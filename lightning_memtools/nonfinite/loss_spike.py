@@ -1,4 +1,4 @@
-"""A loss spike: how it is told from noise, and what is known of it."""
+"""A loss spike: the facts about it, and their text for the warning and the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SpikeAction = Literal["report", "skip", "rollback"]
 
 
 class LossSpikeError(RuntimeError):
-    """Raised by LossSpikes when more spikes come than it may act on. `spike` is the last one."""
+    """Raised by LossSpikes at a spike after `max_actions` of them. `spike` is that last one."""
 
     def __init__(self, message: str, spike: LossSpike) -> None:
         super().__init__(message)
@@ -28,11 +28,11 @@ class LossSpike:
     Attributes:
         step: The training step, as the x axis of the logs counts.
         batches: The indices of its batches within the epoch.
-        loss: The mean of its losses; with several ranks the largest of theirs. NaN if it had none.
+        loss: The mean of its losses; with several ranks, the largest of the ranks' means. NaN if it had none.
         norm: The norm over all its gradients, before clipping.
-        loss_spike: The loss against those before it, if it is the spike.
-        norm_spike: The norm against those before it, if it is the spike.
-        learning_rates: Those of its optimizer.
+        loss_spike: The comparison of the loss with earlier losses, if the loss is the spike.
+        norm_spike: The comparison of the norm with earlier norms, if the norm is the spike.
+        learning_rates: The learning rates of its optimizer.
         is_late: True if its update had been made before its values were read.
         done: What was done: "report" (nothing), "skip", "rollback" or "halt".
         taken_back: The number of updates that a rollback takes back.
@@ -59,7 +59,7 @@ class LossSpike:
         return f"Spike at step {self.step} (batch {batches}): {what}."
 
     def action(self) -> str:
-        """Return what was done, in a sentence."""
+        """Return a sentence on what was done about the spike."""
         if self.done == "skip":
             return "Its update was held back."
         if self.done == "rollback":
@@ -72,7 +72,7 @@ class LossSpike:
         return "Nothing was changed." if self.is_late else "Nothing was changed: its update is made."
 
     def lines(self) -> list[str]:
-        """Return everything that is known, a line each."""
+        """Return all facts, one line each."""
         lines = [self.headline(), self.action()]
         for name, value, spike in (("Loss", self.loss, self.loss_spike), ("Gradient norm", self.norm, self.norm_spike)):
             if spike is None and not math.isnan(value):

@@ -1,4 +1,4 @@
-"""Records every operation of a step whose outputs hold NaN or Inf: its name, module, line of code and inputs."""
+"""Records each operation of a step whose outputs hold NaN or Inf: its name, module, line of code and inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Facts about a tensor among the inputs or outputs of an operation."""
+    """Facts on a tensor that an operation took or returned."""
 
     text: str  # such as ``"[8] float32 (1 of 8 is 0, largest magnitude 5.59)"``; of a good number, its value
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class BadUse:
-    """A tensor with NaN or Inf among the inputs or outputs of an operation."""
+    """A tensor with NaN or Inf that an operation took or returned."""
 
     key: int  # the key of its memory; see `StorageKeys`
     kinds: BadKinds  # those of NaN, Inf and -Inf that it holds
@@ -100,7 +100,7 @@ class _ForwardOperation:
 
 
 def kinds_of(tensor: Tensor) -> BadKinds:
-    """Return those of NaN, Inf and -Inf that a tensor holds; empty for a good one. Waits for the device."""
+    """Return which of NaN, Inf and -Inf a tensor holds; empty if all are finite. Waits for the device."""
     floats = floats_of(tensor)
     if floats is None or bool(torch.isfinite(floats).all()):
         return frozenset()
@@ -109,9 +109,9 @@ def kinds_of(tensor: Tensor) -> BadKinds:
 
 
 def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
-    """Describe a tensor, which was computed from this weight alone; return None where it holds no floats.
+    """Describe a tensor that was computed from the weight named `weight` alone. Return None if it has no floats.
 
-    `only_nan`: infinities in it are meant, and no reason to name a sample.
+    `only_nan`: its infinities are meant, so that they do not count as bad samples.
     """
     floats = floats_of(tensor)
     if floats is None:
@@ -132,7 +132,7 @@ def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> Ten
 
 
 class StorageKeys:
-    """Gives each tensor's memory a key that is not given again while the trace lasts, even when the tensor is gone."""
+    """Gives the memory of each tensor a key. While the trace lasts, no key is used twice, even if a tensor is gone."""
 
     def __init__(self) -> None:
         self._alive: dict[int, StorageWeakRef] = {}
@@ -172,7 +172,7 @@ class OperationTrace(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record operations while the context lasts. Global hooks tell which module runs: nothing on it changes."""
+        """Record operations inside the context. Global hooks tell which module runs, so that no module is changed."""
         self._running.clear()
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._names.get(id(module), ""))),
@@ -236,10 +236,10 @@ class OperationTrace(DispatchMode):
                 yield use
 
     def _note_nodes(self, func: Any, *, backward: bool) -> None:
-        """Note which forward operation the nodes belong to that autograd has just made.
+        """Note which forward operation the newest autograd nodes belong to.
 
-        Under torch.func.grad an operation makes a node for each level. A backward pass that is differentiated makes
-        nodes too, which belong to the operation whose backward it runs.
+        Under torch.func.grad an operation makes one node per level. A backward pass that is itself differentiated makes
+        nodes too; these belong to the forward operation.
         """
         if get_ident() != self._thread:  # on a GPU backward has a thread of its own, which counts from 0
             return
@@ -259,7 +259,7 @@ class OperationTrace(DispatchMode):
 
     @property
     def _module_now(self) -> str:
-        """The name of the innermost known module that runs; empty outside of all, as in training_step itself."""
+        """The name of the innermost module that runs now; "" outside of all modules, as in training_step itself."""
         return next((name for name in reversed(self._running) if name), "")
 
     def _note(
@@ -306,7 +306,7 @@ class OperationTrace(DispatchMode):
 
 
 def _is_late_mask(factors: Sequence[Tensor]) -> bool:
-    """Return whether one of two factors is a mask: all zeros and ones, and 0 wherever the other factor is NaN."""
+    """Return True if one of two factors is a mask of zeros and ones that is 0 wherever the other factor is NaN."""
     if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
         return False
     value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]
@@ -323,7 +323,7 @@ def _hold_nan(uses: Sequence[BadUse]) -> bool:
 
 
 def _line_here(*, in_backward: bool) -> CodeLine | None:
-    """Return the innermost line on the stack that belongs to the user or to an installed library.
+    """Return the innermost line of the stack that is in the user's code or an installed library, not in torch or here.
 
     In backward only a line that runs within it counts: the backward of a torch.autograd.Function, or a forward pass
     that is run again.
@@ -332,7 +332,7 @@ def _line_here(*, in_backward: bool) -> CodeLine | None:
 
 
 def _is_view(func: Any) -> bool:
-    """Return whether an operation writes nothing, so that the last writer of the memory remains."""
+    """Return True if an operation only makes a view: it writes no memory, so the memory's last writer stays."""
     returns = operator_schema(func).returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
@@ -346,7 +346,7 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """Return whether the operation is finite if it computes in float64; None where that is not known."""
+    """Return whether the operation's result is finite when computed in float64; None if that is unknown."""
     narrow = {torch.float32, torch.float16, torch.bfloat16}
 
     def widen(each: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A bad step in a file beside the last good checkpoint, and how it is run again in a fresh process."""
+"""Writes a bad step to a file beside the last good checkpoint, and runs it again from there in a fresh process."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class StepFileError(RuntimeError):
 def step_as_plain(
     bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
-    """Return a step as values that `torch.load(weights_only=True)` accepts; raise StepFileError if there is no way.
+    """Return a step as values that `torch.load(weights_only=True)` accepts; raise StepFileError if that is impossible.
 
-    `parameters`: the names of those whose gradients belong to the step. `checkpoint`: the name of the file in the same
-    folder that has its weights.
+    `parameters` are the names of the parameters with gradients in the step. `checkpoint` is the name of the file in the
+    same folder that holds the weights.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
@@ -86,7 +86,7 @@ def step_as_plain(
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether `torch.load(weights_only=True)` gives a value back as it is."""
+    """Return True if `torch.load(weights_only=True)` returns the value unchanged."""
     if isinstance(value, Tensor):
         is_sparse = value.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
         return type(value) in {Tensor, nn.Parameter} and (is_sparse or is_in_memory(value))
@@ -96,7 +96,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return the tensor without the rest of its storage: files hold whole storages."""
+    """Return a tensor that has only its own elements in its storage: torch.save writes whole storages."""
     tensor = tensor.detach()
     is_whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes
     return tensor if is_whole else tensor.clone()
@@ -106,7 +106,7 @@ def read_step(path: Path) -> dict[str, Any]:
     """Return the values in the file of a step, with tensors on the CPU. Nothing that the file names is run.
 
     Raises:
-        StepFileError: There is no such file, it is not whole, or it is of another version.
+        StepFileError: The file is missing, incomplete, or of another version.
     """
     saved = _loaded(path, "the file of a step")
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
@@ -145,10 +145,10 @@ class Replay:
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
         gradients: Name of the parameter to its gradient, as the optimizer would get it.
         is_finite: Whether all losses and gradients are finite now.
-        mismatches: The differences to the step, one sentence each.
-        doubts: The reasons why it may not be exact, one sentence each.
-        explanation: The step, with the operation that made the first bad value; None where that was not found.
-        text: What HaltOnNaN said of the step.
+        mismatches: The differences between this run and the original step, one sentence each.
+        doubts: The reasons why the run may not be exact, one sentence each.
+        explanation: The step, with the operation that made the first bad value; None if that was not found.
+        text: The message of HaltOnNaN about the step.
         model: The module, as it was when the step began.
         batches: The batches of the step.
     """
@@ -167,7 +167,7 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """True if losses and gradients are the same in every bit; NaN and Inf are then in the same places."""
+        """True if losses and gradients equal those of the step in every bit, NaN and Inf included."""
         return not self.mismatches
 
     def summary(self) -> str:
@@ -194,7 +194,7 @@ class Replay:
 
 
 def replay(path: str | Path, *, model: Any) -> Replay:
-    """Run the step that HaltOnNaN stopped at again from its file, and compare every bit of losses and gradients.
+    """Run a step that HaltOnNaN wrote to a file again, and compare every bit of its losses and gradients.
 
     The weights come from the checkpoint that lies beside it. On the machine that wrote it, losses and gradients are the
     same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both files are
@@ -206,7 +206,7 @@ def replay(path: str | Path, *, model: Any) -> Replay:
             saved hyperparameters; or a function that makes it.
 
     Raises:
-        StepFileError: A file cannot be read, the module cannot be made or is another one; the message says what to do.
+        StepFileError: A file cannot be read, or the module cannot be created or does not fit the checkpoint.
     """
     with random_streams_restored():  # making a module uses random numbers
         try:
@@ -287,7 +287,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return the module, with the weights of a checkpoint in it. `replay` reports whatever fails here."""
+    """Return the module with the weights of a checkpoint loaded. `replay` reports any error raised here."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
@@ -313,7 +313,7 @@ def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
 
 
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the buffers that the step began with, those that no checkpoint holds among them."""
+    """Set all buffers to their values at the start of the step, also those that are not in the checkpoint."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
@@ -321,7 +321,7 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.d
 
 
 def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
-    """Return what the step ran under. Of the file, plain values and names of data types are taken, and nothing else."""
+    """Return the conditions of the step. Only plain values and names of dtypes are taken from the file."""
     conditions = StepConditions(**saved)
     for name in filter(None, (conditions.autocast, conditions.default_dtype)):
         if not isinstance(getattr(torch, name, None), torch.dtype):

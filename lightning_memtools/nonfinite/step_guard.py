@@ -1,4 +1,4 @@
-"""Checks each step between backward and update: lets good steps pass, holds bad ones back, and can undo them."""
+"""Checks each step between backward and update: good steps pass, bad ones are held back and can be undone."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """Sees each finite step that a StepGuard has read."""
+    """A callable that gets the numbers of each finite step."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
     read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
 
 
 class Verdict(Enum):
-    """The decision on a step whose numbers were read."""
+    """The possible decisions on a step."""
 
     GOOD = auto()  # its update is made
     LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler may skip it, and has not too often."""
+    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler skips it, which is normal so far."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:
@@ -84,20 +84,20 @@ class StepGuard:
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
     `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
-    `max_skips` and `amp_patience` are those of HaltOnNaN. With `records`, the random streams of each batch are noted
-    for a rerun. `gradients`: there is one rank (whole), all have the same after backward (replicated), or each has a
-    part (sharded). `mark_loop` is called at the start of each step, and returns a function that puts the caller's
-    counters back to there, for `undo`. `watch` sees what was read of each finite step.
+    `max_skips` and `amp_patience` are HaltOnNaN's. With `records`, the random streams of each batch are noted for a
+    rerun. `gradients` tells how the gradients of ranks relate: one rank has them all (whole), all ranks have the same
+    (replicated), or each has a part (sharded). `mark_loop` is called at the start of each step; it returns a function
+    with which `undo` resets the caller's counters. `watch` gets the numbers of each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss that may depend on weights.
-        saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
+        saw_losses: True once a loss was seen that may depend on weights.
+        saw_gradients: True once a gradient was seen. Gradients that are not in p.grad cannot be checked.
         carries_losses: True if NaN gradients tell the other ranks of a bad loss.
         is_sharded: True if no rank has all weights and gradients.
         exchanges: True if all ranks take part in a collective in each check.
-        failure: If it is set, this rank tells the others in the next check that it cannot go on; all ranks then raise.
+        failure: Set it if this rank cannot go on: the next check tells the other ranks, and all raise.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StepGuard:
         self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
-        """Note a batch before its forward pass. `first`: it is the first micro-batch of training step `number`."""
+        """Note a batch before its forward pass. `first`: it is the first micro-batch of the training step `number`."""
         micro = MicroBatch(batch_idx, batch, RandomState.now() if self._records else None)
         self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
         if first or step is None or not step.losses():
@@ -144,11 +144,11 @@ class StepGuard:
                 micro.move_to_host()
 
     def end_batch(self) -> None:
-        """Note that the batch is over, so that it is held only as long as its step needs it."""
+        """Note that the batch is over: from now on only the step holds it, as long as it needs it."""
         self._batch = MicroBatch(self._batch.index, None)
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
-        """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
+        """Note a loss before its backward pass, and by what it was divided (accumulation) and multiplied (scaler)."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
         self.saw_losses = self.saw_losses or trains_weights(loss)
@@ -158,7 +158,7 @@ class StepGuard:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
-        """Decide on the coming update; return the step if it is bad. `reopen`: the batch may have further updates.
+        """Check the step before its update; return it if it is bad. `reopen`: the batch may have more updates.
 
         Raises:
             ExchangedError: This rank or another cannot go on; it is raised on all ranks.
@@ -191,17 +191,17 @@ class StepGuard:
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Make the update do nothing if its step is to be skipped. Call it last: clipping and hooks need gradients."""
+        """Make the update of a skipped step do nothing. Call it last: clipping and hooks need the gradients."""
         if self._to_skip is optimizer:
             self._to_skip = None
             hide_gradients(optimizer)
 
     def drain(self) -> GuardedStep | None:
-        """Wait for the results of all steps that are not decided yet; return the bad step, if there is one."""
+        """Wait for the results of all steps that have no verdict yet. Return the bad step, or None."""
         return self._read_flags(wait=True)
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
-        """Restore buffers, optimizers' settings and the caller's counters; return the names of what it could not."""
+        """Restore buffers, optimizers' settings and the caller's counters; return names of what was not restored."""
         for step in reversed((bad, *bad.later)):
             step.restore_settings()
         unrestored = self._buffers.unrestored()
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return the numbers `before` and the norms of gradients, and what ranks have to know of each other's."""
+        """Return the numbers `before`, the norms of gradients and, with several ranks, the results of all ranks."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
@@ -367,7 +367,7 @@ class StepGuard:
         return reading
 
     def _note_good(self, step: GuardedStep) -> bool:
-        """Note a step that is finite, and return whether the watch wants its update held back."""
+        """Add a finite step to the history. Return True if the watch wants the update held back."""
         self._remember(step)
         try:
             return self._watch is not None and self._watch.read(step) and not step.late
@@ -380,16 +380,16 @@ class StepGuard:
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:
-    """Return whether the host can read gradients without waiting for a device, as on the CPU."""
+    """Return True if the host can read the gradients without waiting for a device, as on the CPU."""
     return not gradients or gradients[0].is_cpu
 
 
 class HiddenGradientsError(ValueError):
-    """Raised at setup where the gradients cannot be seen under a strategy; it says why, and what to do."""
+    """Raised at setup if the strategy hides the gradients. The message says why, and what to do."""
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return how a rank's gradients relate to those of the others under a strategy; raise if they cannot be seen."""
+    """Return how the gradients of ranks relate under a strategy; raise HiddenGradientsError if it hides them."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
         raise HiddenGradientsError(

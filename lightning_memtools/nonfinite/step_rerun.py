@@ -1,4 +1,4 @@
-"""Runs a step again from the state that it began with, and compares what it computes; everything stays as it was."""
+"""Runs a step again from its initial state and compares the results. Afterwards everything is as before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRAINER_FACTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
-    """The conditions under which a step ran. Plain values."""
+    """The settings under which a step ran, as plain values."""
 
     divided_by: int = 1  # the number that the loss is divided by for an accumulation
     scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
@@ -50,7 +50,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return what the code around this call has set, and what a Trainer says of itself as far as it is plain."""
+        """Return the current settings of torch, and those attributes of the Trainer that are plain values."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
@@ -66,7 +66,7 @@ class StepConditions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Set autocast and the default type as they are in training_step."""
+        """Set autocast and the default dtype inside, as training_step had them."""
         default = torch.get_default_dtype()
         casting: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
@@ -106,8 +106,8 @@ class StepRerun:
     of is not shown.
 
     Attributes:
-        written: After a run, the names of what the step has written beside buffers: parameters, tensors in attributes
-            and in the batch. Before it was run again, it wrote them too, so that the rerun did not begin as it did.
+        written: The names of tensors other than buffers that the step writes: parameters, and tensors in attributes and
+            in the batch. The original step wrote them too, so a rerun does not start from the same values.
     """
 
     module: Module  # the LightningModule, with the weights and buffers that the step began with
@@ -158,7 +158,7 @@ class StepRerun:
             batches: Batches to use instead of the step's own, by position.
 
         Raises:
-            CannotRerunError: It failed for another reason than NaN or Inf.
+            CannotRerunError: The step failed for another reason than NaN or Inf.
         """
         self.reset()
         self._losses = []
@@ -205,7 +205,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Return whether the step ends before an update; earlier ones of its batch were made before it began."""
+        """Return True if the step ends before this update, not before an earlier one of the same batch."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
@@ -213,7 +213,7 @@ class StepRerun:
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return by name what changes when a parameter, a tensor in an attribute or one of a batch is written."""
+        """Return by name a value that changes when a parameter, an attribute's tensor or the batch is written."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module)]
         for micro in self.micro:
             tensors += named_tensors(micro.batch, f"batch {micro.index}")
@@ -235,7 +235,7 @@ def _quiet() -> Iterator[None]:
 
 
 def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
-    """Return the optimizers that a LightningModule configures, and Lightning's configurations of its schedulers."""
+    """Return the optimizers that a LightningModule configures, and its schedulers as Lightning's configurations."""
     with _quiet(), torch.enable_grad():
         loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
         loop.detach()
@@ -243,7 +243,7 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each gradient: of its dtype, and of the bits of its values as far as these can be read."""
+    """Return the SHA-256 of each gradient's dtype and bits, by name. Values that cannot be read are left out."""
     digests = {}
     for name, gradient in gradients.items():
         digest, floats = sha256(str(gradient.dtype).encode()), floats_of(gradient)

@@ -1,4 +1,4 @@
-"""Holds back an optimizer's update: by a flag on the device, or by removing gradients; and lets ranks decide alike."""
+"""Holds an optimizer's update back, by a flag on the device or by removing gradients; all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_memtools.nonfinite.guarded_step import GuardedStep
 
 
 class UpdateFlag:
-    """Decides on the device whether a step may change anything, and tells the host when the answer has arrived.
+    """Decides on the device whether a step may change weights. The host reads the decision later, without waiting.
 
     `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after the
     first bad step it stays 1, so that it does not matter how late the host learns of it.
@@ -37,7 +37,7 @@ class UpdateFlag:
         self._sent.send(torch.cat([self.flag.to(numbers.dtype).reshape(1), numbers]), step)
 
     def undecided(self) -> list[GuardedStep]:
-        """Return the steps that are not read yet, oldest first."""
+        """Return the steps whose results the host has not read yet, oldest first."""
         return self._sent.notes()
 
     def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
@@ -58,7 +58,7 @@ class UpdateFlag:
 
 
 def honours_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether a step does nothing while `optimizer.found_inf`, a tensor on the device, is 1.
+    """Return True if the optimizer's step does nothing while `optimizer.found_inf`, a tensor on the device, is 1.
 
     PyTorch's fused kernels then leave every bit unchanged, step counts included. Subclasses and other packages'
     optimizers may not, and the float64 norms that decide on the device could overflow for float64 gradients.
@@ -71,21 +71,21 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return whether the coming update of these parameters creates state: fused SGD leaves it unfilled if held back."""
+    """Return True if the next update creates state for these parameters: fused SGD, held back, leaves it unfilled."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
 
 
 def hide_gradients(optimizer: Optimizer) -> None:
-    """Make the coming step do nothing: optimizers skip parameters without a gradient, and create no state for them."""
+    """Make the next update do nothing: optimizers skip parameters without a gradient, and create no state for them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that undoes what schedulers change in learning rates and other settings after this call."""
+    """Return a function that restores the optimizer's settings, such as learning rates, to their values of now."""
     kept = [
         {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -107,11 +107,11 @@ def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
 def over_ranks(
     numbers: Tensor | None, losses: Sequence[Tensor], n_before: int, device: torch.device, *, has_failed: bool
 ) -> Tensor:
-    """Return the numbers of a step with what all ranks have to know of them; one collective, no wait for the device.
+    """Return the numbers of a step, and four results over all ranks. One collective; does not wait for the device.
 
-    `numbers` is what `measure` returned here, or None; the norms of gradients come after the first `n_before`. Four
-    follow at the end: the norm over the gradients of all ranks, where each has a part of them; the largest mean loss;
-    1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
+    `numbers` is the result of `measure` on this rank, or None; its gradient norms come after the first `n_before`. The
+    four at the end are: the norm over the gradients of all ranks, if each has a part of them; the largest mean loss; 1
+    if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:

@@ -1,4 +1,4 @@
-"""A suggested change of the failed run, the outcome of trying it, and the order of such changes."""
+"""A suggested change of the failed run, the outcome of trying it, and the ranking of changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ActionKind(IntEnum):
-    """The change that an action makes, the least intrusive first."""
+    """The kinds of changes, the least intrusive first."""
 
     HOLDER = 0
     GROWTH = 1
@@ -24,7 +24,7 @@ class ActionKind(IntEnum):
 
 
 class Outcome(IntEnum):
-    """The result of trying a change, the best first."""
+    """The possible results of trying a change, the best first."""
 
     ENOUGH = 0
     """The step fits."""
@@ -36,7 +36,7 @@ class Outcome(IntEnum):
 
     @classmethod
     def of(cls, *, fits: bool | None) -> Outcome:
-        """Return the outcome of a change that frees memory; None where it is not known whether the step then fits."""
+        """Return the outcome of a change that frees memory; `fits` is None if a trace cannot tell."""
         return {True: cls.ENOUGH, False: cls.NOT_ENOUGH, None: cls.MAY_BE_ENOUGH}[fits]
 
 
@@ -48,12 +48,12 @@ class Action:
         kind: The kind of change.
         title: The change in a few words.
         outcome: The result of trying it.
-        detail: That result in sentences, without the last period.
+        detail: The result in sentences, without the last period.
         code: The code to write in the program.
         saved: The bytes that it frees.
-        cause: The cause of the failure, in a sentence without the period, if the change takes that away; else "".
-        peak: The step's peak with the change in bytes; None where no step was traced.
-        price: The computation that it costs, in words; "" for none.
+        cause: The cause of the failure, if the change removes it, as a sentence without the period; else "".
+        peak: The peak of the changed step in bytes; None if no step was traced.
+        price: The additional computation, in words; "" for none.
     """
 
     kind: ActionKind
@@ -68,7 +68,7 @@ class Action:
 
     @property
     def helps(self) -> bool:
-        """True if it was tried on the whole step and frees memory."""
+        """True if the change was tried on the whole step and frees memory."""
         return self.outcome <= Outcome.NOT_ENOUGH
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ class Action:
 
 
 def ranked(actions: Iterable[Action]) -> list[Action]:
-    """Return the actions in the order of their worth.
+    """Return the actions, the most useful first.
 
-    Those that take away the cause come first; then those that are enough, the least intrusive before others; then those
-    that help, by how much; then the useless ones.
+    Actions that remove the cause come first, then those after which the step fits, the least intrusive before others,
+    then those that help, sorted by the bytes they free, and last the useless ones.
     """
 
     def rank(action: Action) -> tuple[bool, bool, int, int, int]:

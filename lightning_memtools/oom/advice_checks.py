@@ -1,4 +1,4 @@
-"""The checks of a report: which changes of the failed step are tried, in which order, and what they found."""
+"""The checks of a report: which changes of the failed step are tried, in which order, and with what results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LARGE_STATE = 0.2  # of a step's peak
 
 
 class AdviceCheck(NamedTuple):
-    """One change to try: its name, whether it makes sense for a failed step, and what tries it."""
+    """A change to try: its name, a function that tells if it makes sense for a failed step, and one that tries it."""
 
     name: str
     applies: Callable[[FailedStep], bool]
@@ -34,7 +34,7 @@ def _is_training(failed: FailedStep) -> bool:
 
 
 def _grows_unseen(failed: FailedStep) -> bool:
-    """Return True if memory grows, and the holders that were found hold less than half of it."""
+    """Return True if memory grows, and the known holders hold less than half of the growth."""
     grown, held = failed.facts.grown, failed.held
     piles = sum(holding.n_bytes for holding in held.found if holding.piles_up) + held.garbage_bytes
     return grown is not None and 2 * piles < grown.n_bytes
@@ -72,9 +72,9 @@ class Advice:
 
     Attributes:
         actions: The actions found, the best first.
-        unchecked: A sentence for each reason why changes could not be checked, which names these.
+        unchecked: For each reason why changes could not be checked, a sentence that names them.
         modules: Bytes of activations that the traced step keeps, by module, largest first.
-        lines: Bytes at the peak of the traced step by line of code, of what no module and no optimizer owns.
+        lines: Bytes at the peak of the traced step that no module or optimizer owns, by line of code.
         notes: Further remarks.
     """
 
@@ -86,7 +86,7 @@ class Advice:
 
 
 def advice_for(failed: FailedStep, seconds: float) -> Advice:
-    """Try the changes that make sense for a failed step, and begin none after so many seconds of processor time."""
+    """Try all changes that make sense for a failed step; start none after `seconds` of processor time."""
     actions: list[Action] = []
     reasons: dict[str, list[str]] = {}
     # Warnings that the step gives while it is traced were given while it ran.
@@ -108,7 +108,7 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
-    """Return activations by module, largest first: in training those kept for backward, else those at the peak."""
+    """Return activation bytes by module, largest first: in training those kept for backward, else those at the peak."""
     in_training = trials.failed.stage == "train"
     sizes = [
         (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
@@ -118,7 +118,7 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
 
 
 def _lines(plain: MemoryEstimate) -> list[tuple[str, int]]:
-    """Return what is at the peak outside of modules, such as a loss or an assignment of labels, by line."""
+    """Return the bytes at the peak that were made outside of modules, as in a loss, by line of code."""
     outside = [holder for holder in plain.holders if holder.line and holder.module in {"", "(model)"}]
     return [*held_by(outside, "line").items()]
 

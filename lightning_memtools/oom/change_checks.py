@@ -1,4 +1,4 @@
-"""Checks of changes of the step: it is traced with each of them, and fitted into the memory that is left for it."""
+"""Checks of changes to the step: each changed step is traced, and compared with the memory that is available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
-    """Use the largest batch that fits; half of the failed one where a trace cannot tell what fits."""
+    """Suggest the largest batch that fits, or half of the failed batch if a trace cannot tell."""
     size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:
@@ -36,7 +36,7 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
 
 
 def accumulation(trials: StepTrials) -> list[Action]:
-    """Accumulate gradients over the largest batch that fits and divides the effective batch."""
+    """Suggest gradient accumulation with the largest batch that fits and divides the effective batch."""
     size, effective = trials.size, trials.size * trials.failed.run.accumulate
     most = size // 2 if trials.limit is None else min(trials.largest_batch, size - 1)
     for smaller in range(most, 0, -1):
@@ -64,7 +64,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
 
 
 def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
-    """Return the action for batches that fit; it names the memory budget if a checkpoint plan is applied."""
+    """Return the action completed for batches that fit. It names the memory budget if a checkpoint plan is applied."""
     detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
@@ -76,10 +76,10 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 
 
 def checkpointing(trials: StepTrials) -> list[Action]:
-    """Recompute activations, by the plan that GradientCheckpointing makes for the memory that is left.
+    """Suggest GradientCheckpointing, with the plan that it makes for the available memory.
 
-    The budget leaves room for what the allocator reserves beside tensors, as much as in the plain step. Where that plan
-    does not fit, the plan with the lowest peak is tried: other blocks may leave more of their segments unused.
+    The budget leaves as much room for unused reserved memory as the plain step has. If that plan does not fit, the plan
+    with the lowest peak is tried, since other blocks may leave more of their segments unused.
     """
     trials.check_time()
     budget = None
@@ -99,7 +99,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
-    """Return the plan for a budget in MiB, or the one with the lowest peak if none reaches it, and its own budget."""
+    """Return the plan for a budget in MiB, with that budget; if none reaches it, the plan with the lowest peak."""
     given = None if budget is None else f"{budget}MiB"
     try:
         return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given
@@ -108,7 +108,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Return a plan for a budget as an action that was tried; [] for one that only computes the loss in chunks."""
+    """Try a plan and return it as an action; [] if the plan only computes the loss in chunks."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
@@ -124,7 +124,7 @@ def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) ->
 
 
 def chunked_loss(trials: StepTrials) -> list[Action]:
-    """Compute the loss of a language model in chunks, so that its logits never exist as a whole."""
+    """Suggest to compute a language model's loss in chunks, so that its logits never exist as a whole."""
     chunked = trials.planner.step_in_chunks()
     if chunked is None or not chunked.names:
         return []
@@ -136,14 +136,14 @@ def chunked_loss(trials: StepTrials) -> list[Action]:
 
 
 def bfloat16(trials: StepTrials) -> list[Action]:
-    """Compute in bfloat16."""
+    """Suggest to compute in bfloat16."""
     estimate = trials.having(precision=_BF16)
     action = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
     return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate))]
 
 
 def larger_gpu(trials: StepTrials) -> list[Action]:
-    """Use the smallest known GPU on which the step fits."""
+    """Suggest the smallest known GPU on which the step fits."""
     if trials.limit is None:
         raise NotCheckedError("as far as a trace shows, the step fits on this one")
     plain = trials.plain
@@ -157,7 +157,7 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
 
 
 def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
-    """Return the action with how much lower the changed step's peak is, and whether that is enough."""
+    """Return the action completed with the changed step's peak, the bytes that it saves, and whether it fits."""
     saved = trials.saving(peak)
     if not saved:
         return replace(action, outcome=Outcome.USELESS, detail="It does not lower the peak", peak=peak)

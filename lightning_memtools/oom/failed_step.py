@@ -1,4 +1,4 @@
-"""The step that failed, with all that the checks need to trace it again."""
+"""The failed step, with all facts that the checks need to trace it again."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class FailedRun:
     Attributes:
         model: The model.
         optimizers: Its optimizers.
-        trainer: The Trainer; None where there is none.
+        trainer: The Trainer; None if there is none.
         forward: Runs the training step's forward pass, where there is no Trainer.
         precision: Lightning's name of the precision.
         accumulate: The number of batches per optimizer step.
         can_accumulate: True if the Trainer takes another number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
-        untraceable: The reason why steps cannot be traced; "" where they can.
+        untraceable: The reason why steps cannot be traced; "" if they can.
         plan: The checkpoint plan that is applied to the model.
-        others: What else belongs to the run: callbacks and the data module.
+        others: Other objects of the run: callbacks and the data module.
         recovery: The OOMRecovery that would run the failed batch in parts; "" if none would.
     """
 
@@ -73,9 +73,9 @@ class FailedStep:
         cuda: True to trace CUDA's operators; False for a CPU's under a simulated device.
         gpu: The name of a GPU with a cuBLAS workspace of the same size; None for GPUs before Hopper and for the CPU.
         config: The allocator's settings.
-        history: The recorded history; None where none was recorded.
+        history: The recorded history; None if none was recorded.
         evaluation_began: The history's time at the start of the evaluation; None in training.
-        processes: Other processes on the device, or the reason why they are not known; None where there is no real
+        processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
         held: Who holds what the step does not need.
     """
@@ -93,19 +93,19 @@ class FailedStep:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage by the estimator's names; None where no step had begun."""
+        """The stage by the estimator's names; None if no step had begun."""
         name: Any = {"sanity check": "val"}.get(self.facts.moment.stage, self.facts.moment.stage)
         return name if name in get_args(Stage) else None
 
     @property
     def precision(self) -> PrecisionName | None:
-        """The precision; None where it cannot be simulated."""
+        """The precision; None if it cannot be simulated."""
         name: Any = self.run.precision
         return name if name in get_args(PrecisionName) else None
 
     @property
     def usable(self) -> int | None:
-        """The part of the device that is left for what a trace shows; None where it is not known."""
+        """The bytes of the device that are available to the tensors of a trace; None if unknown."""
         facts, capacity = self.facts, self.facts.stats.capacity
         if capacity is None or facts.split is None:
             return None
@@ -138,7 +138,7 @@ class FailedStep:
     ) -> MemoryEstimate:
         """Trace the failed step with another batch, precision, number of batches per update or checkpoint plan.
 
-        `size` is another number of samples of the failed batch.
+        `size` is the number of samples to cut the failed batch to, or to extend it to.
 
         Raises:
             Exception: Whatever the step raises on fake tensors.
@@ -187,7 +187,7 @@ class FailedStep:
 def failed_step(
     run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
-    """Return the failed step, from what was read of the run, captured, recorded in a snapshot, and found to be held."""
+    """Return the failed step, made of the run's facts, the captured facts, the snapshot and the holders."""
     device, virtual = capture.device, capture.virtual
     config = virtual.settings if virtual is not None else config_of(snapshot or {})
     config = replace(config, per_process_memory_fraction=facts.fraction)
@@ -217,7 +217,7 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of the device's GPU if it is a known one, else that of a GPU of its kind; None for an A100's."""
+    """Return the name of the device's GPU if it is known, else of a similar GPU; None for GPUs like an A100."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes

@@ -1,4 +1,4 @@
-"""Follows a run, and captures the facts at the moment when memory runs out, before the error unwinds."""
+"""Follows a run, and captures the facts when memory runs out, before the error unwinds the stack."""
 
 from __future__ import annotations
 
@@ -86,24 +86,24 @@ def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
 
 
 class FailureCapture:
-    """Follows one fit, validate, test or predict call, and captures facts in the moment that memory runs out.
+    """Follows one fit, validate, test or predict call, and captures the facts when memory runs out.
 
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        place: Returns the present place in the run; batch and phase are added here.
+        place: Returns where the run is now; batch and phase are added here.
         optimizers: Returns the optimizers; none before they are configured.
         snapshot: Record the allocator's history.
 
     Attributes:
-        reader: Reads the device; None where it keeps no statistics.
+        reader: Reads the device; None if it keeps no statistics.
         virtual: The reader, if it is a simulated device.
         on_device: Tells which tensors are on the device.
-        recording: The recording; None where there is none.
+        recording: The recording; None if there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
         evaluation_began: The time, on the recording's clock, at which the latest evaluation began.
-        batch_began: The time at which the present batch began; None where nothing is recorded, or between batches.
+        batch_began: The time at which the present batch began; None if nothing is recorded, or between batches.
         captured: The facts of the first failure in the present step; None if no device reported a failure.
         is_reporting: True while a report is being made: running out of memory meanwhile is not captured.
     """
@@ -153,7 +153,7 @@ class FailureCapture:
     # --- following the run
 
     def begin_evaluation(self) -> None:
-        """Note what training has left on the device."""
+        """Note the time at which an evaluation begins."""
         self.evaluation_began = None if self.recording is None else self.recording.now()
 
     def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
@@ -181,7 +181,7 @@ class FailureCapture:
             self._first.setdefault((before.had_gradients, before.had_state), (before, self._n_batches))
 
     def end_batch(self) -> None:
-        """Forget the batch, but for its size."""
+        """Drop the batch, and keep only its sizes."""
         self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
@@ -189,7 +189,7 @@ class FailureCapture:
     # --- when memory runs out
 
     def facts_of(self, error: BaseException) -> FailureFacts:
-        """Return the facts captured when memory first ran out in the present step, or else those of now."""
+        """Return the facts captured when memory first ran out in this step; if none were, capture them now."""
         # Observers are only called for these: what was captured before an error of another kind is about another one.
         is_observed = any(isinstance(cause, torch.OutOfMemoryError) for cause in error_chain(error))
         if self.captured is None or not is_observed:

@@ -28,11 +28,11 @@ _LEAST_BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryAtBatchStart:
-    """The state when a batch began, which tells what has been allocated since.
+    """The memory at the start of a batch: all above it was allocated during the batch.
 
     Attributes:
         allocated: Bytes allocated.
-        inputs: The bytes of these that the batch takes.
+        inputs: The bytes of the batch's tensors, which `allocated` includes.
         had_gradients: True if gradients of the previous step existed.
         had_state: True if the optimizers had state.
     """
@@ -52,9 +52,9 @@ def split_memory(
     batch: Any = None,
     before: MemoryAtBatchStart | None = None,
 ) -> dict[str, int]:
-    """Return the allocated bytes by category: what model, optimizers and batch own, and the rest by its age.
+    """Return the allocated bytes by category: what model, optimizers and batch own, activations, and other.
 
-    The rest are activations, if it was allocated since the batch began, and else "other".
+    Memory without an owner counts as activations if it was allocated after the batch began, else as "other".
 
     Args:
         allocated: The bytes allocated now; the categories add up to them.
@@ -86,7 +86,7 @@ class FailureMoment:
         step: The training step, counted as the x axis of `self.log` counts.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
-        hook: The hook that was running, or what else happened outside of a step; "" in a step.
+        hook: The hook that was running, or in words what else ran outside of a step; "" in a step.
     """
 
     stage: str
@@ -123,10 +123,10 @@ class BatchesBefore:
     """The batches of a stage before the failed one.
 
     Attributes:
-        n: Their number.
+        n: The number of these batches.
         most: The largest size of each dimension, by the name of the tensor, such as `batch["boxes"]`.
-        n_elements: The elements of the largest of these batches.
-        largest: That batch, on the meta device.
+        n_elements: The number of elements of the largest batch.
+        largest: The batch with the most elements, on the meta device.
     """
 
     n: int = 0
@@ -135,7 +135,7 @@ class BatchesBefore:
     largest: Any = None
 
     def and_this(self, batch: Any) -> BatchesBefore:
-        """Return the batches with one more."""
+        """Return these facts with one more batch added."""
         shapes, n_elements = _shapes_of(batch)
         most = {
             name: tuple(map(max, shape, self.most[name])) if len(self.most.get(name, ())) == len(shape) else shape
@@ -146,9 +146,9 @@ class BatchesBefore:
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return the tensors of a batch that are far larger in a dimension than any before: names, sizes, usual ones.
+        """Return (name, shape, usual shape) of tensors that are far larger in a dimension than in all earlier batches.
 
-        A batch of as few elements as others, which is longer and has fewer samples, has none.
+        A batch with no more elements than earlier ones, such as fewer and longer samples, has none.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -177,7 +177,7 @@ class StepVariable(NamedTuple):
 
 
 def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the variables of the user's functions that Lightning has called, each storage once, the largest first.
+    """Return the tensors in variables of the user's running functions, each storage once, the largest first.
 
     Args:
         on_device: Tells which tensors count.
@@ -209,15 +209,15 @@ class FailureFacts:
         moment: The place in the run.
         device: The device's name.
         stats: The statistics of the device; those that are not known are None.
-        requested: The size that could not be allocated; None where it is not known.
-        free: The free bytes of the device; None where they are not known.
+        requested: The size that could not be allocated; None if unknown.
+        free: The free bytes of the device; None if unknown.
         used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
-        split: The allocated bytes by category; None where nothing is known of them.
-        grown: Memory that has accumulated over the batches; None where it is little, or not known.
+        split: The allocated bytes by category; None if nothing is known of them.
+        grown: Memory that has accumulated over the batches; None if it is little, or unknown.
         before: The batches of the stage before the failed one.
         variables: The variables of the step that held tensors of the device, the largest first.
-        batch: The batch on the meta device (sizes without values); None where none was running.
+        batch: The batch on the meta device (sizes without values); None if none was running.
     """
 
     moment: FailureMoment

@@ -1,4 +1,4 @@
-"""Finds who holds what lies on the device beside the model, its optimizers and the batch."""
+"""Finds the holders of device memory that does not belong to the model, its optimizers or the batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HOLDERS_S = 3.0
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return who holds what lies on the device beside the model, its optimizers and the batch.
+    """Return the holders of device memory that does not belong to the model, its optimizers or the batch.
 
     Args:
         run: The facts of the run.
         capture: The object that captured the facts.
-        snapshot: The memory snapshot; None where nothing was recorded.
+        snapshot: The memory snapshot; None if nothing was recorded.
     """
     if capture.reader is None:
         return Holdings()
@@ -45,7 +45,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
 
 
 def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
-    """Return what a snapshot says of the blocks of tensors: their age, and the line that made them."""
+    """Return what a snapshot tells of blocks of memory: their age, and the line that allocated them."""
     reader, device, began = capture.reader, capture.device.index or 0, capture.batch_began
 
     def address_of(tensor: Tensor) -> int | None:
@@ -69,7 +69,7 @@ def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
 
 
 def _maker(frames: Any) -> str:
-    """Return where a block was allocated, read off its recorded stack; "" where that is not known.
+    """Return where a block was allocated, by its recorded stack; "" if unknown.
 
     It is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules in place
     of lines, such as "in net.0".

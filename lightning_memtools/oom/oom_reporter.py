@@ -33,7 +33,7 @@ CHECKS_S = 8.0
 
 
 class NoticeBoard:
-    """Keeps a text in a file for the other ranks of a failed call: they only see a closed connection.
+    """A file in which a failed rank leaves a text for the other ranks, which only see a closed connection.
 
     Args:
         directory: The directory of the reports; None for the system's temporary one.
@@ -69,7 +69,7 @@ class OOMReporter:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules that are listed.
         board: The notices between ranks; None with one rank.
-        checks_s: The processor's seconds for all checks; None for the usual ones.
+        checks_s: The processor time in seconds for all checks; None for the default.
     """
 
     directory: Path | NotWritten
@@ -86,14 +86,14 @@ class OOMReporter:
         error: BaseException | None = None,
         done: str = "",
     ) -> ReportPage:
-        """Make the page, write it, print its first lines, and return it.
+        """Create the report, write it, print its first lines, and return it.
 
         Args:
             facts: The facts captured when memory ran out.
             capture: The object that captured the facts.
             read_run: Reads the facts of the run that the checks need.
             error: The error that ends the run; it gets the first line of the report as a note.
-            done: What was done about it, where the run goes on: other ranks then get no notice.
+            done: What was done about the error, if the run goes on; other ranks then get no notice.
         """
         begin, end = time.monotonic(), time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
@@ -136,7 +136,7 @@ class OOMReporter:
         return note
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
-        """Write a report to the directory of the reports, or else to a temporary one: it cannot be made again."""
+        """Write a report to the directory of the reports, or, if that fails, to a temporary directory."""
         written = write_report(self.directory, name, text)
         if isinstance(written, Path):
             return written
@@ -147,7 +147,7 @@ class OOMReporter:
 
 
 def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> T:
-    """Return what a function makes. If it fails, note that on the page: one failing part costs only its own line."""
+    """Return `make()`. If it raises, note the error on the page and return `otherwise`."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001, the user's objects are searched, and the user's step is traced
@@ -158,7 +158,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 def _advise(
     page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
-    """Find who holds what, run the checks of what would have helped, and add their results to the page."""
+    """Find the holders of memory, run the checks of advice, and add the results to the page."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)

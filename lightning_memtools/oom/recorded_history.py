@@ -1,6 +1,6 @@
 """The recorded history of the allocator, replayed with expandable segments.
 
-A replay tells whether the failed request would have found memory: then memory was there, and only lay in pieces.
+If the replay serves the failed request, memory was there, and only lay in pieces.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class RecordedHistory:
 
     @cached_property
     def failed(self) -> FailedRequest | None:
-        """The request that found no memory; None where the history does not hold it."""
+        """The request that found no memory; None if the history does not hold it."""
         return failed_request(self.snapshot, self.config, **self._limits)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
-        """Return the allocator as it was at a time of the history; None where the history does not reach back to it."""
+        """Return the allocator as it was at a time; None if the history begins after that time."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None
@@ -51,9 +51,9 @@ class RecordedHistory:
         return done.allocator if done.completed else None
 
     def with_expandable_segments(self) -> tuple[bool | None, str]:
-        """Return whether the failed request would have been served with ``expandable_segments:True``, and why.
+        """Return whether ``expandable_segments:True`` would have served the failed request, and why, as a sentence.
 
-        The first is None where the history allows no conclusion; the second is a sentence.
+        The first value is None if the history allows no conclusion.
         """
         failed = self.failed
         if failed is None:
@@ -66,7 +66,7 @@ class RecordedHistory:
 
 
 def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
-    """Return whether a failed request would have been served under other settings, and a sentence on that."""
+    """Return whether a failed request would have been served under other settings, and a sentence that says why."""
     done = replay(failed.trace, config=config)
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"

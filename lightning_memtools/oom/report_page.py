@@ -31,11 +31,11 @@ class ReportPage:
     Attributes:
         facts: The facts captured when memory ran out.
         error: The error's own text.
-        done: What was done about it, where the run goes on.
-        where: The user's line of code; "" where it is not known.
-        held: Who holds what the step does not need.
+        done: What was done about the error, if the run goes on.
+        where: The user's line of code; "" if unknown.
+        held: The holders of memory that the step does not need.
         advice: The result of the checks.
-        processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
+        processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
         top: The number of modules that are listed.
         file: The path of the report, or the reason why there is none.
@@ -69,7 +69,7 @@ class ReportPage:
         return f"Out of memory on {facts.device} ({facts.moment}){request}.{cause and f' {cause}.'}"
 
     def _largest_category(self) -> str:
-        """Return a sentence that names what fills the device; "" where that is not one category."""
+        """Return a sentence on the category that fills the device; "" if no single category does."""
         name, size = next(iter(self._categories()), ("", 0))
         total, limit = self.facts.stats.allocated or 0, self.facts.fraction * (self.facts.stats.capacity or 0)
         if size <= _MOST * total or total < _MOST * limit:
@@ -82,7 +82,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return what failed, what to do first, and the path of the report; the whole of it where it has no file."""
+        """Return what failed, what to do first and the report's path; the whole report if there is no file."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
@@ -96,7 +96,7 @@ class ReportPage:
         return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
 
     def note(self) -> str:
-        """Return the note for the error: what failed and where the report is. The console has the rest already."""
+        """Return the note for the error: what failed, and the path of the report."""
         return f"OOMReport: {self.headline}\n{self.file_line()}"
 
     # --- the page
@@ -156,7 +156,7 @@ class ReportPage:
         return [markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll")), quotation]
 
     def _batch(self) -> str:
-        """Return the number of samples, and the type, shape and size of each tensor."""
+        """Return a text on the batch: its number of samples, and the type, shape and size of each tensor."""
         lines = [
             f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} ({format_size(tensor.nbytes)})"
             for tensor in tensors_in(self.facts.batch)

@@ -1,4 +1,4 @@
-"""The failed step traced on fake tensors, as it was and with something changed: what it needs and whether it fits."""
+"""Traces the failed step on fake tensors, unchanged and with changes, and tells whether it fits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LEAST_SAVING = 0.01
 
 
 class NotCheckedError(Exception):
-    """A change cannot be tried; the message says why."""
+    """Raised if a change cannot be tried. The message says why."""
 
 
 class StepTrials:
     """Traces a failed step with changes, and compares the peaks.
 
-    A time limit is looked at before each trial: one that has begun is carried to its end. It is processor time of this
-    thread, so that the result does not depend on the load of the machine.
+    The time limit is checked before each trial; a trial that has begun runs to its end. Processor time of this thread
+    counts, so that the result does not depend on the load of the machine.
 
     Args:
         failed: The failed step.
@@ -33,7 +33,7 @@ class StepTrials:
 
     Attributes:
         failed: The failed step.
-        why_not: The reason why the step cannot be traced; "" where it was traced.
+        why_not: The reason why the step cannot be traced; "" if it was traced.
     """
 
     def __init__(self, failed: FailedStep, seconds: float) -> None:
@@ -48,10 +48,10 @@ class StepTrials:
                 self.why_not = why_not_checked(error)
 
     def check_time(self) -> None:
-        """Return if there is time for another trial.
+        """Raise if there is no time for another trial.
 
         Raises:
-            NotCheckedError: There is none.
+            NotCheckedError: The time is used up.
         """
         if time.thread_time() >= self._end:
             raise NotCheckedError("the time for the checks was over")
@@ -67,7 +67,7 @@ class StepTrials:
 
     @property
     def plain(self) -> MemoryEstimate:
-        """The estimate of the step as it was; only where it could be traced."""
+        """The estimate of the unchanged step. Only for steps that can be traced."""
         return self.at(self.size)
 
     @cached_property
@@ -84,12 +84,12 @@ class StepTrials:
         return self._estimates[key]
 
     def having(self, **changes: Any) -> MemoryEstimate:
-        """Return the estimate of the step with changes that `FailedStep.estimate` knows."""
+        """Return the estimate of the step with changes: the arguments of `FailedStep.estimate`."""
         self.check_time()
         return self.failed.estimate(**changes)
 
     def saving(self, peak: int) -> int:
-        """Return by how many bytes a peak is lower than the plain one; 0 where that is not worth a line."""
+        """Return by how many bytes a peak is below that of the unchanged step; 0 if the difference is negligible."""
         saved = self.plain.peak_allocated - peak
         return saved if saved > _LEAST_SAVING * self.plain.peak_allocated else 0
 
@@ -97,24 +97,24 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the trace of the unchanged step fits: the trace then misses what made the real step fail."""
+        """True if the unchanged step fits in the trace, which then lacks something that made the real step fail."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property
     def limit(self) -> int | None:
-        """The bytes that are left for what a trace shows; None where a trace cannot tell what fits."""
+        """The bytes that are available to the tensors of a trace; None if a trace cannot tell what fits."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
-        """Return whether traced steps fit; None where a trace cannot tell."""
+        """Return whether traced steps fit; None if a trace cannot tell."""
         return None if self.limit is None else self._serves(estimate.trace)
 
     def fits_with(self, n_bytes: int) -> bool | None:
-        """Return whether the step as it was fits into `n_bytes` more; None where a trace cannot tell."""
+        """Return whether the unchanged step fits with `n_bytes` more memory; None if a trace cannot tell."""
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return whether all requests of a trace find memory; an evaluation's also among what training left."""
+        """Return True if all requests of a trace find memory; in evaluation, among the fragments that training left."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
@@ -122,13 +122,13 @@ class StepTrials:
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
-        """The allocator as training left it: its fragments count. None in training, and where it is not known."""
+        """The allocator as training left it, with its fragments. None in training, or if unknown."""
         history, began = self.failed.history, self.failed.evaluation_began
         return None if history is None or began is None else history.allocator_at(began)
 
     @cached_property
     def largest_batch(self) -> int:
-        """The largest batch size that fits; 0 where not even one sample does."""
+        """The largest batch size that fits; 0 if not even one sample does."""
         assert self.limit is not None
 
         def attempt(size: int) -> TracedSize:

@@ -1,1 +1,1 @@
-"""Runs a batch that ran out of memory again, in parts that give what the whole batch would have given."""
+"""Runs a batch that ran out of memory again in parts, with the result of the whole batch."""

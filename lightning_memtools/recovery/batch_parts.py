@@ -1,4 +1,4 @@
-"""Splits a batch into parts of whole samples by one plain rule; whatever it does not split is the user's to split."""
+"""Splits a batch into parts of whole samples by one plain rule. All other batches need the user's `split_batch`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _NEXT = (
 
 
 class CannotSplitError(Exception):
-    """A batch cannot be run in parts; the message is the reason."""
+    """Raised if a batch cannot be run in parts. The message says why."""
 
 
 def n_samples_of(batch: Any) -> int:
     """Return the number of rows that all tensors, arrays and lists of values of a batch share.
 
     Raises:
-        CannotSplitError: They share none, or the batch holds something that has no rows to cut.
+        CannotSplitError: They have different numbers of rows, or the batch holds an object without rows.
     """
     leaves, _ = _flattened(batch)
     for leaf in leaves:
@@ -68,7 +68,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
 
 
 def copied_containers(batch: Any) -> Any:
-    """Return a batch of the same tensors in new containers, so that a step that changes the batch leaves it whole."""
+    """Return a batch with the same tensors in new containers, which a step may change without changing the original."""
     leaves, rebuilt = _flattened(batch)
     return rebuilt([_copied_object(leaf) for leaf in leaves])
 
@@ -81,7 +81,7 @@ def _copied_object(leaf: Any) -> Any:
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of nested containers, and the function that puts others in their places."""
+    """Return the leaves of nested containers, and a function that rebuilds the containers with other leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)

@@ -1,4 +1,4 @@
-"""Lets one rank run its step again while others wait for its gradients; then averages them as if nothing had failed.
+"""Lets one rank run its step again while the others wait for its gradients, and then averages the gradients.
 
 In DistributedDataParallel a rank that runs out of memory leaves the others waiting in an all-reduce, where they receive
 no message. They need none: they cannot tell a rank that runs its step again from a slow one.
@@ -67,13 +67,13 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
-        """End the backward pass that failed, if it was to send gradients, and leave gradients None.
+        """End the failed backward pass, if it was sending gradients, and set the gradients to None.
 
-        Returns the reason why that cannot be done, or why the step can no longer be run again; else "".
+        Returns the reason why that is impossible, or why the step cannot be run again; else "".
 
         Args:
             complete: The parameters to which the failed pass had added its gradients.
-            keeps: Those gradients are kept by the caller, because earlier batches had accumulated theirs in them.
+            keeps: True if the caller keeps these gradients, because earlier batches have accumulated in them.
         """
         if self._has_failed or self._wrapper is None:
             return ""
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients over the ranks, if this step is to do so."""
+        """Average the gradients over the ranks, unless this batch only accumulates."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync
@@ -135,7 +135,7 @@ class GradientExchange:
 
 
 def why_unsent(strategy: Any) -> str:
-    """Return why a single rank cannot take back a step under this strategy; "" if it can."""
+    """Return the reason why one rank alone cannot undo a step under this strategy; "" if it can."""
     wrapper = strategy.model
     if not isinstance(wrapper, DistributedDataParallel):
         return ""
@@ -151,7 +151,7 @@ def why_unsent(strategy: Any) -> str:
 
 
 def no_collectives() -> AbstractContextManager[None]:
-    """A collective started inside raises, naming it, if there are several ranks."""
+    """Inside, with several ranks, starting a collective raises an error that names the collective."""
     return refused_collectives(
         lambda name: CannotSplitError(
             f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
@@ -166,6 +166,6 @@ def _is_pretended(wrapper: DistributedDataParallel) -> bool:
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:
-    """Add -0 to the gradients in a backward pass: it changes no bit, and what waits for gradients sees them."""
+    """Add -0 to the gradients in a backward pass. That changes no bit, and fires the hooks that wait for gradients."""
     zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)

@@ -1,4 +1,4 @@
-"""Runs a step that ran out of memory again, as micro-batches that give the gradients of the whole batch."""
+"""Runs a step that ran out of memory again as micro-batches, whose gradients add up to those of the whole batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """The recoveries so far: `n_parts` are those of the latest batch, and `latest` is the latest recovery in words."""
+    """Counts the recoveries. `n_parts` is the number of parts of the latest one, and `latest` describes it."""
 
     n_recovered: int = 0
     n_skipped: int = 0
@@ -44,7 +44,7 @@ class Recoveries:
     latest: str = ""
 
     def __str__(self) -> str:
-        """Return a line for a summary; "" where nothing happened."""
+        """Return a line for a summary; "" if nothing happened."""
         if not self.latest:
             return ""
         batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
@@ -55,11 +55,11 @@ class Recoveries:
 
 
 class StepRecovery:
-    """Runs steps; one that runs out of memory is taken back and run again in 2, 4, ... parts.
+    """Runs steps. A step that runs out of memory is undone and run again in 2, 4, ... parts.
 
     Args:
         strategy: The Trainer's strategy; None without a Trainer.
-        tell: Called after the first step if batches cannot be run in parts, with the reason.
+        tell: Called with the reason after the first step, if batches cannot be run in parts.
 
     The other arguments are those of OOMRecovery.
     """
@@ -91,10 +91,10 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result. That of parts is the last part's, with the loss of the whole batch.
+        """Run a step and return its result; if it ran in parts, that of the last part with the loss of the whole batch.
 
         Raises:
-            torch.OutOfMemoryError: It cannot be run in parts, or not in small enough ones; a note says why.
+            torch.OutOfMemoryError: The step cannot be run in parts that are small enough; a note says why.
         """
         self._exchange.begin()
         start = self._start_of(step)
@@ -108,7 +108,7 @@ class StepRecovery:
         return step.skipped()
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
-        """Return the state before a step; None if the step will not be run again."""
+        """Record the state before a step. Return None if the step could not be run again anyway."""
         # In the first step, forward may still put its norms into evaluation mode.
         if self._tell is None and why_norm_prevents(self._norms):
             return None
@@ -132,7 +132,7 @@ class StepRecovery:
         return result
 
     def _run(self, start: StepStart) -> Any:
-        """Run a step, in parts if need be; None if it is skipped. The step's own errors are those that are raised."""
+        """Run a step, in parts if needed; return None if it is skipped. The step's own errors are raised unchanged."""
         try:
             return self._attempts(start)
         except Exception as error:
@@ -151,7 +151,7 @@ class StepRecovery:
             start.failure = None  # its frames hold the start
 
     def _attempts(self, start: StepStart) -> Any:
-        """Run the batch in 1, 2, 4, ... parts until these fit, or return None."""
+        """Run the batch in 1, 2, 4, ... parts until the parts fit. Return None if the batch is skipped."""
         n_elements = sum(map(torch.numel, tensors_in(start.batch)))
         n_parts, is_recovering = self._first_parts(n_elements), False
         if n_parts > 1:
@@ -184,14 +184,14 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return how many parts to try first: enough that each is smaller than any part that ran out of memory."""
+        """Return the number of parts to try first, so that each part is smaller than any that ran out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
         return n_parts
 
     def _run_parts(self, start: StepStart, n_parts: int) -> Any:
-        """Run the parts of a batch, and return the last one's result with the loss of all."""
+        """Run the parts of a batch. Return the result of the last part, with the loss of the whole batch."""
         losses: list[Any] = []
         result: Any = None
         start.set_gradients_aside()
@@ -206,10 +206,10 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return the parts of a batch that add something to its loss, each with the factor of its own.
+        """Return the parts of a batch with the factor of each part's loss. Parts with the factor 0 are left out.
 
         Raises:
-            CannotSplitError: The plain rule or the user's functions do not split it.
+            CannotSplitError: Neither the plain rule nor the user's functions split the batch.
         """
         count, counts, total = self._loss_weight or n_samples_of, [1.0], 1.0
         try:
@@ -233,10 +233,10 @@ class StepRecovery:
         return [(part, each / total) for part, each in zip(parts, counts, strict=True) if each]
 
     def _more_parts(self, start: StepStart, n_parts: int) -> int | None:
-        """Return how many parts to try next; None to skip the batch.
+        """Return the number of parts to try next; None to skip the batch.
 
         Raises:
-            CannotSplitError: It cannot be run in more parts, and must not be skipped.
+            CannotSplitError: The batch cannot be run in more parts, and must not be skipped.
         """
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
@@ -248,7 +248,7 @@ class StepRecovery:
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:
-        """Return the reason why steps must not be run in parts, whatever their batches are; "" if they may."""
+        """Return the reason why no step may be run in parts, whatever its batch; "" if steps may."""
         if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -257,7 +257,7 @@ class StepRecovery:
         return why_norm_prevents(self._norms)
 
     def _note(self, start: StepStart, n_parts: int, *, is_recovering: bool) -> None:
-        """Note that a step has run, and after the first one tell why batches cannot be run in parts."""
+        """Count a step that has run. After the first step, tell the user if batches cannot be run in parts."""
         told = self.recoveries
         told.n_parts, told.most_parts = n_parts, max(n_parts, told.most_parts)
         if is_recovering:
@@ -280,12 +280,12 @@ class StepRecovery:
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules of a model that may normalize with the statistics of a batch, with their names."""
+    """Return (name, module) of all modules that can normalize with the statistics of a batch."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return the reason why batches must not be split, if a norm uses their statistics now; else ""."""
+    """Return the reason why batches must not be split, if a norm now uses batch statistics; else ""."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (
@@ -303,7 +303,7 @@ def _add_reason(error: Exception, why_not: str) -> None:
 
 
 def _warn_of(fault: Exception) -> str:
-    """Warn of an error in OOMRecovery's own code, which must not take the place of another; return it in words."""
+    """Warn of an error in OOMRecovery's own code, which must not hide the user's error. Return it as text."""
     text = f"OOMRecovery itself failed: {in_one_line(fault)}"
     with suppress(DegradedWarning):  # where warnings are errors
         warnings.warn(text, DegradedWarning, stacklevel=2)

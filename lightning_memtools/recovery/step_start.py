@@ -1,4 +1,4 @@
-"""The state that a training step began with, to take a failed attempt back."""
+"""The state at the start of a training step, from which a failed attempt is undone."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class StepStart:
     Attributes:
         batch: The batch in containers of its own, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
-        raised: The error that the step itself raised last, and not the code around it.
-        kept: The parameters whose gradients of the batch are kept, so that it can no longer be skipped.
+        raised: The last error that was raised by the step itself, not by the code around it.
+        kept: The parameters that keep their gradients of this batch, which then cannot be skipped any more.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
@@ -70,7 +70,7 @@ class StepStart:
             self._note_accumulated()
 
     def run_whole(self) -> Any:
-        """Run forward and backward of the batch, and return Lightning's result."""
+        """Run forward and backward of the whole batch, and return Lightning's result."""
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
@@ -104,14 +104,14 @@ class StepStart:
             self._step.zero_grad()
 
     def set_gradients_aside(self) -> None:
-        """Set the gradients that earlier batches accumulated aside, so that backward does not touch them."""
+        """Set aside the gradients that earlier batches accumulated, so that backward does not touch them."""
         self._aside = [(parameter, gradient) for parameter, gradient, _ in self._accumulated if gradient is not None]
         for parameter, _ in self._aside:
             parameter.grad = None
 
     @torch.no_grad()
     def add_gradients_set_aside(self) -> None:
-        """Put the gradients back with what the parts have added."""
+        """Add the gradients that were set aside to those of the parts."""
         for parameter, gradient in self._aside:
             of_parts = None if parameter in self.kept else parameter.grad
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
@@ -129,7 +129,7 @@ class StepStart:
         ]
 
     def take_back(self) -> str:
-        """Restore the state that the step began with; return the reason why that is impossible, or ""."""
+        """Restore the state at the start of the step. Return the reason if that is impossible, else ""."""
         completed, self._is_whole = self.completed(), False
         self._random.restore()
         self._take_back_log()
@@ -165,7 +165,7 @@ class StepStart:
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:
-    """Return the function that takes back what `self.log` adds from now on; Lightning offers no way to do so."""
+    """Return a function that removes what `self.log` adds after this call. Lightning itself offers none."""
     saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
     batch, size = results.batch, results.batch_size
 
@@ -182,7 +182,7 @@ def _log_restorer(results: Any) -> Callable[[], None]:
 
 @contextmanager
 def _logging_for(part: Any, results: Any) -> Iterator[None]:
-    """Inside, logged values have the batch size of a part, so that the means of an epoch weight it rightly."""
+    """Inside, give logged values the batch size of a part, so that epoch means weight the part correctly."""
     whole, results.batch, results.batch_size = results.batch, part, None
     try:
         yield

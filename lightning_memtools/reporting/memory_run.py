@@ -49,7 +49,7 @@ class MemoryRun:
 
     Args:
         device: The device.
-        reader: Reads the device's statistics; None where it keeps none, and only host memory is known.
+        reader: Reads the device's statistics; None if it keeps none, and only host memory is known.
         write: Writes scalars, by tag, at a step.
         call: The name of the call, such as "fit".
         phases: Whether to measure the phases of a training step.
@@ -213,7 +213,7 @@ class MemoryRun:
         return peaks | {f"time/{phase}_ms": ms / n_steps for phase, ms in elapsed.items() if n_steps > 0}
 
     def last_scalars(self) -> dict[str, float]:
-        """Return the scalars of this rank for the time since the last point; empty where no stage is running."""
+        """Return the scalars of this rank for the time since the last point; empty if no stage is running."""
         stage = self._stages.running if self._stages is not None else None
         if self._stages is None or stage is None:
             return {}

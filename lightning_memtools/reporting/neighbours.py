@@ -11,7 +11,7 @@ class Neighbour:
             Neighbour may have this attribute too.
         is_in_trial: BatchSizeTuner sets it during a trial.
         max_splits: The largest number of parts in which a callback runs a batch that does not fit; 1 for none.
-        memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" where nothing happened.
+        memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" if nothing happened.
     """
 
     takes_part_in_trials: bool = True
@@ -20,7 +20,7 @@ class Neighbour:
 
     @property
     def memory_remark(self) -> str:
-        """A line for MemoryMonitor's summary; "" where nothing happened."""
+        """A line for MemoryMonitor's summary; "" if nothing happened."""
         return ""
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:

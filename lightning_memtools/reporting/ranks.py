@@ -39,7 +39,7 @@ _PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
-    """Use the process group's store; None where there is none, or where the process that held it is gone."""
+    """Use the process group's store; None if there is none, or where the process that held it is gone."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     try:
@@ -174,7 +174,7 @@ class RankPosts:
         It does not wait if no point is left and no `latest` is given.
 
         Returns:
-            The `latest` of each rank, in the order of ranks, None where it has not arrived; only this rank's own on
+            The `latest` of each rank, in the order of ranks, None if it has not arrived; only this rank's own on
             ranks above 0.
         """
         self._has_ended = True
@@ -304,5 +304,5 @@ def _has_key(key: str, store: Any) -> bool:
 
 
 def _value_of(key: str, store: Any) -> bytes:
-    """Return the value of a key; b"" where it is not there, because `get` would wait for it."""
+    """Return the value of a key; b"" if it is not there, because `get` would wait for it."""
     return store.get(key) if store.check([key]) else b""

@@ -63,7 +63,7 @@ def strategy_family(strategy: type) -> StrategyFamily:
 
 
 def why_unsupported(callback: str, strategy: type) -> str | None:
-    """Return the reason why a callback does not work, or works less, under a strategy; None where it works.
+    """Return the reason why a callback does not work, or works less, under a strategy; None if it works.
 
     Args:
         callback: The name of the callback's class.

@@ -1,1 +1,1 @@
-"""Recorded and restored state: everything that can be reached (`state_snapshot`), random streams, copies of buffers."""
+"""Records and restores state: all reachable objects (`state_snapshot`), random streams, and buffers."""

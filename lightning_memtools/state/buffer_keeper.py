@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """The place of a buffer in its module, and what was there when it was last looked at."""
+    """The module and name of a buffer, and the tensor that was there at the last look."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -54,7 +54,7 @@ class _BufferCopies:
         self._values = [part.view(tensor.shape) for part, tensor in parts]
 
     def take(self, unless: Tensor | None) -> bool:
-        """Copy the buffers again; return False if they no longer have the kind and shape of the copies."""
+        """Copy the buffers again. Return False if a buffer's device, dtype or shape has changed since."""
         now: list[Any] = [place.held.get(place.key) for place in self.places]
         if any(map(is_not, now, self.tensors)):
             if any(tensor is None or _KIND(tensor) != kind for tensor, kind in zip(now, self._kinds, strict=True)):
@@ -125,11 +125,11 @@ class BufferKeeper:
                 del held[key]
 
     def unrestored(self) -> list[str]:
-        """Return the names of large buffers that were first written since `keep`: they cannot be restored."""
+        """Return the names of large buffers that were written for the first time after `keep`, and so have no copy."""
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return whether a module has registered a buffer since, or set one that was None."""
+        """Return True if a buffer was registered, or a None buffer set, since the copies were planned."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
@@ -153,5 +153,5 @@ class BufferKeeper:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several elements share memory, as after expand(): such a tensor cannot be written."""
+    """Return True if elements share memory, as after expand(): such a tensor cannot be written."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -29,7 +29,7 @@ class RandomState:
 
     @classmethod
     def now(cls, *, device: torch.device | None = None) -> RandomState:
-        """Read the state of every stream, or of `device`'s alone among those of devices. Does not wait for a device."""
+        """Read all streams of the host, and those of all devices, or of `device` alone. Does not wait for a device."""
         cuda: Any = torch.cuda
         return cls(
             python=random.getstate(),
@@ -41,7 +41,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Set every stream to this state; streams that it does not hold stay as they are."""
+        """Set all streams whose state was read. Other streams stay as they are."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         for index, state in enumerate(self.cuda or ()):
@@ -54,12 +54,12 @@ class RandomState:
             numpy.random.set_state(self.numpy)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return the states as numbers, texts, tensors, lists and tuples, which a file of weights may hold."""
+        """Return the states as plain values, which `torch.load(weights_only=True)` accepts."""
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RandomState:
-        """Return what `as_plain` was called on."""
+        """Return the RandomState whose `as_plain` returned this."""
         return cls(**plain)
 
     def __eq__(self, other: object) -> bool:
@@ -90,10 +90,10 @@ _LATEST: list[tuple[bytes, Any]] = []
 
 
 def _numpy_state() -> Any:
-    """Return the state of NumPy's global generator; None as long as NumPy is not imported.
+    """Return the state of NumPy's global generator; None while NumPy is not imported.
 
-    NumPy takes 50 microseconds to return it. While nobody draws, the generator's memory is the same, and so is the
-    state. A kept half of a pair of normal numbers is not in that memory: then the state is always asked for.
+    NumPy takes 50 microseconds to return its state. While the generator's memory has not changed, the last state is
+    returned, unless it keeps half of a pair of normal numbers, which is not in that memory.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -114,7 +114,7 @@ GENERATORS = frozenset({"Generator", "Random", "RandomState"})
 def generator_state(generator: Any) -> Any:
     """Return the state of a random generator of torch, Python or NumPy; None for any other object.
 
-    It is None for the system's random numbers too: they have no state.
+    The system's random numbers have no state, so it is None for them too.
     """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -138,7 +138,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def random_streams_restored() -> Iterator[None]:
-    """On exit every random stream continues from where it was on entry, whatever was drawn or seeded in between."""
+    """Restore all random streams on exit to where they were on entry."""
     before = RandomState.now()
     try:
         yield
@@ -147,7 +147,7 @@ def random_streams_restored() -> Iterator[None]:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state with lists in the place of NumPy's arrays."""
+    """Return a state in which lists replace NumPy's arrays."""
     if isinstance(state, (tuple, list)):
         return type(state)(map(_plain, state))
     return state.tolist() if type(state).__module__ == "numpy" else state

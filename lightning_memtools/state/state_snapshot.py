@@ -185,7 +185,7 @@ class StateSnapshot:
             self._restorers.append(restore)
 
     def _record_object(self, value: Any) -> list[Any]:
-        """Record the attributes of an object, in its `__dict__` and its slots."""
+        """Record the attributes of an object from its `__dict__` and slots, and return their values."""
         referred: list[Any] = []
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
@@ -202,7 +202,7 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items to record too: none of a long container if 64 of its items hold no tensor.
+    """Return the items whose own state is recorded too: none of a long container if 64 of its items hold no tensor.
 
     A million records would take minutes. The container itself is recorded.
     """
@@ -212,7 +212,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:
-    """Return the tensor without the dimensions that `expand` repeats: their memory cannot be written through them."""
+    """Return the tensor without the dimensions that `expand` repeats, since repeated memory cannot be written."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:

@@ -39,10 +39,10 @@ class BlockLife:
         died: The event that freed it; None for a block that was in use at the end.
         size: Its bytes.
         address: Its address.
-        stack: The frames that allocated it, innermost first; empty where they are not known.
-        label: The phase and module that it is labelled with; empty where it is not.
+        stack: The frames that allocated it, innermost first; empty if they are not known.
+        label: The phase and module that it is labelled with; empty if it is not.
         part: What it is, by category, or by who allocated it where categories are not known.
-        name: The name of its tensor, such as "net.1.weight"; empty where it is not known.
+        name: The name of its tensor, such as "net.1.weight"; empty if it is not known.
     """
 
     born: int

@@ -20,7 +20,7 @@ class FigureChange:
     Attributes:
         name: Its name.
         unit: "bytes", "ms" or "share"; "" for what has none.
-        before: Its value in the first run; None where it is not known.
+        before: Its value in the first run; None if unknown.
         after: Likewise in the second.
     """
 
@@ -31,7 +31,7 @@ class FigureChange:
 
     @property
     def increase(self) -> float | None:
-        """The increase of bytes or time as a share of the first value; None where that is not known."""
+        """The increase of bytes or time as a share of the first value; None if unknown."""
         if self.unit not in {"bytes", "ms"} or self.after is None or not self.before:
             return None
         return float(self.after / self.before - 1)

@@ -41,7 +41,7 @@ class RunVerdict:
         limit: What limits its speed.
         healthy: Whether it computes without anything in its way, and nothing else is wrong.
         lines: The verdict in words, at most ten lines: the limit with its evidence, the next thing to try, figures.
-        largest_batch: The largest batch that would fit, by the bytes of a sample; None where that is not known.
+        largest_batch: The largest batch that would fit, by the bytes of a sample; None if unknown.
     """
 
     limit: Limit
@@ -149,7 +149,7 @@ def _faster_loader(facts: RunFacts) -> str:
 def largest_batch(rank: RankFacts) -> int | None:
     """Return the largest batch that would fit, by the bytes that a sample took at training's peak.
 
-    None where the device has no known capacity, its composition is not known, or activations are a small part of it.
+    None if the device has no known capacity, its composition is not known, or activations are a small part of it.
     What does not grow with the batch is counted as if it did, so that the true maximum is rather larger.
     """
     composition = rank.composition_bytes or {}

@@ -72,7 +72,7 @@ class PhaseTimes:
         return {phase: ms / 1000 for phase, ms in self._host.lap_ms().items()}
 
     def device_s(self) -> dict[str, float] | None:
-        """Return the GPU's seconds of each phase, as far as it has passed them; None where it has no time."""
+        """Return the GPU's seconds of each phase, as far as it has passed them; None if it has no time."""
         self._read()
         return dict(self._device_s) if any(self._device_s.values()) else None
 

@@ -24,7 +24,7 @@ class RankFacts:
         host_s: The host's seconds of each phase.
         device_s: Likewise the GPU's; None without a GPU.
         behind_share: The share of steps that the GPU had not begun when the host had queued their backward.
-        peak_bytes: The highest allocated bytes of any stage; None where the device keeps no peaks.
+        peak_bytes: The highest allocated bytes of any stage; None if the device keeps no peaks.
         reserved_bytes: Likewise reserved.
         capacity_bytes: The device's.
         composition_bytes: The composition of training's peak.
@@ -72,7 +72,7 @@ class RunFacts:
         ranks: Those of each rank that was heard of, rank 0 first.
         device: The device's name.
         error: The error that ended the run, in one line; "" for none.
-        num_workers: Of the training loader; None where it is no DataLoader.
+        num_workers: Of the training loader; None if it is no DataLoader.
         skipped_steps: Steps that HaltOnNaN has skipped.
         loss_spikes: Spikes that LossSpikes has found.
         leaks: Leaks that EmptyCache or the doctor has found.

@@ -47,7 +47,7 @@ class SizeTuning:
     Attributes:
         found: The sizes that were found, in this run or in the one that is resumed.
         accumulate: Micro-batches per optimizer step that go with them; None to leave the Trainer's.
-        cache_releaser: Empties the cache between training and validation; None where no size is in effect.
+        cache_releaser: Empties the cache between training and validation; None if no size is in effect.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
@@ -294,7 +294,7 @@ def is_learning_rate_finder(callback: Callback) -> bool:
 
 
 def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why no trial can be run with this strategy and model; None where trials can be run."""
+    """Return why no trial can be run with this strategy and model; None if trials can be run."""
     if trainer.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return (
             "SyncBatchNorm exchanges statistics in every forward, and a rank that runs out of memory in a trial would "

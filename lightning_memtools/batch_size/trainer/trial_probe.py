@@ -49,7 +49,7 @@ class TrialProbe(EitherCallback):
     and what is reserved from then on counts.
 
     Args:
-        reader: Reads the device's memory; None where it cannot be read.
+        reader: Reads the device's memory; None if it cannot be read.
         limit: The most bytes of the device that all processes may use; None for no limit.
         validates: True if validation has to run before the trial ends.
 
@@ -215,7 +215,7 @@ def failure_of(  # noqa: PLR0911, one return for each reason
         probe: The probe that watched the trial.
         stage: The stage that is tuned.
         error: What ended the trial, if anything.
-        before: The device's statistics before the trial, empty where they cannot be read.
+        before: The device's statistics before the trial, empty if they cannot be read.
         now: The same after it.
         limit: The most bytes of the device that may be used.
     """

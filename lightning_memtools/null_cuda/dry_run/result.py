@@ -46,8 +46,8 @@ class DryRunAdvice:
     Attributes:
         title: The change in a few words.
         code: The code to write in the program.
-        fits: Whether it is enough by itself; None where that is not known.
-        peak_bytes: The step's peak with it; None where no step was traced.
+        fits: Whether it is enough by itself; None if unknown.
+        peak_bytes: The step's peak with it; None if no step was traced.
         price: The computation that it costs, in words; "" for none.
         detail: The result of the check in sentences; where it was not checked, the reason.
     """
@@ -76,7 +76,7 @@ class DryRunResult:
         notes: What the reader should know of this run.
         assumed: The lines that read a value that nobody computed, each with what was assumed for it. The run fits if
             these assumptions hold.
-        optimizer_steps: The number of optimizer steps that ran; None where the script has no optimizer.
+        optimizer_steps: The number of optimizer steps that ran; None if the script has no optimizer.
         rank: The rank that was run.
         devices: How many ranks there are.
         directory: Where the run's files are.
