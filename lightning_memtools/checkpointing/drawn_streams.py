@@ -1,4 +1,4 @@
-"""The random streams that torch's checkpoint does not restore: Python's, NumPy's, and modules' own generators."""
+"""The random streams that torch's checkpoint does not restore: Python's, NumPy's, and generators of modules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Stream = Any
 
 
 class DrawnStreams:
-    """The streams that layers may draw from besides torch's default ones.
+    """The random streams that layers may draw from, besides torch's default generators.
 
     Args:
-        modules: The layers. Generators that they hold as attributes, or in a list or dictionary that is one, and those
-            that the code of their forward names, are found here; those that a layer makes later are not.
+        modules: The layers. Generators are found in their attributes, in lists and dictionaries among these, and in the
+            names that their forward uses. A generator that a layer makes later is not found.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -37,7 +37,7 @@ class DrawnStreams:
 
 @contextmanager
 def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
-    """While entered, streams continue from these states; on exit, from where they were on entry."""
+    """Set streams to these states inside the context; on exit, restore them to where they were on entry."""
     present = [(stream, generator_state(stream)) for stream, _ in states]
     _set(states)
     try:

@@ -47,6 +47,6 @@ def _hash(bits: Tensor) -> Tensor:
 
 
 def _weights(n: int, device: torch.device) -> Tensor:
-    """Return odd numbers, the same in every call; this draws from no stream of the user's."""
+    """Return n random odd numbers, the same in every call. No random stream of the user is drawn from."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)
