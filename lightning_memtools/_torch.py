@@ -291,7 +291,7 @@ def saved_reduction(node: Any) -> int | None:
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of a node's first result in the forward pass; None where it is not known. No public way."""
+    """Return the shape of a node's first result in the forward pass; None if it is not known. No public way."""
     return tuple(outputs[0].shape) if (outputs := getattr(node, "_input_metadata", None)) else None
 
 

@@ -30,7 +30,7 @@ class TracedSize:
     Attributes:
         fits: True if it fits.
         peak: The peak of allocated memory in bytes.
-        trace: The requests to the allocator; None where they are not known.
+        trace: The requests to the allocator; None if they are not known.
     """
 
     fits: bool
@@ -46,7 +46,7 @@ def largest_batch(
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
-    """Return a batch size that fits while one more does not, both tried; 0 where a batch of one does not fit.
+    """Return a batch size that fits while one more does not, both tried; 0 if a batch of one does not fit.
 
     Where the step fails with a batch of one, as BatchNorm makes it fail in training, a batch of two stands for it: the
     result is then 0 where two do not fit.

@@ -21,7 +21,7 @@ class PeakPlace:
         step: The step, counted from 1; 0 before the first.
         phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
         module: The path of the module that allocated; in backward the one whose gradients are computed.
-        operation: The operator, such as "aten.convolution_backward"; empty where none allocated.
+        operation: The operator, such as "aten.convolution_backward"; empty if none allocated.
     """
 
     step: int
@@ -77,7 +77,7 @@ class MemoryEstimate:
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
         begin: The number of events at the start of the trace that put the model on the device.
-        batch_size: The first dimension of the batch's first tensor; None where there is none.
+        batch_size: The first dimension of the batch's first tensor; None if there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
     """
@@ -121,7 +121,7 @@ class MemoryEstimate:
         return replay(self._trace, capacity=usable).completed
 
     def shortfall(self, capacity: str) -> int:
-        """Return by how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
+        """Return by how many bytes the peak of allocated memory exceeds a capacity; 0 if it does not."""
         return max(0, self.peak_allocated - usable_bytes(capacity))
 
     def max_batch_size(self, capacity: str) -> int:
@@ -218,7 +218,7 @@ class MemoryEstimate:
     _repr_html_ = shown_as(__str__)
 
     def word_on_capacity(self) -> str:
-        """Say whether the steps fit in the given capacity, and if not by how much; "" where none was given."""
+        """Say whether the steps fit in the given capacity, and if not by how much; "" if none was given."""
         if self.capacity is None:
             return ""
         usable = usable_bytes(self.capacity)

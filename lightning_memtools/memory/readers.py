@@ -25,7 +25,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
-    """Return the reader of an accelerator, one per device and process; None where the device keeps no statistics."""
+    """Return the reader of an accelerator, one per device and process; None if the device keeps no statistics."""
     is_current = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(
         device.type
     )
@@ -83,7 +83,7 @@ class AcceleratorReader:
 
 
 class CudaReader(AcceleratorReader):
-    """Reads CUDA (or ROCm) through the nested dict, which saves torch flattening and sorting it at every call."""
+    """Reads CUDA (or ROCm) statistics as a nested dict, which torch need not flatten and sort at every call."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -148,7 +148,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Return statistics of values by torch's names and kinds, and of the counts of retries and failures."""
+    """Return the statistics. `value` gives a figure by torch's name and kind; `counts` are retries and failures."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),

@@ -111,7 +111,7 @@ class KnownValues:
             )
 
     def of_all(self, tensors: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the values of tensors; None where those of one are not known."""
+        """Return the values of tensors; None if those of one are not known."""
         known: list[Tensor] = []
         for tensor in tensors:
             values = self.of(tensor)
@@ -121,7 +121,7 @@ class KnownValues:
         return known
 
     def is_assumed(self, tensor: Tensor) -> bool:
-        """Return True where a tensor's values follow from something that was assumed."""
+        """Return True if a tensor's values follow from something that was assumed."""
         twin = self._twin(tensor)
         return twin is not None and twin.is_assumed
 
@@ -447,7 +447,7 @@ class Rule(NamedTuple):
     """The rule for an operator or a function.
 
     Attributes:
-        answer: Returns its result in its place; NotImplemented where it needs no values.
+        answer: Returns its result in its place; NotImplemented if it needs no values.
         result: Returns the values of its result where those of its arguments are not known; None if nothing is.
         is_guess: `result` assumes something.
         of_second: `result` is of the second result.
@@ -544,7 +544,7 @@ _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}  # functions; th
 
 
 def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
-    """Return the result of a call on values; None where the host has no kernel for it, or it fails."""
+    """Return the result of a call on values; None if the host has no kernel for it, or it fails."""
     given = iter(values)
     with without_dispatch_modes(), torch.no_grad():
         if getattr(func, "__name__", "") in _MOVES:

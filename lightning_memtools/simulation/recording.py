@@ -31,7 +31,7 @@ class Allocation:
         kind: The last known `Category`, or `WORKSPACE`.
         module: The module that it is charged to.
         node_number: In backward, the sequence number of the autograd node that was running.
-        line: The line of code that asked for it; None where it is not known.
+        line: The line of code that asked for it; None if it is not known.
         died: The event that freed it; None if it was never freed.
     """
 

@@ -92,7 +92,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator; NotImplemented where the FakeTensorMode has to run it.
+        """Return the result of an operator; NotImplemented if the FakeTensorMode has to run it.
 
         A mode above this one can call it instead of the operator, which saves a way through torch's dispatcher.
         """

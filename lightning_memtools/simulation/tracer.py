@@ -48,7 +48,7 @@ class StepRequest:
         recipe: The settings of the loop that runs the step.
         step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
         optimizer: An optimizer, several, its class, a function of the parameters, or None.
-        trainer: The Trainer of the run that the step is taken from; None where there is none.
+        trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         capacity: A size, or the name of the GPU whose grids kernels have; without a name they have an A100's.

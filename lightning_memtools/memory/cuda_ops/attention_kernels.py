@@ -13,10 +13,10 @@ _NARROW, _WIDE = 64, 128  # heads for which kernels differ
 
 
 def flash(call: Call) -> Any:
-    """Return output, logarithms and the state of dropout, in that order (mha_fwd of flash_api.cpp).
+    """Allocate output, log-sum-exp and the state of dropout, in that order (mha_fwd of flash_api.cpp).
 
-    Where batch, heads and length are few (one sample of 512 tokens in 12 heads), the kernel also splits the keys over
-    more blocks, whose sums take some MB in the forward pass; these are left out.
+    For small inputs (one sample of 512 tokens in 12 heads) the kernel also splits the keys over more blocks. Their
+    sums, some MB in the forward pass, are left out.
     """
     results = list(call.func(*call.args, **call.kwargs))  # on the host: for the sizes and strides
     for at in (0, 1, 6, 7):
@@ -33,9 +33,9 @@ def _rounded_head(head: int) -> int:
 
 
 def flash_backward(call: Call) -> Any:
-    """Sum the query's gradient in float32, sequence and head rounded up (mha_bwd of flash_api.cpp).
+    """Hold the query's gradient in float32, with length and head rounded up (mha_bwd of flash_api.cpp).
 
-    Gradient and output are copied unless they lie as batch, length, heads, head.
+    Gradient and output are copied unless their memory is in the order batch, length, heads, head.
     """
     gradient, query, key, _, out = call.args[:5]
     batch, heads, length, head = query.shape
@@ -49,7 +49,7 @@ def flash_backward(call: Call) -> Any:
 
 
 def efficient(call: Call) -> Any:
-    """Return output and log-sum-exp, and dropout's state on the host; sum halves of heads above 128 in float32."""
+    """Return output, log-sum-exp and dropout's state on the host; sum halves in float32 if heads are above 128."""
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
@@ -78,7 +78,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the floats of a head's workspace: tiles of the query's gradient; for wide halves key's and value's too."""
+    """Return the number of floats of a head's workspace: tiles of the query's gradient; for wide halves, of all."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)

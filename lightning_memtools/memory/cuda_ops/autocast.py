@@ -1,4 +1,4 @@
-"""CUDA's lists of operators for autocast, applied to the CPU tensors that stand for CUDA's."""
+"""CUDA's lists of operators for autocast, applied to CPU tensors that stand for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Make autocast on CPU tensors follow CUDA's lists, and a user's autocast("cuda") act on CPU tensors, within.
+    """Within, make autocast on CPU tensors follow CUDA's lists, and a user's autocast("cuda") act on CPU tensors.
 
-    Autocast no longer changes operators that are on the CPU's lists only (pooling in three dimensions, quantiles and
-    many more).
+    Operators that are only on the CPU's lists (pooling in three dimensions, quantiles and many more) are left alone.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__
@@ -155,7 +154,7 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor in another type, as autocast casts it: not if it is no tensor of floats, nor if it is float64."""
+    """Return a tensor of float32, float16 or bfloat16 in another type, as autocast does; any other value unchanged."""
     if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
         return value.to(dtype)
     return value

@@ -24,13 +24,13 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        run: Runs any operator; its results are allocated.
+        run: Runs any operator, and allocates its results.
         func: The operator.
         args: Its arguments by position.
         kwargs: Its arguments by name.
         gpu: The GPU.
-        hold: Allocates blocks of these bytes until the rule has returned; none for 0.
-        release: Frees such blocks before that, by their bytes.
+        hold: Allocates a block for each size in bytes, until the rule has returned; none for 0.
+        release: Frees held blocks of these sizes before that.
     """
 
     run: Callable[..., Any]
@@ -42,15 +42,15 @@ class Call:
     release: Callable[..., None]
 
     def results(self) -> Any:
-        """Run the operator itself."""
+        """Run the operator itself, and return its results."""
         return self.run(self.func, *self.args, **self.kwargs)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return a new tensor."""
+        """Return a new tensor without values."""
         return self.run(aten.empty.memory_format, shape, dtype=dtype, device=torch.device("cpu"))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument, wherever it is given."""
+        """Return an argument that is given by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
@@ -140,7 +140,7 @@ def logsumexp(call: Call) -> Any:
 
 
 def log_sigmoid(call: Call) -> Any:
-    """Keep no buffer for backward, as the CPU's kernel does (log_sigmoid_forward_cuda in Activation.cpp)."""
+    """Keep no buffer for backward, unlike the CPU's kernel (log_sigmoid_forward_cuda in Activation.cpp)."""
     source = call.args[0]
     return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
 
@@ -176,7 +176,7 @@ _BAG_ARGUMENTS = (
 
 
 def embedding_bag(call: Call) -> Any:
-    """Return the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
+    """Return output, the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
     given = {**dict(zip(_BAG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
     weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given.get("mode", 0)
     n_bags, width = offsets.numel() - bool(given.get("include_last_offset")), weight.shape[1]
@@ -189,9 +189,9 @@ def gradient_sum(call: Call) -> Any:
     """Add a gradient to an earlier one of the same tensor in place, as autograd does.
 
     For fake tensors and under modes autograd makes a new tensor, because it cannot tell that only it holds the earlier
-    one. In a network with residual connections that is one more activation, while both others exist. A sum within a
-    formula of backward looks the same, and so does one whose first gradient another branch still needs. A view holds
-    its base too (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
+    one. In a network with residual connections that is one more activation, while both others exist. Two other sums
+    cannot be told from this one: those within a formula of backward, and those whose first gradient another branch
+    still needs. A view holds its base too (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
     """
     total, gradient = call.args[:2]
     is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()
@@ -207,7 +207,7 @@ def _are_alike(total: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the number of elements from a tensor's first in memory to its last: a dense tensor has no more itself."""
+    """Return the number of elements that a tensor spans in memory; a dense tensor spans only its own elements."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -38,18 +38,18 @@ _kinds: dict[Any, OperatorKind] = {}
 _ZEROS = torch.ops.aten.zeros.default
 
 FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Return the result of an operator for its arguments, or NotImplemented where the operator itself has to run."""
+"""Returns the result of an operator for its arguments, or NotImplemented if the operator itself has to run."""
 
 
 class AccountingMode(OperatorMode):
     """Counts the storages that operators make in one thread. Threads share the ledger.
 
-    An operator goes to the interceptors, one after the other, of which each may return its result. If none does, it
-    runs (`run`), and the storages that it made are entered in the ledger (`account`).
+    An operator goes to the interceptors in turn, until one of them returns its result. If none does, the operator runs
+    (`run`), and the storages that it made are entered in the ledger (`account`).
 
     Attributes:
         place: The module calls that this thread is in.
-        silent: If it is above zero, new storages are host memory.
+        silent: The depth of `silence`. Above zero, new storages are host memory.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class AccountingMode(OperatorMode):
         return out
 
     def _is_count_of_steps(self, kind: OperatorKind, func: Any, args: Any) -> bool:
-        """Return whether a new optimizer made a count of its steps, which stays in host memory beside a GPU."""
+        """Return whether an operator makes an optimizer's count of steps, which stays in host memory beside a GPU."""
         if not (self._cuda_like and self.place.in_step):
             return False
         return kind is OperatorKind.LIFTED or (func is _ZEROS and self.place.counts_on_host and not args[0])
@@ -354,4 +354,4 @@ def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 FindMode = Callable[[], AccountingMode | None]
-"""Return the accounting mode of the thread that it is called in; None where there is none."""
+"""Returns the accounting mode of the calling thread; None if it has none."""

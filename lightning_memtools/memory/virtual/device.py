@@ -50,8 +50,8 @@ class VirtualDevice:
 
     While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
     allocator. The device also works over fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
-    computed. It does not change results: without `cuda_like`, weights and random numbers are bitwise the same as
-    without it.
+    computed. Without `cuda_like` it changes no results: weights and random numbers are bitwise the same as without a
+    device.
 
     A storage counts once: from the moment that an operator makes or resizes it, or that it is tracked, until it is
     freed. A batch counts when its data loader yields it; datasets are host memory.
@@ -184,7 +184,7 @@ class VirtualDevice:
         mode.__exit__(kind, error, traceback)
 
     def host(self) -> AbstractContextManager[None]:
-        """Treat tensors that this thread makes within as host memory, which does not count: for building data sets."""
+        """Return a context in which this thread's new tensors are host memory and do not count, as for data sets."""
         mode = _mode_here()
         return nullcontext() if mode is None else mode.silence()
 
@@ -256,7 +256,7 @@ class VirtualDevice:
         return any(find(storage_key(part)) is not None or find(-id(part)) is not None for part in parts(tensor))
 
     def address_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the address of a tensor's block on the device, by which snapshots name it; None where it has none."""
+        """Return the address of a tensor's block on the device, by which snapshots name it; None if it has none."""
         entries = (self._ledger.find(storage_key(part)) for part in parts(tensor))
         return next((entry.block.address for entry in entries if entry is not None), None)
 
@@ -273,15 +273,15 @@ class VirtualDevice:
     # --- listening, and rules of operators
 
     def listen(self, listener: DeviceListener) -> None:
-        """Tell a listener of every operator, module call, allocation and free once the device is entered again."""
+        """Call a listener at every operator, module call, allocation and free, once the device is entered again."""
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
-        """Call rules in place of operators once the device is entered again."""
+        """Call these rules in place of their operators, once the device is entered again."""
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
-        """Ask a function for the results of operators before these are run, once the device is entered again.
+        """Ask a function for the result of each operator before it is run, once the device is entered again.
 
         It is asked in the thread that enters the device; other threads run every operator.
         """
@@ -502,7 +502,7 @@ def host_memory() -> AbstractContextManager[None]:
 
 
 def put_on_device(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Count a model and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be. Idempotent.
+    """Put a model and its optimizers on the active VirtualDevice, if there is one, as on a GPU. Idempotent.
 
     Call it when fit, validation, test or predict begins, and again once optimizer state is restored.
     """
