@@ -28,7 +28,7 @@ class TracedSize:
     """The result of tracing a step with one batch size.
 
     Attributes:
-        fits: True if it fits.
+        fits: True if the step fits.
         peak: The peak of allocated memory in bytes.
         trace: The requests to the allocator; None if they are not known.
     """
@@ -46,13 +46,13 @@ def largest_batch(
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
-    """Return a batch size that fits while one more does not, both tried; 0 if a batch of one does not fit.
+    """Find by trials a batch size that fits while one more does not; return 0 if a batch of one does not fit.
 
-    Where the step fails with a batch of one, as BatchNorm makes it fail in training, a batch of two stands for it: the
-    result is then 0 where two do not fit.
+    If the step fails with a batch of one, as BatchNorm does in training, a batch of two is tried instead: the result is
+    then 0 if two do not fit.
 
     Tensor sizes are linear in the batch size, so two trials give the requests to the allocator at any other size, and
-    replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. Where
+    replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. If
     the program behaves differently at other sizes, the line is drawn anew through nearer trials.
 
     Args:
@@ -136,7 +136,7 @@ def _holds(serves: Callable[[AllocationTrace], bool], line: Callable[[int], Allo
 
 
 def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return by bisection the last number in [low, high) that holds; low holds, and high does not."""
+    """Return by bisection the last number in [low, high) for which `holds` is true: it is for low, not for high."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and holds(high):
@@ -159,10 +159,10 @@ def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return the batch with another first dimension where that is the batch size.
+    """Return the batch with another batch size, in tensors whose first dimension is the batch.
 
     Small tensors in host memory repeat their rows, so that a step which reads lengths or a mask finds some. The others
-    are meta tensors.
+    become meta tensors.
     """
     old = batch_size_of(batch)
 

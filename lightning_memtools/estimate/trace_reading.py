@@ -59,7 +59,7 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
 
 
 def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
-    """Return where in the step an event was: its phase and its module, without the model's own name."""
+    """Return the point of the step at which an event happened; its module is named without the model's own name."""
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")
@@ -126,12 +126,12 @@ def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
 
 
 def _part_of(allocation: Allocation) -> str:
-    """Return which of `_PARTS` a block belongs to."""
+    """Return the one of `_PARTS` that a block belongs to."""
     return "temporaries" if is_passing(allocation) else _PART_OF.get(allocation.kind, "other")
 
 
 def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[PeakHolder, ...]:
-    """Return what is allocated right after an event, by category, module and line."""
+    """Return the memory that is allocated right after an event, by category, module and line."""
     return gathered(
         PeakHolder(_part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
         for one in recorder.allocations.values()
