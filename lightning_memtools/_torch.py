@@ -256,7 +256,7 @@ _COLLECTIVES = (
 
 @contextmanager
 def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace the collectives of process groups inside, whoever starts them, by `replacement(name, original)`.
+    """Within, replace the collectives of process groups, whoever starts them, by `replacement(name, original)`.
 
     All public functions of torch.distributed, also those imported by name, end in these methods of ProcessGroup, some
     of which are private. This can go when torch.distributed has a public hook for collectives.

@@ -148,7 +148,7 @@ def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
-    """Return the size at which the line through the outermost peaks meets the limit, or else the middle."""
+    """Return the size at which a line through the outermost peaks meets the limit; the middle if out of range."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
     if high < _MOST:

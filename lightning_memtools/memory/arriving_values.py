@@ -24,7 +24,7 @@ class _PendingCopy(Generic[Note]):
 
 
 class ArrivingValues(Generic[Note]):
-    """Copies device tensors to pinned memory and returns each, with its note, when the copy has arrived.
+    """Copies device tensors to the host in the background, and returns their values with a note once they are there.
 
     The values come back in the order in which they were sent. On the CPU they can be received at once. Accelerators
     other than CUDA have no event that every build of torch offers: there `receive` waits for the device.

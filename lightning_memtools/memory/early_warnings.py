@@ -39,7 +39,7 @@ class EarlyWarnings:
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
     def leave_out(self, retries: int) -> None:
-        """Leave this many retries, which happened outside of the run, out of the count."""
+        """Subtract retries that happened outside of the run from the count."""
         self._retries += retries
 
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:

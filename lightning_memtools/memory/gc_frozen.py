@@ -17,7 +17,7 @@ def are_objects_frozen() -> bool:
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Have garbage collection skip the objects that exist already, so that it takes milliseconds.
+    """Within, have garbage collection skip the objects that exist already, so that it takes milliseconds.
 
     A full collection over the objects of torch and Lightning takes a quarter of a second, and code that makes many
     objects at once, such as a traced step, triggers one every few steps. Reference cycles among the existing objects

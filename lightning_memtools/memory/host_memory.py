@@ -65,7 +65,7 @@ class HostMemory:
 
     @property
     def in_workers(self) -> int:
-        """The memory of all workers."""
+        """The memory of all loader workers."""
         return sum(worker.proportional for worker in self.workers)
 
     @property

@@ -61,7 +61,7 @@ class Owned:
 
     @property
     def total_bytes(self) -> int:
-        """All categories together."""
+        """The bytes of all categories together."""
         return sum(self.by_category.values())
 
 

@@ -41,13 +41,13 @@ class PeakWindow:
         self._counter = counter
 
     def pause(self) -> MemoryStats:
-        """Take in the peak so far, and stop watching."""
+        """Record the peak so far, stop watching, and return the device's statistics."""
         stats = self._counter.fold()
         self._counter.running.discard(self)
         return stats
 
     def resume(self) -> MemoryStats:
-        """Watch from this moment on. Peaks from before do not count."""
+        """Start watching, and return the device's statistics. Peaks from before do not count."""
         stats = self._counter.fold()
         self._counter.running.add(self)
         return stats

@@ -123,7 +123,7 @@ class MpsReader:
         )
 
     def reset_peaks(self) -> None:
-        """Metal keeps no peaks."""
+        """Do nothing: Metal keeps no peaks."""
 
     def empty_cache(self) -> None:
         """Release unused cached memory."""

@@ -28,7 +28,7 @@ def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
 
 
 def count_since(count: int | None, before: int | None) -> int | None:
-    """Return the number of events from one count to a later one; None if they are not counted."""
+    """Return the number of events since an earlier count; None if they are not counted."""
     return None if count is None else count - (before or 0)
 
 

@@ -23,7 +23,7 @@ MARKS = "memtools"
 
 
 class StepSnapshot:
-    """Records the allocator from `begin` to `end`.
+    """Records the allocator's history during one step, from `begin` to `end`.
 
     On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
     The module is the innermost that is being called; in backward, the last one whose output has got its gradient. A

@@ -137,7 +137,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Return the innermost line on the stack of the user or a library; None if autograd or an optimizer is further in.
+    """Return the innermost line of user or library code on the stack; None if autograd or an optimizer is inside.
 
     Args:
         stop_at: The file whose first frame ends the search.

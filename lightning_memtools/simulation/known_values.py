@@ -199,7 +199,7 @@ class KnownValues:
         self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor's values in host memory; ones where they are not known, which is listed."""
+        """Return a copy of a tensor's values in host memory; if they are not known, ones, which `assumed` lists."""
         known = self.of(tensor)
         with without_dispatch_modes(), torch.no_grad():
             values = torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
@@ -590,9 +590,9 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Within, follow the values of a step's tensors, and let transformers see no fakes when it asks if it is traced.
+    """Within, follow the values of a step's tensors, and hide fakes from transformers' `is_tracing`.
 
-    If its `is_tracing` finds fakes, transformers makes attention masks without reading values.
+    If that finds fakes, transformers makes attention masks without reading values.
     """
     around = _VALUES.get()
     if around is not None:

@@ -129,7 +129,7 @@ class ReplayLoop(StepListener):
 
 
 def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
-    """Return a precision plugin with the scale and the forward context of a step, which a file has too."""
+    """Return a precision plugin with the scale and the forward context of the replayed step."""
     plugin = precision_plugin("32-true" if scale is None else "16-mixed", device)
     if scale is not None:
         plugin.scaler = torch.amp.GradScaler(device, init_scale=scale)

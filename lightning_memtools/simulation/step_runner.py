@@ -276,7 +276,7 @@ class PlainModule(LightningModule):
     validation_step = test_step = predict_step = training_step
 
     def configure_optimizers(self) -> Any:
-        """Return the first optimizer, which the others follow."""
+        """Make the optimizers: return the first, and keep the others in `others`."""
         if self._make_optimizer is None:
             return None
         made = self._make_optimizer(list(self.model.parameters()))
@@ -296,7 +296,7 @@ class PlainModule(LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizers; run the closure alone where there is none."""
+        """Step all optimizers; without any, run only the closure."""
         if self._make_optimizer is not None:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:

@@ -89,7 +89,7 @@ class StepCost:
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts operations.
+    """Counts the floating-point operations of the operators that run within.
 
     Attributes:
         pauses: While True, operations do not count.

@@ -109,7 +109,7 @@ class FakeBatches(StepListener):
 
 
 class _Recording(FakeBatches):
-    """Records the phases of the steps, and puts the state that optimizers have already on the device."""
+    """Records the phases of the steps, and puts existing state of optimizers on the device."""
 
     recorder: AllocationRecorder
     optimizers: Sequence[Optimizer] = ()  # kept until the trace ends: the device refers to them weakly

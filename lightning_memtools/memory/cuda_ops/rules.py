@@ -95,7 +95,7 @@ def is_native_batch_norm(source: torch.Tensor, weight: torch.Tensor | None) -> b
 
 
 def dropout(call: Call) -> Any:
-    """Make the mask before the output (cuda/Dropout.cu), which counts where free blocks are few."""
+    """Allocate the mask before the output (cuda/Dropout.cu): the order matters when free blocks are few."""
     source, share, *training = call.args
     if not 0 < share < 1 or call.kwargs or training == [False]:
         return call.results()
@@ -118,7 +118,7 @@ def softmax_backward(call: Call) -> Any:
 
 
 def log_softmax_backward(call: Call) -> Any:
-    """Copy what is strided (host_softmax_backward in cuda/SoftMax.cu)."""
+    """Copy a strided gradient or output (host_softmax_backward in cuda/SoftMax.cu)."""
     out = call.results()
     call.hold(*map(copy_bytes, call.args[:2]))
     return out

@@ -15,7 +15,7 @@ _LONGEST_WAIT = 12
 
 
 class LeakDetector:
-    """Reports what grows in `warn_after` readings in a row. These rules keep it silent in healthy runs.
+    """Reports tensors that pile up in `warn_after` readings in a row. These rules keep it silent in healthy runs.
 
     * What the model and its optimizers own does not count, whenever it is allocated.
     * Tensors count if some from each of these intervals are still there, in the same place. So nothing that is replaced

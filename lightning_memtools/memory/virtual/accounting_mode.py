@@ -114,7 +114,7 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Charge storages to a module from its call on, and return the depth for `ModuleScopes.leave_to` afterwards."""
+        """Begin a module's call, to which new storages are charged; return the depth for `ModuleScopes.leave_to`."""
         place = self.place
         # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
@@ -231,12 +231,12 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result."""
+        """Return an operator's result: a known one, or that of running it."""
         known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
         return func(*args, **kwargs) if known is NotImplemented else known
 
     def account(self, kind: OperatorKind, out: Any, args: Any, kwargs: Any) -> None:
-        """Enter the storages of an operator's result that its arguments do not have.
+        """Enter the storages of an operator's result that are not those of its arguments.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.

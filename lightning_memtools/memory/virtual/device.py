@@ -474,7 +474,7 @@ class VirtualDevice:
 
 
 def _mode_here() -> AccountingMode | None:
-    """Return the mode that counts in this thread; None if there is none."""
+    """Return the accounting mode of this thread; None if it has none."""
     return getattr(_here, "mode", None)
 
 

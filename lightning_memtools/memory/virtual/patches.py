@@ -109,7 +109,7 @@ class EagerCompilation:
         patches.replace(torch, "compile", make)
 
     def say(self) -> None:
-        """Warn at the first call."""
+        """Warn, at the first call only, that compiled code runs eagerly."""
         if self._said:
             return
         self._said = True
