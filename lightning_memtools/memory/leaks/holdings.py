@@ -38,7 +38,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class BlockNotes:
-    """What a recording of the allocator knows about a tensor's block; by default there is no recording.
+    """The notes that a recording of the allocator has on a tensor's block; by default there is no recording.
 
     Attributes:
         is_young: Returns True if the tensor was allocated since the present batch began.
