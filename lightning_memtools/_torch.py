@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, _ops, nn
+from torch import Tensor, UntypedStorage, _ops, _prims_common, nn
 from torch._subclasses import fake_tensor
 from torch.multiprocessing import reductions
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -79,44 +79,14 @@ def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
     return copied
 
 
-class FakeMaker:
-    """Makes fakes of meta tensors as the constructor does, but in a fifth of its time.
-
-    The constructor sets a dozen attributes one by one, through properties; here they are copied from a fake that it
-    made. It can go when the constructor is as fast.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        self._made: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
-        # Fakes say when someone asks where their values lie.
-        guards = torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr
-        self._guard = guards[mode._allow_unsafe_data_ptr_access]
-
-    def __call__(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-        """Return a fake of a meta tensor that seems to be on a device."""
-        if device not in self._made:
-            fake = FakeTensor(self._mode, meta, device)
-            self._made[device] = fake.fake_device, dict(vars(fake))
-            return fake
-        known, attributes = self._made[device]
-        fake = torch.Tensor._make_subclass(
-            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=known
-        )
-        self._guard(fake)
-        vars(fake).update(attributes)
-        return fake
-
-    def number(self, value: torch.Tensor) -> FakeTensor:
-        """Return the fake of a new number, whose value stays known, as the mode does for `torch.tensor`."""
-        with without_torch_dispatch():
-            kept = value.clone()
-            fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
-        fake.constant = kept
-        converter = self._mode.fake_tensor_converter
-        converter.set_tensor_memo(kept, fake)
-        converter.add_constant_storage_mapping(fake)
-        return fake
+def fake_number(mode: FakeTensorMode, value: Tensor) -> FakeTensor:
+    """Return the fake of a new number, whose value stays known, as the mode does for `torch.tensor`."""
+    with without_torch_dispatch():
+        kept = value.clone()
+        fake = FakeTensor(mode, torch.empty((), dtype=kept.dtype, device="meta"), kept.device, constant=kept)
+    mode.fake_tensor_converter.set_tensor_memo(kept, fake)
+    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+    return fake
 
 
 # --- modules
@@ -638,6 +608,7 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 
 # --- operators
 
+suggest_memory_format = _prims_common.suggest_memory_format  # of a tensor's strides, as c10 does
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes

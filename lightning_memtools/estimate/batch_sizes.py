@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 
 from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.allocator import AllocationTrace
-from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors
 from lightning_memtools.simulation.known_values import is_too_large
-from lightning_memtools.simulation.step_runner import batch_size_of
 
 _MOST = 2**31
 _NEAREST = 3
@@ -118,7 +116,7 @@ def _guess(
         first, second = sorted((one, other))
         line = _line(first, trials[first].trace, second, trials[second].trace)
         if line is not None:
-            return _last_that(partial(_holds, serves, line), low, high)
+            return _last_that(serves, line, low, high)
     return _where_peaks_meet(trials, low, high, limit)
 
 
@@ -131,19 +129,17 @@ def _line(
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
 
 
-def _holds(serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], size: int) -> bool:
-    return serves(line(size))
-
-
-def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return by bisection the last number in [low, high) for which `holds` is true: it is for low, not for high."""
+def _last_that(
+    serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], low: int, high: int
+) -> int:
+    """Return by bisection the last size in [low, high) that `serves`: low does, and high does not."""
     if high == _MOST:
         high = low + 1
-        while high < _MOST and holds(high):
+        while high < _MOST and serves(line(high)):
             low, high = high, min(_MOST, 4 * high)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if serves(line(middle)) else (low, middle)
     return low
 
 
@@ -164,7 +160,7 @@ def resized(batch: Any, size: int) -> Any:
     Small tensors in host memory repeat their rows, so that a step which reads lengths or a mask finds some. The others
     become meta tensors.
     """
-    old = batch_size_of(batch)
+    old = batch_size_in(batch)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:

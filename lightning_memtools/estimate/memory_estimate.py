@@ -76,6 +76,7 @@ class MemoryEstimate:
         holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
+        trace: All requests of the steps to the allocator.
         begin: The number of events at the start of the trace that put the model on the device.
         batch_size: The first dimension of the batch's first tensor; None if there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
@@ -92,18 +93,13 @@ class MemoryEstimate:
     modules: tuple[ModuleMemory, ...] = field(repr=False)
     holders: tuple[PeakHolder, ...] = field(repr=False)
     step_peaks: tuple[int, ...]
+    trace: AllocationTrace = field(repr=False)
     begin: int = field(repr=False)
     batch_size: int | None
     notes: tuple[str, ...] = ()
     capacity: str | None = None
     _simulation: CachingAllocator = field(repr=False)
-    _trace: AllocationTrace = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
-
-    @property
-    def trace(self) -> AllocationTrace:
-        """All requests of the steps to the allocator."""
-        return self._trace
 
     def fits(self, capacity: str) -> bool:
         """Return whether the steps run on a device of that capacity, with the allocator's retry with an empty cache.
@@ -118,7 +114,7 @@ class MemoryEstimate:
         # Steps that never ask the device for more than is left need no replay.
         if self.peak_reserved <= usable:
             return True
-        return replay(self._trace, capacity=usable).completed
+        return replay(self.trace, capacity=usable).completed
 
     def shortfall(self, capacity: str) -> int:
         """Return the bytes by which the peak of allocated memory exceeds a capacity; 0 if it does not."""
@@ -158,7 +154,7 @@ class MemoryEstimate:
 
     def traced_size(self, capacity: str) -> TracedSize:
         """Return this estimate as a trial for `largest_batch`."""
-        return TracedSize(self.fits(capacity), self.peak_allocated, self._trace)
+        return TracedSize(self.fits(capacity), self.peak_allocated, self.trace)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:
         """Return every known GPU from the smallest on, and whether the steps fit on it."""

@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_memtools._torch import uncompiled
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
+from lightning_memtools.memory.nested_tensors import batch_size_in
 from lightning_memtools.memory.peak_holders import PeakHolder, gathered, held_by
 from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual import Category
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder, is_passing
-from lightning_memtools.simulation.step_runner import batch_size_of
 from lightning_memtools.simulation.tracer import StepRequest, Traced
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
@@ -49,11 +49,11 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
         holders=holders,
         step_peaks=_step_peaks(recorder),
         begin=next((event for event, _, phase in recorder.marks if phase == "inputs"), 0),
-        batch_size=batch_size_of(request.batch),
+        batch_size=batch_size_in(request.batch),
         notes=traced.notes,
         capacity=request.capacity,
         _simulation=traced.device.allocator,
-        _trace=traced.device.trace,
+        trace=traced.device.trace,
         _retrace=retrace,
     )
 
@@ -72,10 +72,7 @@ def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
 
 def _name(allocation: Allocation) -> str:
     operation = allocation.operation
-    if operation is None:
-        return ""
-    overload = getattr(operation, "overloadpacket", None)
-    return str(overload or operation)
+    return "" if operation is None else str(getattr(operation, "overloadpacket", operation))
 
 
 def _path(module: str, model: str) -> str:

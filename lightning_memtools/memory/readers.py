@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 
 import psutil
@@ -166,13 +165,7 @@ def _stats_of(
 
 def host_rss_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(_process(os.getpid()).memory_info().rss)
-
-
-@functools.cache
-def _process(pid: int) -> psutil.Process:
-    # psutil reads two files of the system to make one, which takes longer than to ask it.
-    return psutil.Process(pid)
+    return int(psutil.Process().memory_info().rss)
 
 
 def _free_and_total(index: int) -> tuple[int | None, int | None]:

@@ -76,5 +76,4 @@ def room_of(stats: MemoryStats) -> int | None:
     """Return the bytes of a device that no step has needed so far; None if its capacity is not known."""
     if stats.capacity is None:
         return None
-    others = max(0, (stats.device_used or 0) - (stats.reserved or 0))
-    return stats.capacity - others - max(stats.peak_allocated or 0, stats.allocated or 0)
+    return stats.capacity - stats.used_by_others - max(stats.peak_allocated or 0, stats.allocated or 0)

@@ -125,10 +125,6 @@ class KnownValues:
         twin = self._twin(tensor)
         return twin is not None and twin.is_assumed
 
-    def forget(self, tensor: Tensor) -> None:
-        """Forget the values of a tensor, and of all that share its memory."""
-        self._twins.pop(_key_of(tensor), None)
-
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator whose result depends on values; NotImplemented for any other."""
         name = name_of(func)
@@ -166,7 +162,7 @@ class KnownValues:
                 computed = on_host(call.func, call.args, call.kwargs, values)
         if computed is None:
             for tensor in call.written:
-                self.forget(tensor)
+                self._twins.pop(_key_of(tensor), None)
             if values is None:
                 self.guess(call, out)
             return

@@ -16,19 +16,19 @@ from torch import Tensor
 from lightning_memtools._torch import (
     LIFT_FRESH,
     LOCAL_SCALAR,
-    FakeMaker,
     FakeTensor,
     FakeTensorMode,
     OperatorMode,
     OpOverload,
+    fake_number,
     has_kernel,
     kernels_of_meta_tensors,
     operator_schema,
     storage_id,
+    suggest_memory_format,
     without_torch_dispatch,
 )
 from lightning_memtools.memory.cuda_ops.rules import span
-from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.known_values import KnownValues
 
@@ -69,7 +69,6 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
         self._values = values
-        self._fake = FakeMaker(fake_mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -143,7 +142,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         """
         if func is LIFT_FRESH:
             is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
-            return self._fake.number(first) if is_number else None
+            return fake_number(self._fake_mode, first) if is_number else None
         if type(first) is not FakeTensor or first.constant is None:
             return None
         if func is LOCAL_SCALAR:
@@ -160,21 +159,22 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         with kernels_of_meta_tensors(self._fake_mode):
             out = func(*args, **kwargs)
             device = args[0].fake_device
-            return self._fake(out, device) if isinstance(out, Tensor) else [self._fake(one, device) for one in out]
+            made = [FakeTensor(self._fake_mode, one, device) for one in ([out] if isinstance(out, Tensor) else out)]
+            return made[0] if isinstance(out, Tensor) else made
 
     def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         # The FakeTensorMode would make a fake of this one too.
         with without_torch_dispatch():
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            return self._fake(empty, device)
+            return FakeTensor(self._fake_mode, empty, device)
 
     def _contiguous(self, one: Tensor) -> Tensor:
-        kept = memory_format_of(one)
+        kept = suggest_memory_format(one)
         if type(one) is not FakeTensor or one.is_contiguous(memory_format=kept):
             return one
         with without_torch_dispatch():
             made = torch.empty(one.shape, dtype=one.dtype, device="meta", memory_format=kept)
-            return self._fake(made, one.fake_device)
+            return FakeTensor(self._fake_mode, made, one.fake_device)
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

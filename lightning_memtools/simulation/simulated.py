@@ -106,10 +106,9 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         _skip_checks(model)
         stack.enter_context(device)
         stack.enter_context(ReplacedFunctions(replaced, is_on_cuda=cuda))
-        if _holds_tensors(model):
-            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-                exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
-            device.track(model)
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
+        device.track(model)
         yield
 
 
@@ -121,7 +120,3 @@ def _skip_checks(model: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             # Each rank traces by itself, so the layer cannot exchange statistics with the other ranks.
             vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)
-
-
-def _holds_tensors(model: nn.Module) -> bool:
-    return next(model.parameters(), None) is not None or next(model.buffers(), None) is not None

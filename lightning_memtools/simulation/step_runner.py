@@ -26,7 +26,7 @@ from lightning_memtools._lightning import (
     refuse_other_package,
     watch_updates,
 )
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.simulation.step_trainer import (
@@ -330,11 +330,6 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     )
     note_values(made, tensor)
     return made
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Return the size of the first dimension of the first tensor that has a dimension."""
-    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
 
 
 def _has_loss(out: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_memtools.memory.allocator.block_rounding import round_up
 from lightning_memtools.memory.cuda_ops.rules import HALF, Call, Rule, copy_bytes, nbytes
 
 aten = torch.ops.aten
@@ -26,12 +27,6 @@ def flash(call: Call) -> Any:
     return tuple(results)
 
 
-def _rounded_head(head: int) -> int:
-    """Return flash's head_size_rounded."""
-    step = 32 if head <= _WIDE else 64
-    return -(-head // step) * step
-
-
 def flash_backward(call: Call) -> Any:
     """Hold the query's gradient in float32, with length and head rounded up (mha_bwd of flash_api.cpp).
 
@@ -41,8 +36,8 @@ def flash_backward(call: Call) -> Any:
     batch, heads, length, head = query.shape
     call.hold(*(copy_bytes(one.transpose(1, 2)) for one in (gradient, out)))
     results = call.results()
-    rows = 4 * batch * heads * -(-length // 128) * 128
-    call.hold(rows, rows * _rounded_head(head))
+    rows = 4 * batch * heads * round_up(length, 128)
+    call.hold(rows, rows * round_up(head, 32 if head <= _WIDE else 64))  # head_size_rounded
     if key.shape[1] != heads:  # grouped queries: gradients of key and value are made per query head first
         call.hold(*[batch * key.shape[2] * heads * head * query.element_size()] * 2)
     return results
@@ -53,7 +48,7 @@ def efficient(call: Call) -> Any:
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
-    sums = call.empty([batch, heads, -(-length // 32) * 32 if wants_sums else 0], torch.float32)
+    sums = call.empty([batch, heads, round_up(length, 32) if wants_sums else 0], torch.float32)
     seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))
     call.hold(4 * out.numel() if query.dtype in HALF and value.shape[-1] > _WIDE else 0)
     return out, sums, seed, offset
@@ -88,7 +83,7 @@ def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: 
         if n_heads >= 256 and splits <= 2:  # noqa: PLR2004, there are enough blocks without
             splits = 1
         splits = max(1, min(splits, 200 // n_heads))
-        floats += splits * 64 * sum(-(-one.shape[-1] // rows) * rows for one in (query, value))
+        floats += splits * 64 * sum(round_up(one.shape[-1], rows) for one in (query, value))
     return floats
 
 

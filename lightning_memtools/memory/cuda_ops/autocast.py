@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -75,8 +75,8 @@ def _register_all(library: Any) -> None:
     for names, make in (
         (_IN_FLOAT, _in_float),
         ((*_TO_FLOAT, *_LINALG_NORMS), _to_float),
-        (_IN_HALF, _in_half),
-        (_PROMOTED, _promoted),
+        (_IN_HALF, partial(_cast_to, choose=lambda _tensors: torch.get_autocast_dtype("cpu"))),
+        (_PROMOTED, partial(_cast_to, choose=_widest)),
     ):
         for name in names:
             _register(library, name, make)
@@ -101,14 +101,6 @@ def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]
 
 def _in_float(operator: Any) -> Callable[..., Any]:
     return _cast_to(operator, lambda _tensors: torch.float32)
-
-
-def _in_half(operator: Any) -> Callable[..., Any]:
-    return _cast_to(operator, lambda _tensors: torch.get_autocast_dtype("cpu"))
-
-
-def _promoted(operator: Any) -> Callable[..., Any]:
-    return _cast_to(operator, _widest)
 
 
 def _cast_to(operator: Any, choose: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:

@@ -81,17 +81,13 @@ def layer_norm(call: Call) -> Any:
 def batch_norm(call: Call) -> Any:
     """Keep mean and 1/deviation in float32 for half inputs too; cuDNN keeps none in evaluation (Normalization.cpp)."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
-    if not training and not is_native_batch_norm(source, weight):
+    # _select_batch_norm_backend takes torch's own kernels for rows.
+    by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
+    if by_cudnn and not training and source.dim() > 2:  # noqa: PLR2004
         return call.results()
     dtype = torch.float32 if source.dtype in HALF else source.dtype
     out = call.run(aten.empty_like.default, source)
     return out, *(call.empty([source.shape[1]], dtype) for _ in range(2))
-
-
-def is_native_batch_norm(source: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Return whether torch's own kernels run and not cuDNN's (_select_batch_norm_backend of Normalization.cpp)."""
-    by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
-    return not by_cudnn or source.dim() == 2  # noqa: PLR2004, rows
 
 
 def dropout(call: Call) -> Any:

@@ -17,6 +17,7 @@ from lightning_memtools._torch import (
     OperatorMode,
     in_backward,
     own_tensors,
+    run_composite,
     storage_id,
     stores_gradient,
     without_torch_function,
@@ -28,7 +29,7 @@ from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import LedgerEntry, VirtualLedger
 from lightning_memtools.memory.virtual.module_scopes import OUTSIDE, ModuleNames, ModuleScopes
-from lightning_memtools.memory.virtual.operators import OperatorKind, compose, is_matmul, kind_of
+from lightning_memtools.memory.virtual.operators import OperatorKind, is_matmul, kind_of
 from lightning_memtools.memory.virtual.storages import flat, on_device, parts, storage_key, storages_of
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) handle an operator first, and the
@@ -175,14 +176,6 @@ class AccountingMode(OperatorMode):
         """Free the memory of an entry, such as that of a copied batch."""
         self._ledger.forget(entry)
 
-    def enter_new(self, tensor: torch.Tensor) -> None:
-        """Enter a tensor that was made by a function that is not an operator.
-
-        Raises:
-            torch.OutOfMemoryError: The device has too little memory.
-        """
-        self.account(OperatorKind.LIFTED, tensor, (), {})
-
     def enter_resized(self, storage: torch.UntypedStorage) -> None:
         """Give a storage that was resized without an operator a block of its new size.
 
@@ -264,7 +257,7 @@ class AccountingMode(OperatorMode):
             return self.run(func, args, kwargs)
         if kind is OperatorKind.COMPOSED:
             with self:
-                return compose(func, args, kwargs)
+                return run_composite(func, args, kwargs)
         if kind in {OperatorKind.RESIZED, OperatorKind.OUT} and not self.silent:
             return self._run_resizing(kind, func, args, kwargs)
         out = self.run(func, args, kwargs)

@@ -97,20 +97,6 @@ class VirtualDevice:
             "cuda_like": cuda_like,
             "record": record,
         }
-        self._set_up(**self._options)
-
-    def _set_up(
-        self,
-        *,
-        capacity: str | int | None,
-        allocator: str,
-        context: str | int | None,
-        used_by_others: str | int,
-        cublas_workspace: str | int,
-        cuda_like: bool,
-        record: bool,
-    ) -> None:
-        """Set all state to that of a device that was never entered."""
         self._capacity = None if capacity is None else parse_capacity(capacity)
         self._context = _size_of("context", context) if context is not None else context_bytes(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
@@ -397,8 +383,7 @@ class VirtualDevice:
         return self._options
 
     def __setstate__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._set_up(**options)
+        VirtualDevice.__init__(self, **options)
 
     def __repr__(self) -> str:
         defaults = {"capacity": None, **(type(self).__init__.__kwdefaults__ or {})}
@@ -419,7 +404,7 @@ class VirtualDevice:
     def reset_in_fork(self) -> None:
         """Reset the device to one that was never entered, so that a forked rank can enter it."""
         self._leave()
-        self._set_up(**self._options)
+        VirtualDevice.__init__(self, **self._options)
 
     def _new_mode(self, result_of: FindResult | None = None) -> AccountingMode:
         return AccountingMode(

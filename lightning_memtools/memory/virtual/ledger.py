@@ -237,11 +237,6 @@ class VirtualLedger:
                 gc.enable()
         self._settle_late()
 
-    def bytes_now(self) -> list[int]:
-        """Return the allocated bytes per category."""
-        self.settle()
-        return list(self._bytes)
-
     def bytes_at_peak(self) -> list[int]:
         """Return the bytes per category at the peak since the last `reset_peaks`."""
         return list(self._bytes_at_peak)

@@ -41,8 +41,7 @@ class ModuleScopes:
     def leave_to(self, depth: int) -> None:
         """Remove the scopes from this depth on, whose calls have returned or raised."""
         del self.scopes[depth:]
-        if self._ledger.listener is not None:
-            self.tell_listener()
+        self.tell_listener()
 
     def leave_step(self) -> None:
         """Remove the scope of the optimizer's step, if this thread is in one, which has returned or raised."""

@@ -22,6 +22,7 @@ from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, Fi
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
+from lightning_memtools.memory.virtual.operators import OperatorKind
 from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
 
 
@@ -144,7 +145,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
             out = original(*args, **kwargs)
             mode = find()
             if mode is not None:
-                mode.enter_new(out)
+                mode.account(OperatorKind.LIFTED, out, (), {})
             return out
 
         return construct
