@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, _ops, nn
+from torch import Tensor, UntypedStorage, _ops, _prims_common, nn
 from torch._subclasses import fake_tensor
 from torch.multiprocessing import reductions
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -37,8 +37,8 @@ UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step.
 
-    It looks no operator up: results of equal calls are kept by `RepeatedFakes`, in a tenth of the time, and the setting
-    is for all modes only. And `copy.deepcopy` leaves it as it is: a copy would share the registered operators of the
+    Its own cache is off: `RepeatedFakes` keeps results of equal calls, in a tenth of the time, and torch's setting is
+    for all modes only. And `copy.deepcopy` returns the mode itself: a copy would share the registered operators of the
     original and remove them a second time, which ends the process. `Tensor.__deepcopy__` copies a fake's mode, as one
     of its attributes; this can go when it leaves that out.
     """
@@ -50,7 +50,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fakes_copied_deeply() -> Iterator[None]:
-    """Make `copy.deepcopy` copy a fake tensor inside as it does a real one: to a tensor with its own storage.
+    """Within, make `copy.deepcopy` copy a fake tensor as it does a real one: to a tensor with its own storage.
 
     `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails at the value of a number. It can go when a
     FakeTensor has a method of its own for this.
@@ -108,7 +108,7 @@ class FakeMaker:
         return fake
 
     def number(self, value: torch.Tensor) -> FakeTensor:
-        """Return the fake of a new number, whose value stays known, as the mode makes it of `torch.tensor`'s."""
+        """Return the fake of a new number, whose value stays known, as the mode does for `torch.tensor`."""
         with without_torch_dispatch():
             kept = value.clone()
             fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
@@ -165,7 +165,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return what `module.compile()` put in place of the module's call, or None; there is no public way to ask."""
+    """Return the function that `module.compile()` put in place of the module's call, or None; nothing public tells."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -256,7 +256,7 @@ _COLLECTIVES = (
 
 @contextmanager
 def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace the collectives of process groups inside, whoever starts them, by `replacement(name, original)`.
+    """Within, replace the collectives of process groups, whoever starts them, by `replacement(name, original)`.
 
     All public functions of torch.distributed, also those imported by name, end in these methods of ProcessGroup, some
     of which are private. This can go when torch.distributed has a public hook for collectives.
@@ -274,7 +274,7 @@ def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callab
 
 
 def in_backward() -> bool:
-    """Return whether backward runs in this thread. The public hooks tell of single nodes only."""
+    """Return whether backward runs in this thread. Public hooks report single nodes only."""
     running: bool = torch._C._current_graph_task_id() != -1
     return running
 
@@ -286,12 +286,12 @@ def node_in_backward() -> int:
 
 
 def saved_reduction(node: Any) -> int | None:
-    """Return the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
+    """Return the reduction of a loss's node (2 is "sum"); None for other nodes. Nothing public tells."""
     return getattr(node, "_saved_reduction", None)
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of a node's first result in the forward pass; None where it is not known. No public way."""
+    """Return the shape of a node's first result in the forward pass; None if unknown. Nothing public tells."""
     return tuple(outputs[0].shape) if (outputs := getattr(node, "_input_metadata", None)) else None
 
 
@@ -303,9 +303,9 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def saved_tensors_of(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an autograd node has saved, where reading them runs no hooks; none once they are freed.
+    """Yield the tensors that an autograd node has saved, except those with hooks and those that were freed.
 
-    `node.saved_tensors` exists for Python's functions alone. It can go when there is one for every node.
+    Only nodes of Python's functions have `node.saved_tensors`. This can go when every node has it.
     """
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
@@ -344,22 +344,22 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
-    """Copy each tensor into another with a few kernels for all. No public function does so."""
+    """Copy each tensor of `from_` into the one at its index in `to`, with few kernels; no public function does so."""
     torch._foreach_copy_(to, from_)
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype in one tensor; the public ways do it one by one, in Python."""
+    """Return the elements of tensors of one dtype in one tensor; public functions do it one by one, in Python."""
     return torch._C._nn.flatten_dense_tensors(tensors)
 
 
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Return the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
+    """Return the L2 norm of each tensor with one kernel; the public `get_total_norm` returns one norm of all."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return an operator's schema: which arguments it writes, and what it returns. There is no public way."""
+    """Return an operator's schema, with the arguments that it writes and the types that it returns; none is public."""
     return operator._schema
 
 
@@ -408,7 +408,7 @@ def is_cuda_history_recorded() -> bool:
 
 
 def label_cuda_memory(label: str) -> None:
-    """Label what is allocated from now on in the history; torch documents it with an underscore.
+    """Label all allocations from now on in the history; torch documents the function under its underscored name.
 
     Does nothing on a torch without labels.
     """
@@ -473,7 +473,7 @@ def default_process_group_store() -> Any:
 class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_available() else object):  # type: ignore[misc]
     """A process group whose all-reduces end at once and change nothing; `n_all_reduces` counts them.
 
-    torch makes what a collective returns in C++ only. It can go when a public backend for one process exists.
+    The object that a collective returns is made in C++ only. This can go when a public backend for one process exists.
     """
 
     def __init__(self, like: Any) -> None:
@@ -494,9 +494,9 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 
 @contextmanager
 def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
-    """Make DDP's reducer average gradients over another group of as many ranks inside.
+    """Within, make DDP's reducer average gradients over another group of as many ranks.
 
-    DDP itself changes its group for good only. It can go when a backward pass that failed can be ended in public.
+    DDP itself can only change its group for good. This can go when a backward pass that failed can be ended in public.
     """
     wrapper.reducer._update_process_group(group)
     try:
@@ -506,14 +506,14 @@ def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> It
 
 
 def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Let DDP's reducer average the gradients of the next backward pass, as DDP does at the end of its forward pass."""
+    """Prepare DDP's reducer to average the gradients of the next backward pass, as DDP does after its forward pass."""
     wrapper.reducer.prepare_for_backward([])
 
 
 def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Parameter]]:
     """Return the parameters of each of DDP's buckets, in the order in which they are averaged.
 
-    The way in which DDP itself finds them for `join`: it makes zeros as large as the gradients, which are freed here.
+    DDP itself finds them like this for `join`, which makes zeros as large as the gradients; they are freed here.
     """
     buckets: Any = wrapper.reducer._get_zeros_like_grad_buckets()
     return [list(bucket.parameters()) for bucket in buckets]
@@ -522,14 +522,14 @@ def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Par
 def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
     """Forget the order in which gradients became ready in the first backward pass, which DDP notes once.
 
-    Noted twice, as after a pass that is run again, it would be refused. Once the buckets follow it, nothing is noted.
+    DDP raises if it notes it twice, as after a pass that is run again. Once its buckets follow it, DDP notes nothing.
     """
     if not wrapper._has_rebuilt_buckets:
         wrapper.reducer._reset_state()
 
 
 def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a hook averages the gradients in place of DDP, which has no public way to tell."""
+    """Return whether a communication hook averages the gradients in place of DDP; nothing public tells."""
     return bool(wrapper._comm_hooks)
 
 
@@ -617,9 +617,9 @@ def free_gathered_parameters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Take from modules the hooks by which `fully_shard` gathers and frees parameters; they are put back afterwards.
+    """Within, remove the hooks by which `fully_shard` gathers and frees parameters; put them back afterwards.
 
-    Hooks can be added in public, and removed by who added them, but not listed.
+    Hooks can be added in public, and removed by whoever added them, but not listed.
     """
     noted = []
     for module in model.modules():
@@ -639,6 +639,7 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 
 # --- operators
 
+suggest_memory_format = _prims_common.suggest_memory_format  # of a tensor's strides, as c10 does
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes
@@ -681,12 +682,12 @@ def operator_names() -> list[str]:
 
 
 def without_autocast_on_cpu() -> Any:
-    """Return a context without autocast for kernels of autocast, which it would call again; none is public."""
+    """Return a context without autocast, for kernels of autocast, which would call themselves; none is public."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 def remove_kernels(library: Any) -> None:
-    """Remove the kernels that a `torch.library.Library` has added: the public way is to wait until it is collected."""
+    """Remove the kernels that a `torch.library.Library` has added; the public way is to wait for its collection."""
     library._destroy()
 
 
@@ -709,10 +710,10 @@ ENGINE_RUN = torch.autograd, "_engine_run_backward"
 
 
 def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wrap a function that runs autograd's engine so that a function mode stays entered while it runs.
+    """Return a wrapper of functions that run autograd's engine, which keeps a function mode entered meanwhile.
 
-    `Tensor.backward` is a function that modes see, and while they do, torch takes them off: a layer that runs again in
-    the backward pass would run without them. No public way tells whether a mode is off.
+    `Tensor.backward` is a function that modes see, and torch switches a mode off while it sees one: layers that run
+    again in the backward pass would run without the mode. Nothing public tells whether a mode is off.
     """
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -779,7 +780,7 @@ def has_compiled() -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module in what `torch.compile` returned, which has no public way; any other module itself."""
+    """Return the module that `torch.compile` wrapped, for which there is no public way; any other module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 

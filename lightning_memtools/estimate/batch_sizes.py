@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 
 from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.allocator import AllocationTrace
-from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors
 from lightning_memtools.simulation.known_values import is_too_large
-from lightning_memtools.simulation.step_runner import batch_size_of
 
 _MOST = 2**31
 _NEAREST = 3
@@ -28,9 +26,9 @@ class TracedSize:
     """The result of tracing a step with one batch size.
 
     Attributes:
-        fits: True if it fits.
+        fits: True if the step fits.
         peak: The peak of allocated memory in bytes.
-        trace: The requests to the allocator; None where they are not known.
+        trace: The requests to the allocator; None if they are not known.
     """
 
     fits: bool
@@ -46,13 +44,13 @@ def largest_batch(
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
-    """Return a batch size that fits while one more does not, both tried; 0 where a batch of one does not fit.
+    """Find by trials a batch size that fits while one more does not; return 0 if a batch of one does not fit.
 
-    Where the step fails with a batch of one, as BatchNorm makes it fail in training, a batch of two stands for it: the
-    result is then 0 where two do not fit.
+    If the step fails with a batch of one, as BatchNorm does in training, a batch of two is tried instead: the result is
+    then 0 if two do not fit.
 
     Tensor sizes are linear in the batch size, so two trials give the requests to the allocator at any other size, and
-    replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. Where
+    replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. If
     the program behaves differently at other sizes, the line is drawn anew through nearer trials.
 
     Args:
@@ -118,7 +116,7 @@ def _guess(
         first, second = sorted((one, other))
         line = _line(first, trials[first].trace, second, trials[second].trace)
         if line is not None:
-            return _last_that(partial(_holds, serves, line), low, high)
+            return _last_that(serves, line, low, high)
     return _where_peaks_meet(trials, low, high, limit)
 
 
@@ -131,24 +129,22 @@ def _line(
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
 
 
-def _holds(serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], size: int) -> bool:
-    return serves(line(size))
-
-
-def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return by bisection the last number in [low, high) that holds; low holds, and high does not."""
+def _last_that(
+    serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], low: int, high: int
+) -> int:
+    """Return by bisection the last size in [low, high) that `serves`: low does, and high does not."""
     if high == _MOST:
         high = low + 1
-        while high < _MOST and holds(high):
+        while high < _MOST and serves(line(high)):
             low, high = high, min(_MOST, 4 * high)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if serves(line(middle)) else (low, middle)
     return low
 
 
 def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
-    """Return the size at which the line through the outermost peaks meets the limit, or else the middle."""
+    """Return the size at which a line through the outermost peaks meets the limit; the middle if out of range."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
     if high < _MOST:
@@ -159,12 +155,12 @@ def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return the batch with another first dimension where that is the batch size.
+    """Return the batch with another batch size, in tensors whose first dimension is the batch.
 
     Small tensors in host memory repeat their rows, so that a step which reads lengths or a mask finds some. The others
-    are meta tensors.
+    become meta tensors.
     """
-    old = batch_size_of(batch)
+    old = batch_size_in(batch)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:

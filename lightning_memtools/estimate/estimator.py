@@ -125,7 +125,7 @@ def estimate_step(request: StepRequest) -> MemoryEstimate:
 
 
 def _faults(request: StepRequest) -> Iterator[Exception]:
-    """Yield what is wrong with a request, the first fault first: those after it may be its consequences."""
+    """Yield the faults of a request. Those that come later may follow from the first one."""
     recipe = request.recipe
     for name, number in (("steps", recipe.steps), ("accumulate", recipe.accumulate)):
         if not is_count(number):
@@ -147,7 +147,7 @@ def _faults(request: StepRequest) -> Iterator[Exception]:
 
 
 def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]:
-    """Yield what is wrong with a model and its step."""
+    """Yield the faults of a model and its step."""
     if not isinstance(model, nn.Module):
         yield TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
@@ -170,7 +170,7 @@ def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]
 
 
 def _faults_of_training(model: nn.Module, request: StepRequest) -> Iterator[Exception]:
-    """Yield why a model cannot be trained in the given way."""
+    """Yield the reasons why a model cannot be trained as requested."""
     parameters, optimizer = {id(parameter) for parameter in model.parameters()}, request.optimizer
     if not parameters:
         yield ValueError(

@@ -15,13 +15,13 @@ from lightning_memtools.reporting.tables import Table, markdown_table, shown_as
 
 @dataclass(frozen=True, slots=True)
 class PeakPlace:
-    """The moment at which the peak is reached.
+    """The point of a step at which the peak is reached.
 
     Attributes:
         step: The step, counted from 1; 0 before the first.
         phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
         module: The path of the module that allocated; in backward the one whose gradients are computed.
-        operation: The operator, such as "aten.convolution_backward"; empty where none allocated.
+        operation: The operator, such as "aten.convolution_backward"; empty if none allocated.
     """
 
     step: int
@@ -65,7 +65,7 @@ class MemoryEstimate:
         peak_allocated: The most that tensors hold at one moment, as torch.cuda.max_memory_allocated.
         peak_reserved: The most that the allocator asks of the device, as torch.cuda.max_memory_reserved. The CUDA
             context, 300 to 700 MB more, is not part of it.
-        peak_at: Where ``peak_allocated`` was reached first.
+        peak_at: The point at which ``peak_allocated`` was reached first.
         composition: The bytes by category at that moment: parameters, gradients, optimizer, activations, inputs,
             temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and
             other kernels) and other (buffers among them). They add up to ``peak_allocated``.
@@ -76,8 +76,9 @@ class MemoryEstimate:
         holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
+        trace: All requests of the steps to the allocator.
         begin: The number of events at the start of the trace that put the model on the device.
-        batch_size: The first dimension of the batch's first tensor; None where there is none.
+        batch_size: The first dimension of the batch's first tensor; None if there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
     """
@@ -92,18 +93,13 @@ class MemoryEstimate:
     modules: tuple[ModuleMemory, ...] = field(repr=False)
     holders: tuple[PeakHolder, ...] = field(repr=False)
     step_peaks: tuple[int, ...]
+    trace: AllocationTrace = field(repr=False)
     begin: int = field(repr=False)
     batch_size: int | None
     notes: tuple[str, ...] = ()
     capacity: str | None = None
     _simulation: CachingAllocator = field(repr=False)
-    _trace: AllocationTrace = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
-
-    @property
-    def trace(self) -> AllocationTrace:
-        """All requests of the steps to the allocator."""
-        return self._trace
 
     def fits(self, capacity: str) -> bool:
         """Return whether the steps run on a device of that capacity, with the allocator's retry with an empty cache.
@@ -118,18 +114,18 @@ class MemoryEstimate:
         # Steps that never ask the device for more than is left need no replay.
         if self.peak_reserved <= usable:
             return True
-        return replay(self._trace, capacity=usable).completed
+        return replay(self.trace, capacity=usable).completed
 
     def shortfall(self, capacity: str) -> int:
-        """Return by how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
+        """Return the bytes by which the peak of allocated memory exceeds a capacity; 0 if it does not."""
         return max(0, self.peak_allocated - usable_bytes(capacity))
 
     def max_batch_size(self, capacity: str) -> int:
-        """Return the largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
+        """Return the largest batch size that fits: it fits, and one more does not. 0 if a batch of one does not fit.
 
-        Both sizes are traced. They are guessed from the requests of two traces, so that mostly three or four traces are
-        made beside the estimate's own. The allocator cuts its segments by size, so now and then a batch that is larger
-        by a few samples fits too.
+        Both sizes are traced. They are predicted from two traces, so that mostly three or four traces are made beside
+        the estimate's own. The allocator cuts its segments by size, so now and then a batch that is larger by a few
+        samples fits too.
 
         Raises:
             ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, the step fails
@@ -157,8 +153,8 @@ class MemoryEstimate:
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=usable)
 
     def traced_size(self, capacity: str) -> TracedSize:
-        """Return this estimate as a trial of the search for the largest batch."""
-        return TracedSize(self.fits(capacity), self.peak_allocated, self._trace)
+        """Return this estimate as a trial for `largest_batch`."""
+        return TracedSize(self.fits(capacity), self.peak_allocated, self.trace)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:
         """Return every known GPU from the smallest on, and whether the steps fit on it."""
@@ -184,7 +180,7 @@ class MemoryEstimate:
         """Return one row per module: its output, its parameters, and the activations that it keeps for backward.
 
         Args:
-            top: Only this many, those that keep most; None for all, in the model's order.
+            top: The number of modules to show, those that keep most; None for all, in the model's order.
         """
         modules = list(self.modules)
         if top is not None:
@@ -218,7 +214,7 @@ class MemoryEstimate:
     _repr_html_ = shown_as(__str__)
 
     def word_on_capacity(self) -> str:
-        """Say whether the steps fit in the given capacity, and if not by how much; "" where none was given."""
+        """Return a sentence on whether the steps fit in the given capacity, or how far not; "" if none was given."""
         if self.capacity is None:
             return ""
         usable = usable_bytes(self.capacity)

@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_memtools._torch import uncompiled
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
+from lightning_memtools.memory.nested_tensors import batch_size_in
 from lightning_memtools.memory.peak_holders import PeakHolder, gathered, held_by
 from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual import Category
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder, is_passing
-from lightning_memtools.simulation.step_runner import batch_size_of
 from lightning_memtools.simulation.tracer import StepRequest, Traced
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
@@ -49,17 +49,17 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
         holders=holders,
         step_peaks=_step_peaks(recorder),
         begin=next((event for event, _, phase in recorder.marks if phase == "inputs"), 0),
-        batch_size=batch_size_of(request.batch),
+        batch_size=batch_size_in(request.batch),
         notes=traced.notes,
         capacity=request.capacity,
         _simulation=traced.device.allocator,
-        _trace=traced.device.trace,
+        trace=traced.device.trace,
         _retrace=retrace,
     )
 
 
 def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
-    """Return where in the step an event was: its phase and its module, without the model's own name."""
+    """Return the point of the step at which an event happened; its module is named without the model's own name."""
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")
@@ -72,10 +72,7 @@ def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
 
 def _name(allocation: Allocation) -> str:
     operation = allocation.operation
-    if operation is None:
-        return ""
-    overload = getattr(operation, "overloadpacket", None)
-    return str(overload or operation)
+    return "" if operation is None else str(getattr(operation, "overloadpacket", operation))
 
 
 def _path(module: str, model: str) -> str:
@@ -126,12 +123,12 @@ def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
 
 
 def _part_of(allocation: Allocation) -> str:
-    """Return which of `_PARTS` a block belongs to."""
+    """Return the one of `_PARTS` that a block belongs to."""
     return "temporaries" if is_passing(allocation) else _PART_OF.get(allocation.kind, "other")
 
 
 def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[PeakHolder, ...]:
-    """Return what is allocated right after an event, by category, module and line."""
+    """Return the memory that is allocated right after an event, by category, module and line."""
     return gathered(
         PeakHolder(_part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
         for one in recorder.allocations.values()

@@ -24,7 +24,7 @@ class _PendingCopy(Generic[Note]):
 
 
 class ArrivingValues(Generic[Note]):
-    """Copies device tensors to pinned memory and returns each, with its note, when the copy has arrived.
+    """Copies device tensors to the host in the background, and returns their values with a note once they are there.
 
     The values come back in the order in which they were sent. On the CPU they can be received at once. Accelerators
     other than CUDA have no event that every build of torch offers: there `receive` waits for the device.
@@ -52,7 +52,7 @@ class ArrivingValues(Generic[Note]):
         self._pending.append(_PendingCopy(note, host, copied))
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[Any, Note]]:
-        """Yield the values that have arrived, as `Tensor.tolist` gives them, each with its note.
+        """Yield the values that have arrived, converted by `Tensor.tolist`, each with its note.
 
         Args:
             wait: Whether to wait for the values that have not arrived yet.
@@ -67,9 +67,9 @@ class ArrivingValues(Generic[Note]):
         return len(self._pending)
 
     def notes(self) -> list[Note]:
-        """Return the notes of the values that were not received yet, oldest first."""
+        """Return the notes of the values that have not been received yet, oldest first."""
         return [pending.note for pending in self._pending]
 
     def clear(self) -> None:
-        """Drop all values that were not received yet."""
+        """Drop all values that have not been received yet."""
         self._pending.clear()

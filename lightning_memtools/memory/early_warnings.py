@@ -21,11 +21,11 @@ _SMALLER = "Next: GradientCheckpointing, precision='bf16-mixed', or a smaller ba
 
 
 class EarlyWarnings:
-    """Looks at the points of a run, and says each thing once.
+    """Looks for signs of trouble in the memory points of a run, and warns once of each.
 
     Args:
-        retries: The number of the device's allocation retries when the run began.
-        snapshot: Returns the snapshot of a recording of the allocator's history; None where nobody records it.
+        retries: The device's count of allocation retries when the run began.
+        snapshot: Returns a snapshot of the allocator's recorded history, or None if nobody records it.
     """
 
     def __init__(self, *, retries: int = 0, snapshot: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
@@ -35,11 +35,11 @@ class EarlyWarnings:
         self._is_new = FirstTime()
 
     def look(self, point: MemoryPoint, *, warms_up: bool = False) -> list[str]:
-        """Return the new warnings at a point; in the first steps of a run, which warm it up, growth is expected."""
+        """Return the new warnings at a point. While the run warms up, in its first steps, growth gives no warning."""
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
     def leave_out(self, retries: int) -> None:
-        """Do not count retries that happened outside of the run."""
+        """Subtract retries that happened outside of the run from the count."""
         self._retries += retries
 
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:
@@ -71,7 +71,7 @@ class EarlyWarnings:
             yield "fragmentation", text + self._expandable()
 
     def _expandable(self) -> str:
-        """Return what expandable segments would do, found by replaying the recorded requests where there are any."""
+        """Return advice on expandable segments, tried by replaying the recorded requests if there are any."""
         advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         snapshot = self._snapshot()
         if snapshot is None:

@@ -1,4 +1,4 @@
-"""An error in a line, and the local variables in its frames, read and cleared."""
+"""Describes an error in one line, and reads and clears the local variables in its frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_memtools.memory.oom_errors import error_chain
 
 
 def in_one_line(error: BaseException, *, most: int = 200) -> str:
-    """Return an error's type and the first line of its message, cut at a word where it has more than `most` letters."""
+    """Return an error's type and the first line of its message, cut between words to at most `most` characters."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # noqa: BLE001, the user's class may have a text that cannot be made
@@ -34,7 +34,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame."""
+    """Return the local variables of a frame, without keeping them alive in the frame."""
     snapshot = frame.f_locals
     variables = dict(snapshot)
     # Until Python 3.13 the frame keeps the snapshot, and with it what the function deletes later.

@@ -11,17 +11,17 @@ _MOST_OF_PYTHON = 1000
 
 
 def are_objects_frozen() -> bool:
-    """Return whether the program has frozen its objects with `gc.freeze()`; this takes as long as a collection."""
+    """Return whether the program has frozen its objects with `gc.freeze()`. This takes as long as a collection."""
     return gc.get_freeze_count() > _MOST_OF_PYTHON
 
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Have garbage collection skip the objects that exist already, so that it takes milliseconds.
+    """Within, have garbage collection skip the objects that exist already, so that it takes milliseconds.
 
-    A full collection over the objects of torch and Lightning takes a quarter of a second, and what makes many objects
-    at once, such as a traced step, causes one every few steps. Reference cycles that exist already are collected
-    afterwards. Where the caller has frozen objects before, these stay frozen.
+    A full collection over the objects of torch and Lightning takes a quarter of a second, and code that makes many
+    objects at once, such as a traced step, triggers one every few steps. Reference cycles among the existing objects
+    are collected afterwards. Objects that the caller has frozen stay frozen.
     """
     # Within another block it is known, and needs no count.
     if _Frozen.here or are_objects_frozen():
@@ -37,6 +37,6 @@ def gc_frozen() -> Iterator[None]:
 
 
 class _Frozen:
-    """True while an enclosing block has frozen the existing objects."""
+    """Holds `here`, which is True while an enclosing block has frozen the existing objects."""
 
     here = False

@@ -1,4 +1,4 @@
-"""Samples a GPU's utilization, power and temperature, as torch.cuda tells them (through NVML), in a thread."""
+"""Samples a GPU's utilization, power and temperature, which torch.cuda reads through NVML, in a thread."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable
 import torch
 
 EVERY_S = 0.5
-"""Seconds between two samples. NVML's own utilization is that of the last second or less."""
+"""Seconds between two samples. NVML's utilization covers the last second or less."""
 _FIGURES: dict[str, Callable[[int], float]] = {
     "utilization_pct": lambda index: float(torch.cuda.utilization(index)),
     "power_w": lambda index: torch.cuda.power_draw(index) / 1000,
     "temperature_c": lambda index: float(torch.cuda.temperature(index)),
 }
 GPU_LOAD_TAGS = tuple(tag for name in _FIGURES for tag in (f"device/{name}", f"device/{name}_max"))
-"""The tags of what `GpuLoad.scalars` returns."""
+"""The tags of the scalars that `GpuLoad.scalars` returns."""
 
 
 class GpuLoad:
-    """Samples one GPU from `begin` to `stop`. No call of the training thread asks the driver.
+    """Samples one GPU from `begin` to `stop`, in a thread of its own: the training thread never asks the driver.
 
     Attributes:
-        problem: The reason why there are no figures; "" where there are some, or none was read yet.
+        problem: The reason why there are no figures; "" if there are some, or if none has been read yet.
     """
 
     def __init__(self, index: int, *, every_s: float) -> None:
@@ -36,10 +36,10 @@ class GpuLoad:
 
     @classmethod
     def begin(cls, index: int, *, every_s: float = EVERY_S) -> GpuLoad:
-        """Begin to sample.
+        """Start sampling a GPU.
 
         Args:
-            index: The GPU's, as torch counts.
+            index: The GPU's index in torch.
             every_s: Seconds between two samples.
         """
         load = cls(index, every_s=every_s)
@@ -47,7 +47,7 @@ class GpuLoad:
         return load
 
     def scalars(self) -> dict[str, float]:
-        """Return the mean and the maximum of each figure since the last call, by tag; without figures it has none."""
+        """Return the mean and the maximum of each figure since the last call, by tag; empty if there are no figures."""
         with self._lock:
             samples, self._samples = self._samples, {}
         found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The holders of memory at the peak of a recorded history, by the owners of blocks that were noted meanwhile."""
+"""Finds who held memory at the peak of a recorded history, from notes of the blocks' owners taken meanwhile."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _Note = tuple[int, str | None, dict[int, BlockOwner]]
 
 @dataclass
 class OwnerNotes:
-    """Notes of which stage runs and which blocks have which owner, to be read beside the allocator's history.
+    """Notes which stage runs and who owns which block, to be read together with the allocator's history.
 
     Attributes:
-        lines: The lines that made the optimizers.
-        notes: Time in microseconds since 1970, as in the history; the stage that runs from then on, or None; and
-            owners by the addresses of their blocks.
+        lines: The lines of code that made the optimizers.
+        notes: Each has the time in microseconds since 1970, as in the history; the stage that runs from then on, or
+            None; and the owners of blocks by address.
     """
 
     lines: OptimizerLines = field(default_factory=OptimizerLines)
     notes: list[_Note] = field(default_factory=list)
 
     def enter(self, stage: str | None) -> None:
-        """Note that a stage begins or continues; None where none runs."""
+        """Note that a stage begins or continues; None means that no stage runs from now on."""
         self.notes.append((_now(), stage, {}))
 
     def note(self, stage: str | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
-        """Note the blocks of parameters, buffers, gradients, optimizer states and inputs."""
+        """Note who owns the blocks of parameters, buffers, gradients, optimizer states and inputs."""
         self.notes.append((_now(), stage, block_owners(model, optimizers, batch, self.lines)))
 
     def holders(self, entries: Sequence[_Entry]) -> dict[str, tuple[PeakHolder, ...]]:
-        """Return by stage who owned what at the peak of allocated memory; blocks without an owner are "activations".
+        """Return who held memory at each stage's peak of allocated memory; blocks without an owner are "activations".
 
         Args:
             entries: The whole history of the device (`device_traces` of torch's snapshot).
@@ -63,7 +63,7 @@ class OwnerNotes:
         return {stage: gathered(one.holder() for one in blocks) for stage, blocks in at_peak.items()}
 
     def moment(self, entries: Sequence[_Entry], stage: str) -> str:
-        """Return when a stage's peak was reached, such as "forward, in encoder.3"; "" where nothing was allocated."""
+        """Return when a stage's peak was reached, such as "forward, in encoder.3"; "" if nothing was allocated."""
         at = self._peaks(entries).get(stage)
         if at is None:
             return ""
@@ -76,7 +76,7 @@ class OwnerNotes:
         return ", in ".join(filter(None, (phase or "forward", module)))
 
     def _peaks(self, entries: Sequence[_Entry]) -> dict[str, int]:
-        """Return the position of the entry after which each stage has the most allocated."""
+        """Return, for each stage, the index of the history entry after which most memory was allocated."""
         most: dict[str, tuple[int, int]] = {}
         stage, allocated = None, 0
         for at, (entry, passed) in enumerate(self._beside(entries)):
@@ -90,7 +90,7 @@ class OwnerNotes:
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
-        """Yield each entry with the notes that were made since the one before; the last notes with an empty entry."""
+        """Yield each entry with the notes made since the entry before it; then an empty entry with the last notes."""
         notes = deque(self.notes)
         for entry in entries:
             passed = []

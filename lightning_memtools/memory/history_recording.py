@@ -18,7 +18,7 @@ from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.memory.virtual import VirtualDevice
 
 MOST_ENTRIES = 50_000
-"""The number of actions that are kept. On a GPU the stack of one takes up to a kilobyte of host memory."""
+"""The number of actions to keep. On a GPU each action's stack takes up to a kilobyte of host memory."""
 
 # CUDA records once for the whole process. These are our recordings, and whether each wants Python stacks.
 _running: dict[object, bool] = {}
@@ -29,7 +29,7 @@ class HistoryRecording:
     """A running recording of the allocator.
 
     Attributes:
-        take: Returns the snapshot: segments, blocks, and the recorded actions. It allocates nothing on the device.
+        take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
         now: Returns the present time on the recording's clock (`time_us`).
         stop: Ends the recording.
         want_stacks: Says whether the Python stack of each allocation is wanted from now on, as it is at first. A stack
@@ -43,10 +43,10 @@ class HistoryRecording:
 
 
 def record(reader: MemoryReader | None) -> HistoryRecording | None:
-    """Start recording the allocator's history. A recording that somebody else has started goes on.
+    """Start recording the allocator's history, or join a recording that somebody else has started.
 
     Returns:
-        The recording; None where the device keeps no history.
+        The recording; None if the device keeps no history.
     """
     if isinstance(reader, VirtualDevice):
         return _record_virtual(reader)
@@ -96,7 +96,7 @@ def _change(recording: object, *, stacks: bool | None) -> None:
 
 
 def recorded_snapshot(reader: MemoryReader) -> dict[str, Any] | None:
-    """Return the snapshot of a recording that is under way, whoever started it; None where there is none."""
+    """Return a snapshot of the present recording, whoever started it; None if nobody records."""
     if isinstance(reader, VirtualDevice):
         return None if reader.history is None else reader.snapshot()
     try:

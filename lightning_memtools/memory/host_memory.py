@@ -31,8 +31,8 @@ class ProcessMemory:
     """The memory of one process in bytes.
 
     Attributes:
-        pid: Its number.
-        proportional: Its own memory and its share of memory that several processes have together (PSS).
+        pid: The process's id.
+        proportional: The memory of its own, and its share of the memory that it shares with others (PSS).
         unique: The memory that no other process shares (USS).
     """
 
@@ -49,10 +49,10 @@ class HostMemory:
         process: This process.
         workers: The workers of its loaders.
         pinned: Pinned memory that torch holds for CUDA; None without CUDA.
-        used: The part of `limit` that is used by everyone.
+        used: The part of `limit` that all processes together use.
         limit: The limit of the container, or else the memory of the machine.
         in_container: Whether `limit` is a container's.
-        shared: The used part of /dev/shm; None where it does not exist.
+        shared: The used part of /dev/shm; None if it does not exist.
     """
 
     process: ProcessMemory
@@ -65,16 +65,16 @@ class HostMemory:
 
     @property
     def in_workers(self) -> int:
-        """The memory of all workers."""
+        """The memory of all loader workers."""
         return sum(worker.proportional for worker in self.workers)
 
     @property
     def total(self) -> int:
-        """The memory of the process and its workers, in which nothing counts twice."""
+        """The memory of the process and its workers; what they share counts once."""
         return self.process.proportional + self.in_workers
 
     def scalars(self) -> dict[str, float]:
-        """Return the figures under their tags."""
+        """Return the figures in GiB, by log tag."""
         sizes = {
             "process": self.process.proportional,
             "unique": self.process.unique,
@@ -87,7 +87,7 @@ class HostMemory:
         return {f"memory/host/{name}_gib": to_gib(size) for name, size in sizes.items() if size is not None}
 
     def describe(self) -> str:
-        """Return one sentence with all that is known."""
+        """Return one sentence with all known figures."""
         parts = [f"this process {format_size(self.process.proportional)}"]
         if self.workers:
             parts.append(f"{len(self.workers)} loader worker(s) {format_size(self.in_workers)}")
@@ -100,7 +100,7 @@ class HostMemory:
 
 
 def read_host_memory() -> HostMemory:
-    """Read the figures. The kernel goes through all pages of the processes, which takes milliseconds for each GiB."""
+    """Read the host's memory. The kernel visits all pages of the processes, which takes milliseconds per GiB."""
     me = psutil.Process()
     workers = [found for child in me.children() if _is_worker(child) and (found := _memory_of(child)) is not None]
     mine = _memory_of(me)
@@ -144,7 +144,7 @@ class HostWatch:
     """Reads host memory now and then, and warns once of each problem.
 
     Args:
-        share: The share of the time that looking may take.
+        share: The share of the run's time that reading may take.
         read: Reads the memory.
     """
 
@@ -160,13 +160,13 @@ class HostWatch:
     def look(
         self, *, epoch: int | None = None, datasets: Iterable[Any] = (), warms_up: bool = False
     ) -> tuple[HostMemory | None, list[str]]:
-        """Return the figures, unless it is too early to look again, and new warnings.
+        """Return the figures, or None if it is too early to read them again, and the new warnings.
 
         Args:
             epoch: The epoch of training; None outside of training.
-            datasets: The data sets of the loaders, in which a cause of growth is searched for.
-            warms_up: Whether the run is in its first steps, in which memory grows to its usual size: the figures are
-                returned, and growth is not judged.
+            datasets: The loaders' data sets, which are searched for a cause of growth.
+            warms_up: Whether the run is in its first steps, in which memory grows to its usual size: growth then gives
+                no warning.
         """
         began = time.perf_counter()
         if began < self._next_s:
@@ -220,7 +220,7 @@ def _cause(datasets: Iterable[Any]) -> str:
 
 
 def _collections_of(data: Any, path: str = "") -> Iterator[tuple[str, str, int]]:
-    """Yield name, kind and length of the large collections of objects that a data set and those within it hold."""
+    """Yield name, class and length of each large collection of objects in a data set and the data sets it wraps."""
     path = path or type(data).__name__
     for name, value in getattr(data, "__dict__", {}).items():
         if isinstance(value, list | tuple | dict | set) and len(value) >= _MANY_OBJECTS:

@@ -1,4 +1,4 @@
-"""Finds objects by their classes among all that Python's garbage collector knows."""
+"""Finds objects by their classes among all that Python's garbage collector tracks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def instances_of(*classes: type) -> list[Any]:
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are no children of another one among them."""
+    """Return the modules that are not a child of another module in the list."""
     children = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in children]

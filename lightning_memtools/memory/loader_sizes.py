@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def _batch_sampler_of(loader: Any) -> Any:
-    """Return the sampler that makes the batches; None where the data set or a collate function makes them."""
+    """Return the sampler that makes the batches; None if the data set or a collate function makes them."""
     sampler = getattr(loader, "batch_sampler", None)
     # With batch_size=None a sampler may give whole batches of indices, to data sets that read many samples at once.
     by_batches = getattr(loader, "sampler", None)
@@ -16,7 +16,7 @@ def _batch_sampler_of(loader: Any) -> Any:
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Return the samples per batch; None where the loader does not say."""
+    """Return the number of samples per batch; None if the loader does not declare it."""
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(_batch_sampler_of(loader), "batch_size", None)
@@ -24,7 +24,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def n_samples_of(loader: Any) -> int | None:
-    """Return the samples per epoch on this rank; None if unknown, as for an iterable data set."""
+    """Return the number of samples per epoch on this rank; None if unknown, as for an iterable data set."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler: Any = getattr(_batch_sampler_of(loader), "sampler", loader.sampler)

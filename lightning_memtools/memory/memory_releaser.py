@@ -26,7 +26,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a collection may take: a number of seconds, or a share of the time since the last one."""
+    """The time that a collection may take: some seconds, or if that is more, a share of the time since the last one."""
 
     seconds: float
     share: float
@@ -35,18 +35,18 @@ class _Allowance:
 FOR_MEMORY = _Allowance(0.5, 0.01)
 """For a collection that could free enough memory to be worth releasing."""
 FOR_EXACTNESS = _Allowance(0.05, 0.002)
-"""For a collection that could only make a figure exact: it must not cost more than 1% of the evaluations alone."""
+"""For a collection that only makes a figure exact: it must cost less than 1% of the time of the evaluations alone."""
 
 
 class ReleaseThreshold:
-    """Decides whether emptying the cache pays: released memory has to be requested again by whatever comes next.
+    """Decides whether emptying the cache is worth it: later steps have to request the released memory again.
 
     Args:
-        minimum: A share in [0, 1] of the device's capacity (of the reserved memory, where the capacity is not known),
+        minimum: A share in [0, 1] of the device's capacity (of the reserved memory, if the capacity is not known),
             or a size such as ``"512MiB"``.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: `minimum` is neither.
     """
 
     def __init__(self, minimum: float | str) -> None:
@@ -76,9 +76,9 @@ class RetainedMemory:
     """The memory that is still allocated at the end of a stage, in bytes.
 
     Attributes:
-        total: The allocated memory, without the inputs that are expected to be there.
+        total: The allocated memory, without the inputs that belong there.
         unaccounted: The part of it that neither the model nor its optimizers own.
-        owned: The memory that they own.
+        owned: The memory that the model and its optimizers own.
     """
 
     total: int
@@ -86,7 +86,7 @@ class RetainedMemory:
     owned: Owned
 
     def scalars(self) -> dict[str, float]:
-        """Return the total and its parts under their tags."""
+        """Return the total and its parts in GiB, by log tag."""
         parts = {name: self.owned.by_category[name] for name in ("parameters", "gradients", "optimizer")}
         parts["other"] = self.total - sum(parts.values())
         tags = {f"memory/retained/{name}_gib": to_gib(n_bytes) for name, n_bytes in parts.items()}
@@ -95,37 +95,37 @@ class RetainedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ReleasedMemory:
-    """The memory that was released at a boundary, and the time that it took.
+    """The memory that was released between two stages, and the time that it took.
 
     Attributes:
         freed_bytes: The memory that the device got back.
-        elapsed_ms: The time of collection and emptying together, with the wait for the device that freeing implies.
+        elapsed_ms: The time that collecting garbage and emptying the cache took, with the wait for the device.
     """
 
     freed_bytes: int
     elapsed_ms: float
 
     def scalars(self) -> dict[str, float]:
-        """Return both figures under their tags."""
+        """Return both figures by log tag."""
         return {"memory/cache/freed_gib": to_gib(self.freed_bytes), "memory/cache/ms": self.elapsed_ms}
 
 
 class MemoryReleaser:
-    """Collects garbage and empties the cache of one device, where that is worth its time.
+    """Collects garbage and empties the cache of one device when that is worth the time.
 
-    A full garbage collection takes 0.1 to 0.5 s per million objects. So it runs only where it can free something: where
-    more is allocated than the model and its optimizers own, and more so than after the last collection. In a healthy
-    run that happens two or three times, at the beginning. The time that it may take depends on what it can bring:
-    memory that is worth releasing, or only an exact figure. A collection that takes longer waits until its time is a
-    small share of the time since the last one; the time of the first is estimated from the number of memory blocks that
-    Python has allocated. Collecting younger generations would be cheaper, but Python does that by itself all the time;
-    the objects that hold much memory are in the oldest generation.
+    A full garbage collection takes 0.1 to 0.5 s per million objects. So it runs only if it can free something: if more
+    is allocated beside what the model and its optimizers own than after the last collection. In a healthy run that
+    happens two or three times, at the beginning. The time that it may take depends on its benefit: memory that is worth
+    releasing, or only an exact figure. A slower collection waits until its time is a small share of the time since the
+    last one; the time of the first is estimated from the number of memory blocks that Python has allocated. Collecting
+    younger generations would be cheaper, but Python does that by itself all the time; the objects that hold much memory
+    are in the oldest generation.
 
     Args:
         reader: The device.
         on_device: Tells which tensors are on the device.
         threshold: Decides when the cache is emptied.
-        leak_detector: Gets the readings of `find_leak`.
+        leak_detector: Receives the readings of `find_leak`; None for no search for leaks.
 
     Attributes:
         cannot_empty: The reason why the device cannot empty its cache, once it has refused to; else "".
@@ -155,10 +155,10 @@ class MemoryReleaser:
         """Collect garbage if that can free something, and return what stays allocated.
 
         Args:
-            model: The model; it is meant to stay, with its gradients.
-            optimizers: The optimizers, whose state is meant to stay.
-            inputs: Tensors that are expected to be there for the moment.
-            exact: Whether the figure must leave out garbage that is too small to be worth releasing.
+            model: The model, which stays allocated with its gradients.
+            optimizers: The optimizers, whose state stays allocated.
+            inputs: Tensors that belong on the device now.
+            exact: Whether to collect garbage too small to be worth releasing as well, so that the figure is exact.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         stats = self.reader.stats()
@@ -184,7 +184,7 @@ class MemoryReleaser:
     def release(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
     ) -> tuple[ReleasedMemory, RetainedMemory]:
-        """Collect, as `collect` does, then empty the cache if that is worth it, which waits for the device."""
+        """Collect garbage as `collect` does, then empty the cache if that is worth the wait for the device."""
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0
@@ -193,7 +193,7 @@ class MemoryReleaser:
         return ReleasedMemory(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
     def find_leak(self, retained: RetainedMemory) -> LeakReport | None:
-        """Give the detector its reading of this boundary, and return its report if it found a leak."""
+        """Give the leak detector the present reading, and return its report if it finds a leak."""
         if self.leak_detector is None:
             return None
         return self.leak_detector.read(
@@ -220,8 +220,8 @@ def reclaimable_bytes(stats: MemoryStats) -> int:
     Reserved memory is in use (active), or free beside used blocks of the same segment (inactive split, which stays), or
     free as whole segments. The last is the difference of three counters that the allocator keeps anyway; walking
     `memory_snapshot` would cost milliseconds for the same figure. Two things make it an upper bound: segments of
-    private pools (CUDA graphs) stay while their graph lives, and expandable segments release whole pages only. Where a
-    device does not count splits (MPS), it is an upper bound too.
+    private pools (CUDA graphs) stay while their graph lives, and expandable segments release whole pages only. On a
+    device that does not count splits (MPS), it is an upper bound too.
     """
     if stats.reserved is None:
         return 0

@@ -1,4 +1,4 @@
-"""The tensors in batches, other nested containers and modules: finds them all, names them, or replaces them all."""
+"""Finds, names or replaces all tensors in batches, other nested containers and modules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in nested containers, dataclasses and plain objects in their order, each object visited once.
 
-    Of a container with more than 1000 items only the first item is visited, unless that one holds a tensor: the
-    container may be an index of millions of file names.
+    A container with more than 1000 items is skipped if its first item holds no tensor: it may be an index of millions
+    of file names.
     """
     seen: set[int] = set()
     stack = [thing]
@@ -40,7 +40,7 @@ def bytes_in(thing: Any) -> int:
 
 
 def batch_size_in(batch: Any) -> int | None:
-    """Return the size of the first dimension of the first tensor that has one; None where no tensor has."""
+    """Return the size of the first dimension of the first tensor that has one; None if no tensor has a dimension."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
 
 
@@ -69,12 +69,12 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 
 def slots_of(thing: Any) -> dict[str, Any]:
-    """Return the attributes that an object holds in slots, which have no dictionary."""
+    """Return the attributes that an object keeps in `__slots__`."""
     return {name: getattr(thing, name) for name in slot_names(type(thing)) if hasattr(thing, name)}
 
 
 def slot_names(kind: type) -> list[str]:
-    """Return the names of the slots that objects of a class have, as `getattr` takes them."""
+    """Return the names of a class's slots, inherited ones included, as `getattr` takes them."""
     return [name for base in kind.__mro__ for name in _own_slot_names(base)]
 
 
@@ -170,20 +170,20 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the wrappers around its module."""
+    """Return a parameter's name without the parts that wrappers such as torch.compile add to it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the name of each parameter; one that the model does not hold is named by its position."""
+    """Return the name of each parameter; a parameter that the model does not hold is named by its position."""
     known = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
 
 
 def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a module and its parts keep in plain attributes, neither parameter nor buffer."""
+    """Yield name and tensor of all that a module and its submodules keep in plain attributes, not as buffers."""
     of_every_module = vars(torch.nn.Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""

@@ -43,17 +43,17 @@ _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signa
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, or was raised from or while handling one that does."""
+    """Return whether an error, or an error that it was raised from or while handling, says that memory ran out."""
     return any(says_out_of_memory(one) for one in error_chain(error))
 
 
 def is_killed_worker(error: BaseException) -> bool:
-    """Return whether an error says that a data-loader worker died, as if killed by the kernel for lack of memory."""
+    """Return whether an error says that a data-loader worker died, as when the kernel kills it for lack of memory."""
     return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then all errors that it was raised from (`__cause__`, `__context__`) or groups, each once."""
+    """Yield an error, then each error that it was raised from (`__cause__`, `__context__`) or contains as a group."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

@@ -15,18 +15,18 @@ from lightning_memtools.memory.nested_tensors import named_tensors, plain_name
 from lightning_memtools.memory.stats import MemoryReader
 
 OnDevice = Callable[[Tensor], bool]
-"""Tells whether a tensor's memory is the device's."""
+"""Returns whether a tensor's memory is on the device."""
 
 
 @runtime_checkable
 class KnowsItsTensors(Protocol):
-    """A device that tells which tensors it holds, as a simulated one must: all of them are CPU tensors."""
+    """A device that tells which tensors it holds. A simulated device must, because its tensors are CPU tensors."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is on this device."""
 
     def address_of(self, tensor: Tensor) -> int | None:
-        """Return the address of the tensor's block on this device; None where it has none."""
+        """Return the address of the tensor's block on this device; None if it has none."""
 
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
@@ -53,7 +53,7 @@ class Owned:
 
     Attributes:
         by_category: Bytes of parameters, buffers, gradients and optimizer state, as the allocator rounds them.
-        storages: The identities of their storages, for as long as the tensors live.
+        storages: The ids of their storages, valid while the tensors live.
     """
 
     by_category: Mapping[str, int]
@@ -61,18 +61,18 @@ class Owned:
 
     @property
     def total_bytes(self) -> int:
-        """All categories together."""
+        """The bytes of all categories together."""
         return sum(self.by_category.values())
 
 
 def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDevice, *, inputs: Any = None) -> Owned:
-    """Return the memory that a model's tensors occupy on the device, counting each storage once.
+    """Return the memory that a model and its optimizers occupy on the device, counting each storage once.
 
     Args:
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
         on_device: Tells which tensors count.
-        inputs: A batch, or anything else that holds tensors and is expected to be on the device now.
+        inputs: A batch, or anything else that holds tensors and belongs on the device now; it is counted too.
     """
     seen: set[int] = set()
     tensors: dict[str, list[Tensor]] = {category: [] for category in CATEGORIES_OF_OWNERS}
@@ -83,7 +83,7 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
 
 
 def bytes_on_device(tensors: Iterable[Any], on_device: OnDevice, seen: set[int]) -> int:
-    """Return the bytes that tensors occupy on the device, without storages seen before, to which it adds theirs."""
+    """Return the bytes that tensors occupy on the device. Skip storages in `seen`, and add the others to it."""
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not on_device(tensor):
@@ -104,10 +104,10 @@ class OwnedTensor(NamedTuple):
     Attributes:
         category: One of `CATEGORIES_OF_OWNERS`.
         tensor: The tensor.
-        owner: The name of the parameter that a gradient or state belongs to; else the tensor's own.
-        suffix: What follows it in the expression for the tensor: `.grad`, or an entry of the state.
-        module: The path of its module, empty for the model itself; None where it belongs to none.
-        optimizer: The optimizer whose state it is.
+        owner: The tensor's name; for a gradient or optimizer state, the name of its parameter.
+        suffix: What the expression for the tensor adds to that name: `.grad`, or a key of the state.
+        module: The path of its module, empty for the model itself; None if it belongs to no module.
+        optimizer: The optimizer whose state it is; None for other tensors.
     """
 
     category: str
@@ -155,7 +155,7 @@ def _states_of(optimizer: Optimizer, parameters: Mapping[int, OwnedTensor]) -> I
 
 
 def cuda_address(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's block on a CUDA device; None where it has none."""
+    """Return the address of a tensor's block on a CUDA device; None if it has none."""
     found = storage_of(tensor) if tensor.is_cuda else None
     return None if found is None else found[1].data_ptr()
 
@@ -163,13 +163,13 @@ def cuda_address(tensor: Tensor) -> int | None:
 def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str, int]:
     """Divide allocated bytes into the categories of the log tags, which add up to them.
 
-    The rest, which nobody owns, counts as activations: results kept for backward, and temporaries.
+    Bytes without an owner count as activations: results kept for backward, and temporaries.
 
     Args:
         owned: The bytes that have an owner.
         allocated: All bytes.
-        older: Bytes of the rest that are known to be no activations, because they are older than the batch; with the
-            buffers they count as other.
+        older: The number of bytes without an owner that are older than the batch, and so no activations; they count as
+            other, as buffers do.
     """
     known = owned.by_category
     # Views of larger storages can seem to take more than is allocated.
@@ -186,9 +186,9 @@ def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str,
 
 
 def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
-    """Return the identity of a tensor's storage and the storage itself; for a DTensor those of this rank's shard.
+    """Return the id of a tensor's storage and the storage itself; for a DTensor those of this rank's shard.
 
-    It is None where a tensor has no storage of its own: sparse, nested and other layouts consist of several tensors,
+    Returns None if the tensor has no storage of its own: sparse, nested and other layouts consist of several tensors,
     and parameters of lazy modules have no shape yet.
     """
     if hasattr(tensor, "to_local"):

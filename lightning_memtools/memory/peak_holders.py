@@ -1,4 +1,4 @@
-"""The memory at a peak, by what it is, by the module that it belongs to, and by the line of code that asked for it."""
+"""The memory at a peak, by category, by module, and by the line of code that allocated it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PeakHolder:
 
     Attributes:
         category: Parameters, gradients, optimizer, activations and so on.
-        module: The path of the module; empty where it is not known.
-        line: The line that allocated it, such as "model.py:48: x = self.norm(x)"; empty where it is not known.
+        module: The path of the module; empty if it is not known.
+        line: The line that allocated it, such as "model.py:48: x = self.norm(x)"; empty if it is not known.
         n_bytes: Its bytes, as the allocator rounds them.
     """
 
@@ -32,7 +32,7 @@ class PeakHolder:
 
 
 def gathered(holders: Iterable[PeakHolder]) -> tuple[PeakHolder, ...]:
-    """Return one holder for each category, module and line, largest first."""
+    """Merge the holders that have the same category, module and line, and return them largest first."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     for one in holders:
         sizes[one.category, one.module, one.line] += one.n_bytes
@@ -41,7 +41,7 @@ def gathered(holders: Iterable[PeakHolder]) -> tuple[PeakHolder, ...]:
 
 
 def held_by(holders: Iterable[PeakHolder], what: Literal["category", "module", "line"]) -> dict[str, int]:
-    """Return the bytes of each category, module or line, largest first; those of none under an empty name."""
+    """Return the bytes per category, module or line, largest first; "" stands for an unknown module or line."""
     sizes: Counter[str] = Counter()
     for one in holders:
         sizes[getattr(one, what)] += one.n_bytes
@@ -54,9 +54,9 @@ class BlockOwner:
 
     Attributes:
         category: A category of `owned.owned_tensors`.
-        module: The path of its module, for the model itself its class; None where it belongs to none.
-        line: The line that made the optimizer, for an optimizer's state; else empty.
-        name: The expression for a tensor in the block; empty where it is not known.
+        module: The path of its module, or the class of the model itself; None if it belongs to no module.
+        line: For an optimizer's state the line that made the optimizer; else empty.
+        name: The expression for a tensor in the block; empty if it is not known.
     """
 
     category: str
@@ -79,8 +79,8 @@ def block_owners(
         model: The model.
         optimizers: Its optimizers.
         inputs: Its batch.
-        lines: Knows the lines that made the optimizers.
-        address_of: Returns the address of a tensor's block; None where it has none.
+        lines: The lines that made the optimizers; None if they were not noted.
+        address_of: Returns the address of a tensor's block; None if it has none.
     """
     owners: dict[int, BlockOwner] = {}
     for owned in owned_tensors(model, optimizers, inputs):

@@ -41,13 +41,13 @@ class PeakWindow:
         self._counter = counter
 
     def pause(self) -> MemoryStats:
-        """Take in the peak so far, and stop watching."""
+        """Record the peak so far, stop watching, and return the device's statistics."""
         stats = self._counter.fold()
         self._counter.running.discard(self)
         return stats
 
     def resume(self) -> MemoryStats:
-        """Watch from this moment on. Peaks from before do not count."""
+        """Start watching, and return the device's statistics. Peaks from before do not count."""
         stats = self._counter.fold()
         self._counter.running.add(self)
         return stats
@@ -89,7 +89,7 @@ class PeakCounter:
         """Read the device, add its peaks to all running windows, and return the statistics.
 
         Args:
-            reset: Reset the device's peaks; False where the caller does so.
+            reset: Whether to reset the device's peaks; False if the caller does so.
         """
         reader = self.reader
         stats = reader.stats()
@@ -131,9 +131,9 @@ class MemoryPoint:
 
     Attributes:
         stats: The device at this moment.
-        peak_allocated: Highest allocated bytes since the stage's last point; None where the device keeps no peaks.
+        peak_allocated: Highest allocated bytes since the stage's last point; None if the device keeps no peaks.
         peak_reserved: Likewise reserved.
-        composition: Bytes per category when allocated was highest; None where the device cannot tell.
+        composition: Bytes per category when allocated was highest; None if the device cannot tell.
     """
 
     stats: MemoryStats
@@ -151,7 +151,7 @@ class StagePeak:
     composition: Mapping[str, int] | None = None
 
     def take_in(self, point: MemoryPoint) -> None:
-        """Raise the maxima to those of a point."""
+        """Raise the peaks to those of a point, if these are higher."""
         if point.peak_allocated is not None and point.peak_allocated > (self.allocated or -1):
             self.allocated = point.peak_allocated
             self.composition = point.composition
@@ -188,7 +188,7 @@ class StageWatch:
 
     @property
     def running(self) -> Stage | None:
-        """The stage that is running now; an evaluation inside training comes before it."""
+        """The innermost stage that is running: the evaluation rather than the training around it; None for no stage."""
         return self._running[-1] if self._running else None
 
     def point(self, stage: Stage, owned: Owned | None = None) -> MemoryPoint:
@@ -249,10 +249,10 @@ class PhaseWatch:
     """Keeps one peak window per phase of a training step: forward, backward, optimizer.
 
     Args:
-        counter: The device's peak counter; None where it has none, and only `clock` is told.
-        between: The phase of the time between two hooks. In manual optimization, after a backward or an optimizer's
-            step, it is the next forward; in automatic optimization nothing is computed there (None).
-        clock: Is told of every phase that begins, too.
+        counter: The device's peak counter; None if it has none, and only `clock` measures.
+        between: The phase after a backward pass or an optimizer's step. In manual optimization the step goes on, with
+            the next forward; in automatic optimization nothing is computed until the next hook (None).
+        clock: Measures the host time of the same phases.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ class GpuProcess:
     """A process that holds memory on a GPU.
 
     Attributes:
-        pid: Its number, as the driver sees it. Inside a container the number may be another one.
-        name: The name of its program; empty where the system does not tell.
-        used_bytes: The memory that it holds; None where that is not known.
+        pid: Its id, as the driver sees it. Inside a container the process may have another id.
+        name: The name of its program; empty if the system does not tell.
+        used_bytes: The memory that it holds; None if that is not known.
     """
 
     pid: int

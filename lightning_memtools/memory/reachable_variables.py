@@ -27,11 +27,11 @@ CachedFunction: Any = type(lru_cache(abs))
 
 @dataclass(frozen=True, slots=True)
 class ReachableVariable:
-    """A variable of a closure, or an entry of a dictionary: the global names of a function, an object's attributes.
+    """A variable of a closure, a global name of a function, or an attribute of an object.
 
     Attributes:
         name: Its name.
-        holder: The cell of the closure, or the dictionary.
+        holder: The cell of the closure, or the dictionary of the globals or attributes.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ReachableVariable:
 
     @property
     def value(self) -> Any:
-        """Its value; None where it was deleted."""
+        """Its value; None if it was deleted."""
         return content_of(self.holder) if isinstance(self.holder, CellType) else self.holder.get(self.name)
 
     def put(self, value: Any) -> None:
@@ -52,13 +52,13 @@ class ReachableVariable:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Collection[str]:
-    """Return the global names and attributes that a function mentions, and the functions that are defined in it."""
+    """Return the names of globals and attributes in a function's code, and in that of functions defined in it."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return dict.fromkeys([*code.co_names, *(name for names in inner for name in names)])
 
 
 def variables_named_by(function: FunctionType) -> Iterator[ReachableVariable]:
-    """Yield the variables of a function's closure, and the global ones that it mentions, that have a value."""
+    """Yield the variables of a function's closure and the globals that it mentions, if they have a value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != CellType():  # only empty cells are equal to an empty one: those have no value yet
             yield ReachableVariable(name, cell)
@@ -77,7 +77,7 @@ def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
 
 
 def _of(thing: Any, calls: int) -> Iterator[ReachableVariable]:
-    """Yield the variables of a hook, of a function that one calls, or of an object that one refers to."""
+    """Yield the variables that a function or object can reach; `calls` is its distance from the hook, in calls."""
     if calls > _MOST_CALLS or isinstance(thing, _NO_STATE) or thing is None:
         return
     if isinstance(thing, partial):
@@ -113,9 +113,9 @@ def _attributes(thing: Any, mentioned: Collection[str] | None) -> Iterator[Reach
 
 
 def values_named_in_steps(kind: type[nn.Module]) -> Iterator[Any]:
-    """Yield the values that forward and training_step of a class name: globals, variables of closures, methods.
+    """Yield the values that a class's forward and training_step mention: globals, variables of closures, methods.
 
-    The functions and methods among them are followed, but not those of torch, Lightning and the standard library.
+    Functions and methods among them are searched in turn, except those of torch, Lightning and the standard library.
     """
     attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     waiting = [attributes.get(name) for name in _STEPS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 
 import psutil
@@ -25,7 +24,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
-    """Return the reader of an accelerator, one per device and process; None where the device keeps no statistics."""
+    """Return the reader of an accelerator, one per device and process; None if the device keeps no statistics."""
     is_current = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(
         device.type
     )
@@ -83,7 +82,7 @@ class AcceleratorReader:
 
 
 class CudaReader(AcceleratorReader):
-    """Reads CUDA (or ROCm) through the nested dict, which saves torch flattening and sorting it at every call."""
+    """Reads CUDA (or ROCm) statistics as a nested dict, which torch need not flatten and sort at every call."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -123,7 +122,7 @@ class MpsReader:
         )
 
     def reset_peaks(self) -> None:
-        """Metal keeps no peaks."""
+        """Do nothing: Metal keeps no peaks."""
 
     def empty_cache(self) -> None:
         """Release unused cached memory."""
@@ -151,7 +150,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Return statistics of values by torch's names and kinds, and of the counts of retries and failures."""
+    """Return the statistics. `value` gives a figure by torch's name and kind; `counts` are retries and failures."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),
@@ -169,13 +168,7 @@ def _stats_of(
 
 def host_rss_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(_process(os.getpid()).memory_info().rss)
-
-
-@functools.cache
-def _process(pid: int) -> psutil.Process:
-    # psutil reads two files of the system to make one, which takes longer than to ask it.
-    return psutil.Process(pid)
+    return int(psutil.Process().memory_info().rss)
 
 
 def _free_and_total(index: int) -> tuple[int | None, int | None]:

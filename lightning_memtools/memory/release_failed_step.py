@@ -36,9 +36,9 @@ class FailedStepRelease:
 
     Attributes:
         freed_bytes: The allocated memory that was freed, over all devices.
-        allocated_bytes: What is still allocated.
-        owned_bytes: The part of that which the models and optimizers that were found own.
-        holders: What holds the largest of the rest, each with its size.
+        allocated_bytes: The memory that is still allocated.
+        owned_bytes: The part of it that models and optimizers own.
+        holders: Who holds the largest other tensors, each with its size.
     """
 
     freed_bytes: int
@@ -63,7 +63,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
 
     Args:
         error: The error that was caught.
-        model: The model whose gradients become None. Without it, all modules that the error's frames hold.
+        model: The model whose gradients become None. By default all models in variables of the error's frames.
     """
     running = _running_frames_of(error)
     models = _models_of(error) if model is None else [model]
@@ -97,7 +97,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Return a context in which tensors on the CPU are the host's, and not a simulated device's."""
+    """Return a context in which CPU tensors count as host memory, not as a simulated device's."""
     virtual = VirtualDevice.current()
     return nullcontext() if virtual is None else virtual.suspended()
 
@@ -125,7 +125,7 @@ def _models_of(error: BaseException) -> list[nn.Module]:
 def _held_on(
     on_device: OnDevice, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], running: Iterable[FrameType]
 ) -> tuple[int, list[str]]:
-    """Return the bytes that models and optimizers own on a device, and what holds the largest of the rest."""
+    """Return the bytes that models and optimizers own on a device, and who holds the largest other tensors."""
     owned = owned_by(nn.ModuleList(models), optimizers, on_device)
     rest = TensorCensus(on_device).take(owned.storages)
     rest.sort(key=lambda one: -one.n_bytes)

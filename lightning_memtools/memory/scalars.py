@@ -28,7 +28,7 @@ def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
 
 
 def count_since(count: int | None, before: int | None) -> int | None:
-    """Return how many events came after the first of two counts; None where they are not counted."""
+    """Return the number of events since an earlier count; None if they are not counted."""
     return None if count is None else count - (before or 0)
 
 
@@ -48,19 +48,19 @@ _DEVICE_FIGURES: Mapping[str, Callable[[MemoryPoint, MemoryStats], float | None]
 
 
 def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> dict[str, float]:
-    """Return the scalars of a device at a point of a stage; those that it does not report are left out.
+    """Return the scalars of a device at a point of a stage; figures that it does not report are left out.
 
     Args:
         stage: The stage that the point belongs to.
         point: The figures.
-        since: The device when the run began; retries and out-of-memory errors are counted from there.
+        since: The device's statistics when the run began; retries and out-of-memory errors are counted from there.
     """
     values = {tag.format(stage=stage): figure(point, since) for tag, figure in _DEVICE_FIGURES.items()}
     return {tag: value for tag, value in values.items() if value is not None}
 
 
 def composition_scalars(point: MemoryPoint) -> dict[str, float]:
-    """Return each category's part of the highest allocated memory in GiB; nothing where it is not known."""
+    """Return the part of each category in the peak of allocated memory in GiB; empty if it is not known."""
     return {f"memory/composition/{part}_gib": to_gib(size) for part, size in (point.composition or {}).items()}
 
 

@@ -16,13 +16,13 @@ _NO_LIMIT = 1 << 60
 
 
 def free_shared_memory() -> int | None:
-    """Return the free bytes of /dev/shm; None where it does not exist."""
+    """Return the free bytes of /dev/shm; None if it does not exist."""
     sizes = shared_memory_use()
     return None if sizes is None else sizes[1] - sizes[0]
 
 
 def shared_memory_use() -> tuple[int, int] | None:
-    """Return the used bytes of /dev/shm and all that it has; None where it does not exist."""
+    """Return the used bytes and the size of /dev/shm; None if it does not exist."""
     place = Path("/dev/shm")  # noqa: S108, no file is written there
     if not place.is_dir():
         return None
@@ -36,20 +36,20 @@ def container_use(cgroup: Path | None = None) -> tuple[int, int] | None:
     Files that the kernel keeps in memory, and takes back when memory is needed, do not count.
 
     Args:
-        cgroup: The directory of the control group; by default those of this process are searched for the least limit.
+        cgroup: The directory of the control group; by default the one with the least room of this process's groups.
     """
     found = [use for place in ([cgroup] if cgroup else _own_cgroups()) if (use := _use_of(place)) is not None]
     return min(found, key=lambda use: use[1] - use[0], default=None)
 
 
 def free_in_container(cgroup: Path | None = None) -> int | None:
-    """Return the bytes that a container's limit leaves (see `container_use`); None without a limit."""
+    """Return the bytes that are free under a container's limit (see `container_use`); None without a limit."""
     use = container_use(cgroup)
     return None if use is None else max(use[1] - use[0], 0)
 
 
 def _own_cgroups() -> list[Path]:
-    """Return the directories of this process's control groups and of those around them."""
+    """Return the directories of this process's control groups and of their parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -45,10 +45,10 @@ _MAKERS = re.compile(r"nvidia|geforce|tesla|[\s_\-]+", re.IGNORECASE)
 def parse_size(text: str | int) -> int:
     """Turn a size such as ``"24GiB"``, ``"512 MB"`` or ``"1.5GiB"`` into bytes, rounded to the nearest byte.
 
-    Of numbers, 0 is a size in any unit, and is accepted.
+    The number 0 is accepted too: it is the same size in any unit.
 
     Raises:
-        ValueError: The text has no unit or an unknown one, or is another number: it never means bytes.
+        ValueError: The text has no unit or an unknown one, or is a number other than 0, which never means bytes.
     """
     if text == 0 and isinstance(text, int) and not isinstance(text, bool):
         return 0
@@ -68,7 +68,7 @@ def is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
 
 
 def _suggested_units(text: object) -> str:
-    """Return a question that names the units of a size without one ("24") or with one letter ("1G"); "" for others."""
+    """Return "Did you mean ...?" for a size without a unit ("24") or with half of one ("1G"); "" for other texts."""
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     letter = match[2].upper() if match else ""
     if match and not letter and float(match[1]) < 1000:  # noqa: PLR2004, "4090" is a GPU
@@ -95,7 +95,7 @@ def format_size(n_bytes: int | None) -> str:
 
 
 def format_share(n_bytes: int | None, whole: int | None) -> str:
-    """Return the share of a whole, such as "12.5%"; "" where one of them is not known, or the whole is nothing."""
+    """Return bytes as a share of a whole, such as "12.5%"; "" if one of them is not known, or the whole is 0."""
     return "" if n_bytes is None or not whole else f"{100 * n_bytes / whole:.1f}%"
 
 
@@ -142,7 +142,7 @@ class GpuShape:
 
     Attributes:
         multiprocessors: The number of streaming multiprocessors.
-        threads: The threads that each can hold.
+        threads: The number of threads that each multiprocessor can hold.
         compute_capability: Its generation, major and minor.
     """
 
@@ -152,7 +152,7 @@ class GpuShape:
 
     @classmethod
     def of(cls, gpu: Gpu | None) -> GpuShape:
-        """Return that of a GPU; an A100's for None.
+        """Return the shape of a GPU; for None, an A100's.
 
         Threads: "maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
         """
@@ -173,7 +173,7 @@ def parse_capacity(text: str | int) -> int:
     is not known, it is estimated from the vendor's figure, read as GiB: 95% of it, 91% with error correction in memory.
 
     Raises:
-        ValueError: It is neither, or names a GPU that comes with different sizes, or is a number that is no capacity.
+        ValueError: It is neither, or names a GPU that comes with different sizes, or is a number below 1 MiB.
     """
     if not isinstance(text, str):
         return _capacity_in_bytes(text)
@@ -205,7 +205,7 @@ def _capacity_in_bytes(number: object) -> int:
 
 
 def find_gpu(text: object) -> Gpu | None:
-    """Return the GPU of a name; None where this is not the name of a known GPU.
+    """Return the GPU with this name; None if no known GPU has it.
 
     Case, spaces, hyphens and the words NVIDIA, GeForce and Tesla make no difference. The size may be left out where a
     GPU comes with only one.

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """A device's memory at one moment: sizes in bytes, events as counts; None where the device cannot tell.
+    """A device's memory at one moment: sizes in bytes, events as counts; None if the device cannot tell.
 
     The terms are those of PyTorch's caching allocator (c10/core/CachingDeviceAllocator.h).
 
@@ -41,7 +41,7 @@ class MemoryStats:
 
     @property
     def used_by_others(self) -> int:
-        """Bytes of the device that are held outside of this process's allocator; 0 where this is not known."""
+        """Bytes of the device that are held outside of this process's allocator; 0 if this is not known."""
         return max((self.device_used or 0) - (self.reserved or 0), 0)
 
 
@@ -54,7 +54,7 @@ class MemoryReader(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """True where the figures come from a simulation, which is said wherever they are shown."""
+        """True if the figures come from a simulation, which is said wherever they are shown."""
 
     def stats(self) -> MemoryStats:
         """Read the statistics now, without waiting for the device."""
@@ -66,15 +66,14 @@ class MemoryReader(Protocol):
         """Release unused cached memory."""
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Return the bytes per category when allocated was highest since `reset_peaks`; None where it is not known.
+        """Return the bytes per category when allocated was highest since `reset_peaks`; None if it is not known.
 
         The categories are parameters, gradients, optimizer, activations, inputs and other, and add up to the peak.
         """
 
 
 def room_of(stats: MemoryStats) -> int | None:
-    """Return the bytes of a device that no step has needed so far; None where its capacity is not known."""
+    """Return the bytes of a device that no step has needed so far; None if its capacity is not known."""
     if stats.capacity is None:
         return None
-    others = max(0, (stats.device_used or 0) - (stats.reserved or 0))
-    return stats.capacity - others - max(stats.peak_allocated or 0, stats.allocated or 0)
+    return stats.capacity - stats.used_by_others - max(stats.peak_allocated or 0, stats.allocated or 0)

@@ -19,14 +19,14 @@ from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.stats import MemoryReader
 
 MARKS = "memtools"
-"""The key of a snapshot under which the marks are; torch's viewer ignores it."""
+"""The key under which a snapshot has its marks; torch's viewer ignores it."""
 
 
 class StepSnapshot:
-    """Records the allocator from `begin` to `end`.
+    """Records the allocator's history during one step, from `begin` to `end`.
 
     On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
-    The module is the innermost that is being called, in backward the one whose output's gradient came last. A
+    The module is the innermost that is being called; in backward, the last one whose output has got its gradient. A
     VirtualDevice names modules by itself.
     """
 
@@ -46,7 +46,7 @@ class StepSnapshot:
     def begin(
         cls, reader: MemoryReader | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any
     ) -> Self | None:
-        """Begin to record; None where the device keeps no history."""
+        """Start recording; return None if the device keeps no history."""
         recording = record(reader)
         if reader is None or recording is None:
             return None
@@ -65,7 +65,7 @@ class StepSnapshot:
             self._labels.enter_phase(phase)
 
     def end(self, *, step: int, rank: int) -> dict[str, Any]:
-        """Stop, and return the snapshot with its marks."""
+        """Stop recording, and return the snapshot with its marks."""
         self._owned.append((self._recording.now(), self._addresses()))
         snapshot = self._recording.take()
         self.stop()
@@ -92,7 +92,7 @@ class StepSnapshot:
         self._labels = self._batch = None
 
     def _addresses(self) -> dict[str, dict[int, str]]:
-        """Return, for each category, the addresses of the blocks that are owned now, and the names of their tensors."""
+        """Return, per category, the addresses of the blocks that have an owner now, and the names of their tensors."""
         address_of = self._reader.address_of if isinstance(self._reader, KnowsItsTensors) else cuda_address
         named: dict[str, dict[int, str]] = {category: {} for category in CATEGORIES_OF_OWNERS}
         owners = block_owners(self._model, self._optimizers, self._batch, address_of=address_of)
@@ -102,7 +102,7 @@ class StepSnapshot:
 
 
 class ModuleLabels:
-    """Labels what CUDA's allocator is asked for with the phase and the module of the request."""
+    """Labels each request to CUDA's allocator with its phase and its module."""
 
     def __init__(self, model: nn.Module) -> None:
         self._phase = ""

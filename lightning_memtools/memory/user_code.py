@@ -35,7 +35,7 @@ class CodeLine:
         file: The file's path.
         line: The line's number, from 1.
         function: The function that the line belongs to.
-        caller: The file and line of the user's code that called, where the line is in an installed package.
+        caller: For a line in an installed package, the file and line of the user's code that called it.
     """
 
     file: str
@@ -45,13 +45,13 @@ class CodeLine:
 
     @property
     def source(self) -> str:
-        """The text of the line without its indentation; empty where the file cannot be read."""
+        """The text of the line without its indentation; empty if the file cannot be read."""
         linecache.checkcache(self.file)
         return linecache.getline(self.file, self.line).strip()
 
     @property
     def described(self) -> str:
-        """The place and the text, such as "model.py:48: x = self.norm(x)"."""
+        """The file, the number and the text, such as "model.py:48: x = self.norm(x)"."""
         return f"{short_path(self.file)}:{self.line}: {self.source}"
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ def short_path(file: str) -> str:
 
 @lru_cache(maxsize=4096)
 def owner_of(file: str) -> CodeOwner:
-    """Say whose code a file is.
+    """Return whose code a file is.
 
     Returns:
         "user" for the user's own code; "installed" for an installed library; "passing" for torch, Lightning, the
@@ -91,7 +91,7 @@ def owner_of(file: str) -> CodeOwner:
 
 
 def user_line_of(error: BaseException) -> CodeLine | None:
-    """Return the innermost line of the user's code in an error's traceback; None where there is none."""
+    """Return the innermost line of the user's code in an error's traceback; None if there is none."""
     found = None
     entry = error.__traceback__
     while entry is not None:
@@ -108,10 +108,10 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
     It is fast enough to be called for every operation: it reads no files.
 
     Args:
-        stop_at: The files at whose first frame the search ends, in a set.
+        stop_at: The files whose first frame ends the search, in a set.
 
     Returns:
-        The line, for an installed library with the user's line that called it; None where there is none.
+        The line; if it is a library's, with the user's line that called it. None if there is no such line.
     """
     # traceback.extract_stack would read the source of every frame.
     found: tuple[str, int, str] | None = None
@@ -127,20 +127,20 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
 
 
 def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") -> CodeLine | None:
-    """Return the line of a recorded stack as `line_that_allocates` finds it on the stack.
+    """Return the line of a recorded stack that `line_that_allocates` would find on the running one.
 
     Args:
         frames: The frames of an entry of torch's memory history, innermost first.
-        stop_at: The file at whose first frame the search ends.
+        stop_at: The file whose first frame ends the search.
     """
     return _allocating(((frame["filename"], frame["line"], frame["name"]) for frame in frames), stop_at)
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Return the innermost line on the stack that belongs to the user or an installed library, for an allocation.
+    """Return the innermost line of user or library code on the stack; None if autograd or an optimizer is inside.
 
     Args:
-        stop_at: The file at whose first frame the search ends.
+        stop_at: The file whose first frame ends the search.
     """
     # As line_on_stack, without the caller of an installed library, whose search would reach further up each time.
     return _allocating(_stack(), stop_at)
@@ -163,7 +163,7 @@ def _allocating(stack: Iterable[tuple[str, int, str]], stop_at: str) -> CodeLine
 
 
 def calling_package() -> str:
-    """Return the package of the innermost line that is neither ours nor torch's; "" for code that is not installed."""
+    """Return the package of the innermost line that is neither ours nor torch's; "" if that code is not installed."""
     for file, _, _ in _stack():
         if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
             parts = Path(file).parts

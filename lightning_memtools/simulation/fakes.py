@@ -2,12 +2,12 @@
 
 Nothing is copied. The references that a module, its submodules and the plain objects and containers in them hold are
 saved, and tensors among them are exchanged for fake ones of the same size. Putting the saved references back undoes
-everything that a step did to those attributes. Two kinds of variables outside of the objects count among them: lists
-and other containers that a module's class holds, and those that hooks of modules can reach, so that what hooks note of
-a traced step is forgotten.
+everything that a step did to those attributes. Two kinds of references outside of the objects are treated alike: those
+in containers that a module's class holds, and variables that hooks of modules can reach. So what hooks note of a traced
+step is forgotten.
 
 Random generators that the objects hold, or that the code of a step names, continue from where they were. Functions of
-`functools.lru_cache` that it names forget all results, if one was added: fakes among them would stay in the real run.
+`functools.lru_cache` that this code names are cleared if a result was added, since it may hold fakes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TensorExchange:
         return made
 
     def forget_memory(self) -> None:
-        """Forget which memory belongs to which stand-in: tensors that come later share none of it."""
+        """Forget the memory of the stand-ins, so that those of tensors that come later share none of it."""
         self._bases.clear()
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def copy_optimizer(
 
     Args:
         optimizer: The optimizer. Its constructor is not called: it may have arguments of its own.
-        exchange: Returns the tensor that takes the place of one of the optimizer's; None leaves that one out.
+        exchange: Returns the tensor that replaces one of the optimizer's tensors; None to leave that one out.
         with_state: Exchange its state too. Otherwise the copy has no state, as before its first step.
     """
     new: Optimizer = object.__new__(type(optimizer))
@@ -235,7 +235,7 @@ def _has_state(kind: type) -> bool:
 
 
 def _containers_of_class(kind: type) -> list[Any]:
-    """Return the lists and the like that a module's class holds for all instances, without those of torch's classes."""
+    """Return the containers that are attributes of a module's class or its bases, without those of libraries."""
     mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
     values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
     return [value for value in values if isinstance(value, _CONTAINERS)]

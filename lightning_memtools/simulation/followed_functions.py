@@ -22,11 +22,11 @@ _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.
 
 
 def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return the functions of torch that read fake tensors without an operator, and what reads known values instead.
+    """Return replacements, which read known values, of torch's functions that read fake tensors without an operator.
 
     Args:
         values: The known values.
-        replaced: Functions that are replaced already.
+        replaced: The replacements of functions that exist already.
     """
 
     def reader(original: Any, read: Any) -> Callable[..., Any]:
@@ -41,10 +41,10 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
 
 
 class FollowedValues(TorchFunctionMode):
-    """Follows known values above a CUDA device that computes nothing, function by function.
+    """Follows known values on a CUDA device that computes nothing, function by function.
 
     A dispatch mode would see more, but torch takes other paths under one and allocates otherwise: it no longer adds
-    gradients up in place, for example. A function runs as it is wherever it reads no values.
+    gradients up in place, for example. A function that reads no values runs as it is.
     """
 
     def __init__(self, values: KnownValues) -> None:
@@ -52,7 +52,7 @@ class FollowedValues(TorchFunctionMode):
         self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or answer it by known values."""
+        """Call the function, or return its result from known values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__" or func in _NOT_FOLLOWED:
@@ -71,7 +71,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note what is known of a function's result, and forget what it has written."""
+        """Note the known values of a function's result, and forget those of tensors that it wrote with unknown ones."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")
@@ -82,7 +82,7 @@ class FollowedValues(TorchFunctionMode):
 class AssumedFloat(float):
     """A number that nobody computed. Printing and summing it is harmless, as most scripts do with their loss.
 
-    A comparison is listed: which way a script goes then depends on the number.
+    A comparison is listed as an assumption, because what the script does next depends on the number.
     """
 
     __hash__ = float.__hash__

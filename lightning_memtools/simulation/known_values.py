@@ -57,13 +57,13 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """An operator, or a function of torch, and what it was given.
+    """A call of an operator or of a function of torch.
 
     Attributes:
         name: Its name without a namespace: "index", or "__getitem__" of a function.
         holds_nothing: Returns True for a tensor whose memory holds no values.
         written: The tensors that it writes to.
-        is_followed: It can be computed in host memory: it is not random, and writes to no tensor of the user's.
+        is_followed: True if it can be computed in host memory: it is not random, and writes to no tensor of the user's.
     """
 
     name: str
@@ -87,7 +87,7 @@ class KnownValues:
         self._twins: dict[int | None, _Twin] = {}
 
     def note(self, tensor: Tensor, original: Tensor) -> None:
-        """Note that a tensor has the values of another, as far as these can be read."""
+        """Note that a tensor has the values of another, if these can be read."""
         values = self.of(original)
         if values is None or is_too_large(tensor):
             return
@@ -111,7 +111,7 @@ class KnownValues:
             )
 
     def of_all(self, tensors: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the values of tensors; None where those of one are not known."""
+        """Return the values of tensors; None if those of any tensor are not known."""
         known: list[Tensor] = []
         for tensor in tensors:
             values = self.of(tensor)
@@ -121,13 +121,9 @@ class KnownValues:
         return known
 
     def is_assumed(self, tensor: Tensor) -> bool:
-        """Return True where a tensor's values follow from something that was assumed."""
+        """Return True if a tensor's values follow from something that was assumed."""
         twin = self._twin(tensor)
         return twin is not None and twin.is_assumed
-
-    def forget(self, tensor: Tensor) -> None:
-        """Forget the values of a tensor, and of all that share its memory."""
-        self._twins.pop(_key_of(tensor), None)
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator whose result depends on values; NotImplemented for any other."""
@@ -139,7 +135,7 @@ class KnownValues:
         return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Apply an operator to the known values, after it ran on the tensors."""
+        """Apply an operator, which has run on tensors, to their known values."""
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
@@ -153,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Apply a call to the known values, after it ran on the tensors."""
+        """Apply a call, which has run on tensors, to their known values."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None
@@ -166,7 +162,7 @@ class KnownValues:
                 computed = on_host(call.func, call.args, call.kwargs, values)
         if computed is None:
             for tensor in call.written:
-                self.forget(tensor)
+                self._twins.pop(_key_of(tensor), None)
             if values is None:
                 self.guess(call, out)
             return
@@ -180,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Note what is known, or assumed, of the result of a call of unknown values."""
+        """Note the values of a call's result that are known, or assumed, although those of its arguments are not."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
@@ -199,7 +195,7 @@ class KnownValues:
         self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor's values in host memory; ones where they are not known, which is listed."""
+        """Return a copy of a tensor's values in host memory; if they are not known, ones, which `assumed` lists."""
         known = self.of(tensor)
         with without_dispatch_modes(), torch.no_grad():
             values = torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
@@ -209,7 +205,7 @@ class KnownValues:
         return values
 
     def without_masks(self, indices: Iterable[Any], holds_nothing: Callable[[Tensor], bool]) -> Iterator[Any]:
-        """Yield indices, each mask that holds no values replaced by the indices of what it selects."""
+        """Yield indices, with each mask that holds no values replaced by the indices that it selects."""
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in _FLAGS and holds_nothing(index):
                 yield from self.places(index).unbind(1)
@@ -217,7 +213,7 @@ class KnownValues:
                 yield index
 
     def places(self, mask: Tensor) -> Tensor:
-        """Return the indices of what a mask selects, a row each, on the mask's device."""
+        """Return the indices that a mask selects, one row each, on the mask's device."""
         known = self.of(mask)
         if known is None:
             self.assume("a mask that is not known selects everything")
@@ -240,7 +236,7 @@ class KnownValues:
         return made
 
     def know(self, tensor: Tensor, values: Tensor, *, is_assumed: bool) -> None:
-        """Note the values of a tensor, which are kept."""
+        """Note that a tensor has these values, which are kept without a copy if their layout allows it."""
         key = _key_of(tensor)
         if key is None:
             return
@@ -264,7 +260,7 @@ class KnownValues:
         self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
     def assume(self, what: str) -> None:
-        """List what is assumed, with the line that runs."""
+        """Add an assumption to `assumed`, with the line of code that is running."""
         # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
         if not in_backward() and calling_package() not in LIGHTNING_PACKAGES:
             self.assumed.setdefault(f"{line_on_stack() or 'an unknown line'}: {what}")
@@ -323,9 +319,9 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call whose shape depends on values; `stand_in` makes those that are not known.
+    """Return the result of a call whose shape depends on values; `stand_in` makes values that are not known.
 
-    `what` is listed as the assumption; an empty one is not.
+    `what` is listed as the assumption, unless it is empty.
     """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
@@ -348,7 +344,7 @@ def _counted(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
-    """Repeat by known numbers: torch is told how many rows there will be, which it would have to read."""
+    """Repeat by known numbers: torch gets the number of rows of the result, which it would otherwise read."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
         return _shaped(_ones, "each row is repeated once", values, call)
@@ -433,7 +429,7 @@ def _in_order(at: int, _values: KnownValues, args: Any, out: Tensor) -> Any:
 
 
 def _below(bound: Callable[[Any], Any], _values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess a single random number: a choice of one of n things is `int(uniform(0, n))`."""
+    """Guess that a single random number is just below its bound: `int(uniform(0, n))` then chooses one of n things."""
     if out.numel() != 1:
         return None
     return bound(args) - (torch.finfo(out.dtype).eps * abs(bound(args)) if out.is_floating_point() else 1)
@@ -447,10 +443,10 @@ class Rule(NamedTuple):
     """The rule for an operator or a function.
 
     Attributes:
-        answer: Returns its result in its place; NotImplemented where it needs no values.
-        result: Returns the values of its result where those of its arguments are not known; None if nothing is.
-        is_guess: `result` assumes something.
-        of_second: `result` is of the second result.
+        answer: Returns the result of a call in place of the operator; NotImplemented if the call needs no values.
+        result: Returns the values of a call's result if those of its arguments are not known; None if nothing is known.
+        is_guess: True if `result` assumes something.
+        of_second: True if `result` returns the values of the call's second result.
     """
 
     answer: Callable[[KnownValues, FollowedCall], Any] | None = None
@@ -513,7 +509,7 @@ FACTORIES = {
 
 @cache
 def name_of(func: Any) -> str:
-    """Return the name of an operator or a function without its namespace; "internal" marks those of torch's own."""
+    """Return the name of an operator or a function without its namespace; "internal" stands for underscores."""
     if not isinstance(func, OpOverload):
         return str(func.__name__)
     name: str = operator_schema(func).name.rpartition("::")[2]
@@ -544,7 +540,7 @@ _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}  # functions; th
 
 
 def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
-    """Return the result of a call on values; None where the host has no kernel for it, or it fails."""
+    """Return the result of a call, computed on values in host memory; None if that fails, as without a kernel."""
     given = iter(values)
     with without_dispatch_modes(), torch.no_grad():
         if getattr(func, "__name__", "") in _MOVES:
@@ -565,7 +561,7 @@ def is_too_large(tensor: Tensor) -> bool:
 
 
 def _covers_storage(tensor: Tensor) -> bool:
-    """Return whether each element of a tensor's storage is one of the tensor's, once."""
+    """Return whether the elements of a tensor fill its storage, each in a place of its own."""
     is_expanded = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return not is_expanded and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
@@ -582,7 +578,7 @@ _VALUES: ContextVar[KnownValues | None] = ContextVar("the known values of a trac
 
 
 def note_values(tensor: Tensor, original: Tensor) -> None:
-    """Note that a tensor has another's values, within `values_known`."""
+    """Note that a tensor has the values of another. Does nothing outside of `values_known`."""
     values = _VALUES.get()
     if values is not None:
         values.note(tensor, original)
@@ -590,9 +586,9 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Follow the values of a step's tensors inside, and tell code that it is not being traced.
+    """Within, follow the values of a step's tensors, and hide fakes from transformers' `is_tracing`.
 
-    Where its `is_tracing` finds fakes, transformers makes attention masks without a look at their values.
+    If that finds fakes, transformers makes attention masks without reading values.
     """
     around = _VALUES.get()
     if around is not None:

@@ -41,7 +41,7 @@ class _PackedSequences(torch.autograd.Function):
 
 
 def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the first and the last time step of each run of steps with equally many sequences, and how many."""
+    """Yield each run of time steps with equally many sequences: its first step, the step after it, and the number."""
     first = 0
     for size, run in groupby(sizes):
         last = first + len(list(run))
@@ -74,7 +74,7 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run a recurrent function, which is given the sizes of packed batches with their values."""
+    """Run a recurrent function; for a packed sequence, with the known values of its batch sizes."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 
@@ -84,7 +84,7 @@ def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> 
 
     Args:
         values: The known values.
-        replaced: Replacements of torch's recurrent functions, which are called in their place.
+        replaced: The replacements of torch's recurrent functions, which are called instead of these.
     """
     readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

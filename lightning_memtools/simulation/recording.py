@@ -31,7 +31,7 @@ class Allocation:
         kind: The last known `Category`, or `WORKSPACE`.
         module: The module that it is charged to.
         node_number: In backward, the sequence number of the autograd node that was running.
-        line: The line of code that asked for it; None where it is not known.
+        line: The line of code that asked for it; None if it is not known.
         died: The event that freed it; None if it was never freed.
     """
 
@@ -62,7 +62,7 @@ class AllocationRecorder(DeviceListener):
         allocated: Bytes allocated after each event.
         marks: The first event of each phase: (event, step, phase).
         lines: The lines that made the optimizers, to be entered while the device is.
-        stop_at: The file above whose frames no line asks for memory.
+        stop_at: The file whose first frame ends the search for the line that asked for memory.
     """
 
     def __init__(self, allocator: CachingAllocator, stop_at: str = "") -> None:

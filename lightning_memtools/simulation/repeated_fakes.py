@@ -25,10 +25,10 @@ from lightning_memtools._torch import (
     kernels_of_meta_tensors,
     operator_schema,
     storage_id,
+    suggest_memory_format,
     without_torch_dispatch,
 )
 from lightning_memtools.memory.cuda_ops.rules import span
-from lightning_memtools.memory.memory_formats import memory_format_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.known_values import KnownValues
 
@@ -36,7 +36,7 @@ Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """The shape, strides, type and device of a new tensor."""
 
 Known = Literal["the first argument"] | tuple[bool, list[Made | None]] | None
-"""The result of an operator: its first argument; or whether it is one tensor, and each; None if that cannot be said."""
+"""The result of an operator: its first argument, or whether it is a single tensor, and each tensor; None for others."""
 
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 # The shapes of their results depend on values.
@@ -92,7 +92,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator; NotImplemented where the FakeTensorMode has to run it.
+        """Return the result of an operator; NotImplemented if the FakeTensorMode has to run it.
 
         A mode above this one can call it instead of the operator, which saves a way through torch's dispatcher.
         """
@@ -118,10 +118,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return the result of an operator; images of one pixel that an elementwise one made get contiguous strides.
+        """Return an operator's result; images of one pixel from an elementwise operator get contiguous strides.
 
-        So kernels lay them out (TensorIterator.cpp), in either memory format. With other strides, the operators that
-        enlarge them would seem to be in channels last.
+        Kernels lay them out like this (TensorIterator.cpp), in either memory format. With other strides, operators that
+        enlarge these images would seem to be in channels last.
         """
         if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
             return out
@@ -169,7 +169,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
             return self._fake(empty, device)
 
     def _contiguous(self, one: Tensor) -> Tensor:
-        kept = memory_format_of(one)
+        kept = suggest_memory_format(one)
         if type(one) is not FakeTensor or one.is_contiguous(memory_format=kept):
             return one
         with without_torch_dispatch():
@@ -178,7 +178,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a result depends on; None if it may depend on more."""
+    """Return a key of all that an operator's result depends on; None if the result may depend on more."""
     found: list[Any] = [func, torch.get_default_dtype()]
     if not all(_note(one, found) for one in args):
         return None
@@ -219,7 +219,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def _note(value: Any, found: list[Any]) -> bool:
-    """Append to a key all that a result may depend on in an argument; return False if that is not known."""
+    """Append to a key all properties of an argument that a result may depend on; return False if there may be more."""
     kind = type(value)
     if kind is FakeTensor:
         found += (value.shape, value.stride(), value.dtype, value.fake_device)

@@ -25,21 +25,21 @@ class _NoUpdateError(BaseException):
 class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
-    Nothing is logged. The batches have been on the device before, so that no hook moves or changes them again. The
-    Trainer that the step sees has the counters and settings that are given as facts, and everything else of the run's
-    Trainer: its metrics, its data module, its callbacks (whose hooks are not called).
+    Nothing is logged. The batches are on the device already, and no hook moves or changes them again. The Trainer that
+    the step sees has the counters and settings that are given as facts. Everything else it has from the run's Trainer:
+    metrics, data module, callbacks (whose hooks are not called).
 
     Args:
         module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
         original: The Trainer of the run; None for a step from a file.
-        facts: What the Trainer says of itself, by the names of its attributes.
+        facts: The values of the Trainer's attributes, by name.
         optimizers: The optimizers; None to configure them.
         schedulers: Lightning's configurations of the schedulers.
         accumulate: The number that losses are divided by.
         scale: The number that the gradient scaler multiplies losses by; None without one.
         forward: Makes the context that training_step runs in.
-        on_loss: Called with each loss that is sent backward, multiplied by the scaler.
-        before_update: Called in the place of each update of training_step; returns whether the step ends there.
+        on_loss: Called with each loss before its backward pass, after the scaler has multiplied it.
+        before_update: Called instead of each update by an optimizer; returns whether the step ends there.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Give the module its own methods back, if it had no Trainer and its optimizers were configured here."""
+        """Undo the changes to a module that had no Trainer before and whose optimizers were configured here."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():
@@ -111,11 +111,11 @@ class ReplayLoop(StepListener):
         return False
 
     def next_batch(self) -> Any:
-        """Return the batch that runs."""
+        """Return the batch that is being run."""
         return self._batch
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch, which is on the device."""
+        """Return the batch, which is on the device already."""
         del move
         return batch
 
@@ -129,7 +129,7 @@ class ReplayLoop(StepListener):
 
 
 def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
-    """Return a precision plugin by the conditions of a step, which a file has too."""
+    """Return a precision plugin with the scale and the forward context of the replayed step."""
     plugin = precision_plugin("32-true" if scale is None else "16-mixed", device)
     if scale is not None:
         plugin.scaler = torch.amp.GradScaler(device, init_scale=scale)
@@ -139,7 +139,7 @@ def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> 
 
 
 class _ReplayHooks(Callback):
-    """Tells of losses, and ends a step before its update."""
+    """Reports losses, and leaves a step before its update."""
 
     def __init__(self, on_loss: Callable[[Tensor], None], before_update: Callable[[], bool]) -> None:
         self._on_loss, self._before_update = on_loss, before_update
@@ -152,7 +152,7 @@ class _ReplayHooks(Callback):
 
 
 class _SilentCallback:
-    """A callback of the run as user's code in a replay finds it; Lightning calls none of its hooks."""
+    """Shows a callback of the run to the user's code in a replay; Lightning calls none of its hooks."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -166,5 +166,5 @@ class _SilentCallback:
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:
-    """Return the batch, on which the hooks have run before."""
+    """Return the batch unchanged: its hooks have run already."""
     return batch

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def _clone(call: Call) -> Any:
-    """Return a sparse tensor with as many values; FakeTensorMode's clone has none.
+    """Return a clone of a sparse tensor with as many values; FakeTensorMode's clone has none.
 
     Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
     clones it.
@@ -74,7 +74,7 @@ _FAKE_RULES: dict[Any, Rule] = {
 
 @contextmanager
 def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
-    """Make a module's tensors fakes on a virtual device within; afterwards all that its steps changed is restored.
+    """Within, make a module's tensors fakes on a virtual device; afterwards restore all that its steps changed.
 
     A model that FSDP 2 shards is whole within.
 
@@ -82,7 +82,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         model: The module; it is put on the device.
         device: The device. A device that is active already is suspended meanwhile.
         exchange: Makes the fakes.
-        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate. The device is ``cuda_like``.
+        cuda: Whether operators allocate what CUDA's kernels allocate, not the CPU's. The device is then ``cuda_like``.
     """
     active = VirtualDevice.current()
     with ExitStack() as stack:
@@ -106,10 +106,9 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         _skip_checks(model)
         stack.enter_context(device)
         stack.enter_context(ReplacedFunctions(replaced, is_on_cuda=cuda))
-        if _holds_tensors(model):
-            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-                exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
-            device.track(model)
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
+        device.track(model)
         yield
 
 
@@ -121,7 +120,3 @@ def _skip_checks(model: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             # Each rank traces by itself, so the layer cannot exchange statistics with the other ranks.
             vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)
-
-
-def _holds_tensors(model: nn.Module) -> bool:
-    return next(model.parameters(), None) is not None or next(model.buffers(), None) is not None

@@ -26,7 +26,7 @@ from lightning_memtools._lightning import (
     refuse_other_package,
     watch_updates,
 )
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.simulation.step_trainer import (
@@ -73,7 +73,7 @@ class Recipe:
 
 
 class StepListener:
-    """Gives the batches of a run and is told how it goes. This one has no batches of its own."""
+    """Provides the batches of a run, and is called when phases of a step begin. This base class has no batches."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Called when a phase begins: inputs, forward, backward, clip, optimizer or outputs."""
@@ -83,7 +83,7 @@ class StepListener:
         return None
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch on the device; `move` is Lightning's way to get it there."""
+        """Move the batch to the device by calling `move`, as Lightning does, and return it."""
         return move(batch)
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -91,7 +91,7 @@ class StepListener:
 
 
 class StepRunner:
-    """A Lightning Trainer of its own, connected to one module, whose loops run its steps.
+    """Runs the steps of one module in the loops of a Lightning Trainer that is made for it.
 
     The module's attributes change: the caller restores them (see `fakes.borrowed`). `prepare_data`, `setup` and hooks
     at the end of an epoch or a fit do not run.
@@ -99,7 +99,7 @@ class StepRunner:
     Args:
         module: A LightningModule, or any module with ``step``.
         recipe: The settings of the Trainer.
-        listener: Gives the batches, and is told when a phase begins.
+        listener: Provides the batches, and is called when a phase begins.
         device: The device, or its type: "cuda" for PyTorch's CUDA code, "cpu" for fake tensors.
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
@@ -113,7 +113,7 @@ class StepRunner:
         module: The LightningModule whose steps run.
         trainer: The Trainer.
         around_step: Makes a context in which each step runs.
-        n_losses: How many training steps have returned a loss.
+        n_losses: The number of training steps that have returned a loss.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Return the LightningModule of a step: the module itself with what is given in place of its own, or a wrapper."""
+    """Return the module itself with this step and these optimizers, or a LightningModule around a plain module."""
     if not is_lightning_module(module):
         assert step is not None
         return PlainModule(module, step, make)
@@ -256,7 +256,7 @@ def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeO
 
 
 class PlainModule(LightningModule):
-    """Makes a LightningModule of any module with a step.
+    """A LightningModule around any module and a step for it.
 
     Attributes:
         others: The optimizers after the first, if `make_optimizer` returns a list. Each updates after the first.
@@ -276,7 +276,7 @@ class PlainModule(LightningModule):
     validation_step = test_step = predict_step = training_step
 
     def configure_optimizers(self) -> Any:
-        """Return the first optimizer, which the others follow."""
+        """Make the optimizers: return the first, and keep the others in `others`."""
         if self._make_optimizer is None:
             return None
         made = self._make_optimizer(list(self.model.parameters()))
@@ -296,7 +296,7 @@ class PlainModule(LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizers; run the closure alone where there is none."""
+        """Step all optimizers; without any, run only the closure."""
         if self._make_optimizer is not None:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:
@@ -312,14 +312,14 @@ def is_lightning_module(model: object) -> bool:
 
 
 def has_step(module: nn.Module, name: str) -> bool:
-    """Return whether a LightningModule defines this step; of the steps that it inherits only predict_step does work."""
+    """Return whether a LightningModule defines this step. Of Lightning's own steps only predict_step can be run."""
     step = getattr(module, name, None)
     inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
     return step is not None and (name == "predict_step" or not inherited)
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a batch without values on the CPU, with floating-point tensors in this type."""
+    """Return a copy of a batch on the CPU, without its values, with floating-point tensors in this type."""
     return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
 
@@ -330,11 +330,6 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     )
     note_values(made, tensor)
     return made
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Return the size of the first dimension of the first tensor that has a dimension."""
-    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
 
 
 def _has_loss(out: Any) -> bool:
@@ -371,7 +366,7 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
 
 
 def _precision_like(trainer: Any, device: str) -> Any:
-    """Return a precision plugin as a Trainer has it, with a scaler of its own."""
+    """Return a copy of a Trainer's precision plugin, with a new scaler."""
     plugin = copy.copy(trainer.precision_plugin)
     if isinstance(getattr(plugin, "device", None), str):
         plugin.device = device

@@ -36,8 +36,8 @@ class TracedStep:
         batch: The input of the step, tensors in any nesting; it is not changed either.
         forward: Runs the forward pass; None for the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
-        cuda: Trace CUDA's operators; otherwise those of the CPU, under the `VirtualDevice` that is active, if any.
-        trainer: The Trainer of a LightningModule. Where it accumulates gradients of several batches, the traced step is
+        cuda: Whether to trace CUDA's operators, or else the CPU's, under the `VirtualDevice` that is active, if any.
+        trainer: The Trainer of a LightningModule. If it accumulates gradients of several batches, the traced step is
             the last of these.
         batch_idx: The index of the batch in its epoch.
         held_bytes: The memory that other things take on the device all the time, such as averages of the weights.
@@ -65,7 +65,7 @@ class StepCost:
         peak_bytes: The peak of allocated memory.
         static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch,
             and the workspaces of libraries.
-        gradient_bytes: The part of it that gradients take, which every step makes anew; without sparse ones.
+        gradient_bytes: The part of `static_bytes` for dense gradients, which every step makes anew.
         operations: The floating-point operations of matrix products and convolutions, plus one for each element that
             any other operator returned.
         flops: Those of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
@@ -89,7 +89,7 @@ class StepCost:
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts operations.
+    """Counts the floating-point operations of the operators that run within.
 
     Attributes:
         pauses: While True, operations do not count.
@@ -126,7 +126,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 class StepTrace(FakeBatches):
-    """A step whose model holds fake tensors on a virtual device, ready to run in Lightning's own loop.
+    """Runs a step, whose model holds fake tensors on a virtual device, in Lightning's own loop.
 
     Attributes:
         model: The model.
@@ -161,7 +161,7 @@ class StepTrace(FakeBatches):
         return self.device.stats().allocated or 0
 
     def peak_since(self) -> int:
-        """Return the highest allocation since the last call of this function, in bytes."""
+        """Return the peak of allocated bytes since the last call of this function."""
         peak = self.device.stats().peak_allocated or 0
         self._peak = max(self._peak, peak)
         self.device.reset_peaks()
@@ -201,7 +201,7 @@ class StepTrace(FakeBatches):
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
     def _index(self) -> int:
-        """Return the first index from the batch's own on that ends an accumulation."""
+        """Return the batch's index, or the next index after it that ends an accumulation."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
@@ -253,7 +253,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
-    """Remove what a module leaves out of its copies, such as a plan's forward; `borrowed` restores it."""
+    """Remove attributes that a module leaves out of its copies, such as a plan's forward; `borrowed` restores them."""
     state_of_copies = vars(module).get("__getstate__")
     if state_of_copies is not None:
         kept = state_of_copies()
@@ -268,7 +268,7 @@ def _workspace_of_cuda() -> int:
 
 
 def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
-    """Return the scalar that backward starts from: the loss, or the sum of all that a model returned; None if empty."""
+    """Return the scalar for backward: the loss, or the sum of all outputs of a model; None if none needs a gradient."""
     tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

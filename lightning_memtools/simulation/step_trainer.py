@@ -80,22 +80,22 @@ class PhaseHooks(Callback):
         self._begin = begin
 
     def on_before_backward(self, *_: Any) -> None:
-        """Backward begins."""
+        """Report that backward begins."""
         self._begin("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """In manual optimization, training_step goes on."""
+        """In manual optimization, report that training_step goes on."""
         del trainer
         if not pl_module.automatic_optimization:
             self._begin("forward")
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        """Clipping begins, where gradients are clipped."""
+        """Report that clipping begins, if gradients are clipped."""
         if trainer.gradient_clip_val is not None:
             self._begin("clip")
 
     def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
-        """The outputs are freed next."""
+        """Report that the outputs are freed next."""
         self._begin("outputs")
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -121,8 +121,8 @@ class StepTrainer(Trainer):
         clip: The norm to which gradients are clipped; None for no clipping.
 
     Attributes:
-        facts: In a replay, the values of attributes; those that are not among them and do not belong to the loop are
-            read from `original` too.
+        facts: In a replay, the values of attributes by name. Other attributes are read from `original`, except those
+            that the loop works with.
     """
 
     callbacks: list[Any]

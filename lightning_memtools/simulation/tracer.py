@@ -35,7 +35,7 @@ from lightning_memtools.simulation.step_runner import (
 )
 
 OUTSIDE_OF_STEPS = step_runner.__file__
-"""Above the frames of this file are those of the user's call, which asks for no memory itself."""
+"""The file whose frames divide a step from the user's call of the estimate, which asks for no memory itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ class StepRequest:
         recipe: The settings of the loop that runs the step.
         step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
         optimizer: An optimizer, several, its class, a function of the parameters, or None.
-        trainer: The Trainer of the run that the step is taken from; None where there is none.
-        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
+        trainer: The Trainer of the run that the step is taken from; None if there is none.
+        cuda: Whether operators allocate what CUDA's kernels allocate, not the CPU's.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: A size, or the name of the GPU whose grids kernels have; without a name they have an A100's.
+        capacity: A size, or the name of the GPU whose kernels run; without a name these are an A100's.
     """
 
     model: nn.Module
@@ -89,7 +89,7 @@ class Traced:
 
 
 class FakeBatches(StepListener):
-    """Gives the loop copies of a batch, which go to a virtual device as batches go to a GPU."""
+    """Provides copies of a batch to the loop, and puts them on a virtual device as batches go to a GPU."""
 
     def __init__(self, device: VirtualDevice, batch: Any, dtype: torch.dtype | None = None) -> None:
         self.device = device
@@ -97,7 +97,7 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a batch of the same sizes and known values, in host memory."""
+        """Return a copy of the batch with its sizes and known values, in host memory."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
@@ -109,7 +109,7 @@ class FakeBatches(StepListener):
 
 
 class _Recording(FakeBatches):
-    """Records the phases of the steps, and puts the state that optimizers have already on the device."""
+    """Records the phases of the steps, and puts existing state of optimizers on the device."""
 
     recorder: AllocationRecorder
     optimizers: Sequence[Optimizer] = ()  # kept until the trace ends: the device refers to them weakly
@@ -119,7 +119,7 @@ class _Recording(FakeBatches):
         self.recorder.begin(phase, step)
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Put their state on the device."""
+        """Put the state of optimizers on the device."""
         self.optimizers = optimizers
         for optimizer in optimizers:
             if optimizer.state:
@@ -127,7 +127,7 @@ class _Recording(FakeBatches):
 
 
 def trace(request: StepRequest) -> Traced:
-    """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are."""
+    """Run the requested steps on fake tensors; nothing is computed and the user's objects stay as they are."""
     recipe, gpu = request.recipe, GpuShape.of(find_gpu(request.capacity))
     workspace = cublas_workspace_bytes(compute_capability=gpu.compute_capability) if request.cuda else 0
     device = VirtualDevice(
@@ -183,7 +183,7 @@ def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parame
 
 @contextmanager
 def noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
-    """Note the output shapes of each module's first forward within."""
+    """Within, write the output shapes of each module's first forward into `shapes`."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def note(module: nn.Module, _args: Any, out: Any) -> None:

@@ -117,21 +117,21 @@ LEAKS = [
     (
         KeepsValidationOutputs,
         (
-            "KeepsValidationOutputs.kept (a list of 8; one is KeepsValidationOutputs.kept[ | 16 tensors | 8 of "
+            "KeepsValidationOutputs.kept (a list of 8; one is KeepsValidationOutputs.kept[ | tensors (8 of "
             "shape (8, 1) float32 | 8 of shape () float32 | 8.00 KiB, without autograd graphs | Clear Keeps"
         ),
     ),
     (
         HasAMetricThatKeepsItsGraph,
         (
-            "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12; | 12 tensors of shape (8, 1) float32 | 6.00 KiB | "
-            "12 of them with an autograd graph | Reset the metric | `.detach().cpu()`"
+            "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12; | tensors (12 of shape (8, 1) float32), 6.00 KiB"
+            " | 12 of them with an autograd graph | Reset the metric | `.detach().cpu()`"
         ),
     ),
     (
         CatchesTensorsInAClosure,
         (
-            "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | 20 tensors of shape (8, 1) "
+            "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | tensors (20 of shape (8, 1) "
             "float32 | 10.0 KiB | 12 of them with an autograd graph | handle.remove()"
         ),
     ),

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools import MemoryMonitor
 from lightning_memtools.memory.host_memory import HostMemory, HostWatch, ProcessMemory, read_host_memory
-from lightning_memtools.memory.readers import host_rss_bytes
 from lightning_memtools.memory.shared_memory import container_use
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.reporting import memory_run
@@ -141,13 +140,3 @@ def test_both_versions_of_cgroups(tmp_path):
         assert container_use(place) == (200, 1000)
     (one / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert container_use(one) is None
-
-
-def test_resident_memory_is_that_of_the_process_that_asks(monkeypatch):
-    mine = host_rss_bytes()
-    assert mine == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:  # as after a fork: the number is another
-        monkeypatch.setattr("os.getpid", lambda: other.pid)
-        assert 0 < host_rss_bytes() < mine / 10
-        other.terminate()

@@ -45,7 +45,7 @@ class AllocationTrace:
         config: The settings of the allocator that was recorded.
         capacity: The capacity of its device in bytes; None for no limit.
         used_by_others: The memory that others held of the device, in bytes.
-        contexts: Streams and labels of the allocations.
+        contexts: The pairs of stream and label that allocations had, in the order in which they came up.
     """
 
     def __init__(self, config: AllocatorConfig, *, capacity: int | None = None, used_by_others: int = 0) -> None:
@@ -89,11 +89,11 @@ class AllocationTrace:
         )
 
     def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
-        """Return the trace whose sizes lie on the line through this trace, at 0, and another of the same events, at 1.
+        """Return a trace whose sizes are extrapolated linearly from this trace, at 0, and another, at 1.
 
         Args:
-            other: The trace at 1.
-            where: The position on the line, or beyond its ends.
+            other: The trace at 1, with the same events.
+            where: The position of the new trace, between 0 and 1 or beyond.
         """
         new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
         new.contexts = list(self.contexts)

@@ -18,8 +18,8 @@ class AllocatorConfig:
     Attributes:
         expandable_segments: Grow one virtual range per stream, instead of asking for separate segments.
         max_split_size: Blocks of at least this size are never split; None for no limit.
-        max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block that is less than this
-            much too large. None for ``large_segment_size``.
+        max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block only if it is less than
+            this much too large. None for ``large_segment_size``.
         roundup_power2_divisions: The number of steps into which the range between two powers of two is divided for
             rounding: one entry per interval of sizes (`block_rounding.roundup_divisions_of`), 0 or 1 for none. Empty
             for no rounding.
@@ -50,7 +50,7 @@ class AllocatorConfig:
 
         Raises:
             ValueError: A key or a value is not accepted; the message quotes it and lists the accepted keys.
-            TypeError: It is no text.
+            TypeError: `text` is not a string.
         """
         if not isinstance(text, str):
             raise TypeError(f"allocator must be a text with settings, got {type(text).__name__}. {_accepted()}")

@@ -20,7 +20,7 @@ WHOLE_SEGMENT_FROM = 10 * MIB
 SEGMENT_STEP = 2 * MIB
 """Segments of their own are rounded up to a multiple of this."""
 
-# One entry per power-of-two interval: below 1 MiB (and 1 to 2 MiB), 2 to 4 MiB, ... , 64 GiB and above.
+# One entry per power-of-two interval: below 2 MiB, 2 to 4 MiB, ... , 32 GiB and above.
 ROUNDUP_INTERVALS = 16
 
 
@@ -42,7 +42,7 @@ def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
 
 
 def roundup_divisions_of(n_bytes: int, divisions_per_interval: tuple[int, ...]) -> int:
-    """Return the divisions for a request: the first interval ends at 2 MiB, the last holds all from 32 GiB on."""
+    """Return the divisions for a request, by its interval: the first ends at 2 MiB, the last begins at 32 GiB."""
     interval = n_bytes.bit_length() - MIB.bit_length()
     return divisions_per_interval[min(max(interval, 0), ROUNDUP_INTERVALS - 1)]
 

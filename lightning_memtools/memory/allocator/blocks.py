@@ -75,12 +75,12 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """True where it shares its segment with other blocks."""
+        """True if it shares its segment with other blocks."""
         return self.prev is not None or self.next is not None
 
     @property
     def is_expandable(self) -> bool:
-        """True where it is part of an expandable segment."""
+        """True if it is part of an expandable segment."""
         return self.segment.page_size is not None
 
     def cut(self, size: int) -> Block:
@@ -239,7 +239,7 @@ class BlockCache:
         self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Return the index of the block to take under settings that refine the search; past the end for none."""
+        """Return the index of the block to take under settings that change the search; past the end for none."""
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:

@@ -36,7 +36,7 @@ class CachingAllocator:
     call), the caller holds a lock, as VirtualDevice does.
 
     Args:
-        config: The settings; torch's defaults when left out.
+        config: The settings; by default torch's defaults.
         capacity: The total memory of the device; None for no limit.
         used_by_others: The memory held by other processes, and by this one outside the allocator.
         record: Keep an `AllocationTrace` of all requests, for replay and for snapshots: 8 to 16 bytes per call.
@@ -81,7 +81,7 @@ class CachingAllocator:
         """Allocate a block of at least ``n_bytes`` bytes.
 
         Args:
-            n_bytes: The requested size, at least 1: torch asks for nothing where a tensor is empty.
+            n_bytes: The requested size, at least 1: for an empty tensor torch makes no request.
             stream: The stream it is for: blocks are reused on their own stream only.
             label: The holder's name for it; shown in snapshots.
 
@@ -142,7 +142,7 @@ class CachingAllocator:
         self._tally.reset_peaks()
 
     def observe(self, observer: Observer | None) -> None:
-        """Call another observer with every action from now on, in place of the one before; None for no observer."""
+        """Replace the observer that is called with every action; None for no observer."""
         self._observer = self._reserve.observer = observer
 
     # --- statistics
@@ -201,7 +201,7 @@ class CachingAllocator:
     # --- implementation
 
     def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
-        """Serve a request that no cached block fits, or raise: torch's sequence, in DeviceCachingAllocator::malloc."""
+        """Serve a request that no cached block fits, or raise, in the order of DeviceCachingAllocator::malloc."""
         block = self._ask_device(free_blocks, size)
         if (
             block is None
@@ -254,7 +254,7 @@ class CachingAllocator:
 
 
 def copy_of(allocator: CachingAllocator) -> CachingAllocator:
-    """Return an allocator with the same blocks, cache and counts, which shares nothing with the first.
+    """Return a copy of an allocator with its blocks, cache and counts, which shares nothing with the original.
 
     Raises:
         ValueError: The allocator is observed: the copy would call the observer too.

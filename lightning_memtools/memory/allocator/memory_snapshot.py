@@ -33,7 +33,7 @@ _RELEASES = {"segment_free", "segment_unmap"}
 
 
 class AllocatorHistory:
-    """The last actions of an allocator, as torch's own recording keeps them; give it to the allocator as an observer.
+    """Keeps the last actions of an allocator, as torch's own recording does. Pass it to the allocator as observer.
 
     Args:
         max_entries: The number of actions to keep; None for all.
@@ -71,7 +71,7 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Describe an allocator's segments and blocks, and its history: the given one, or that of its trace.
+    """Return a snapshot of an allocator's segments and blocks, with a history: the given one, or that of its trace.
 
     A label becomes the stack of its block: each line of the form ``file:line:function`` becomes a frame, and any other
     line a frame with that name. Times in the history count actions, since no time passes in the simulation.
@@ -154,7 +154,7 @@ def _segment(segment: Segment, blocks: list[Block], frames: Callable[[str | None
 
 
 def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
-    """Return the settings of the allocator that a snapshot is of; where it has none, those of this process."""
+    """Return the allocator's settings from a snapshot; if it has none, those of this process."""
     recorded = snapshot.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
     text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
@@ -168,10 +168,10 @@ class FailedRequest:
     """The last request of a history for which there was no memory, and the trace of all requests before it.
 
     Attributes:
-        trace: The requests of the program until then. Blocks that are older than the history come first, by address:
-            their position among blocks that were freed is not known.
+        trace: The program's requests before it. Blocks that are older than the history come first, by address, because
+            the order in which they were allocated and others freed is not known.
         n_bytes: The requested size, as the allocator rounds it.
-        stream: The stream of the request, by its number in the trace.
+        stream: The number of the request's stream in the trace.
         is_complete: Whether the history goes back to an empty device.
     """
 
@@ -189,7 +189,7 @@ def failed_request(
     used_by_others: int,
     device: int = 0,
 ) -> FailedRequest | None:
-    """Return the last out-of-memory error of a snapshot's history; None where the history holds none.
+    """Return the last out-of-memory error of a snapshot's history; None if the history holds none.
 
     Args:
         snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.
@@ -219,7 +219,7 @@ def trace_until(
     until: int,
     device: int = 0,
 ) -> AllocationTrace:
-    """Return all requests before a time (`time_us`), and the releases to the device right after it.
+    """Return a trace of all requests before a time (`time_us`), and of releases to the device right after it.
 
     The other arguments are those of `failed_request`.
     """
@@ -232,7 +232,7 @@ def trace_until(
 
 
 def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
-    """Return the time (`time_us`) of the first action that a history still holds; None where it holds none."""
+    """Return the time (`time_us`) of the first action that a history still holds; None if it holds none."""
     entries = snapshot["device_traces"][device]
     return entries[0]["time_us"] if entries else None
 

@@ -31,7 +31,7 @@ class DeviceSegments:
 
     Attributes:
         capacity: The total memory of the device; None for no limit.
-        used_by_others: Held by other processes, and by this one outside the allocator (the CUDA context).
+        used_by_others: The memory held by other processes, and by this one outside the allocator (the CUDA context).
         allowed: The most that may be reserved (``per_process_memory_fraction``); None for no such limit.
         large_segment_size: The page size of large expandable segments.
         segments: Every segment held, by address.
@@ -158,7 +158,7 @@ def map_pages(reserve: DeviceSegments, block: Block, size: int) -> Block | None:
 
 
 def unmap_pages(reserve: DeviceSegments, block: Block) -> None:
-    """Release the whole pages within a free block; a range without any page left is deleted."""
+    """Release the whole pages within a free block; a segment that has no page left is deleted."""
     free_blocks, segment = block.free_blocks, block.segment
     start, size = whole_pages(block)
     if size == 0:
@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Return the first of adjacent free blocks and unmapped ranges, at least one unmapped, that hold ``size`` bytes."""
+    """Return the first block of the lowest run of free blocks and at least one unmapped range with ``size`` bytes."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped
@@ -243,7 +243,7 @@ def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int
     One block that is large enough is released, otherwise the largest ones until they add up.
 
     Returns:
-        Whether as much as the request needs was released.
+        True if enough for the request was released.
     """
     wanted = max(size, max_split)
     blocks = free_blocks.blocks

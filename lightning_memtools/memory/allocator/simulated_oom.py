@@ -9,7 +9,7 @@ from lightning_memtools.memory.sizes import format_size
 
 @dataclass(eq=False)
 class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, as torch.OutOfMemoryError is
-    """Raised where the simulated device has no room for another segment after the allocator released all it could.
+    """Raised when the simulated device has no room for another segment after the allocator released all it could.
 
     Attributes (all sizes in bytes, at the moment of raising):
         requested: The size that the caller requested.
@@ -17,9 +17,9 @@ class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, a
         segment_size: The size that was requested from the device: the figure in CUDA's "Tried to allocate".
         capacity: The total memory of the device; None when only a memory fraction limits it.
         free: The memory that nobody uses.
-        used_by_others: Held by other processes and by this one outside the allocator.
-        allocated: Held by tensors.
-        reserved: Held in segments, used or not.
+        used_by_others: The memory held by other processes, and by this one outside the allocator.
+        allocated: The memory held by tensors.
+        reserved: The memory held in segments, used or not.
         allowed: The most that ``per_process_memory_fraction`` lets the allocator reserve; None without such a limit.
     """
 

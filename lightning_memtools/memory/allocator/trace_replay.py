@@ -52,8 +52,8 @@ def replay(
 
     Args:
         trace: The trace.
-        config: The allocator's settings; the recorded ones when left out.
-        capacity: The device's capacity in bytes, None for no limit; the recorded one when left out.
+        config: The allocator's settings; by default the recorded ones.
+        capacity: The device's capacity in bytes, None for no limit; by default the recorded one.
         observer: Called with every action, as for `CachingAllocator`.
     """
     allocator = CachingAllocator(
@@ -71,8 +71,8 @@ def replay_on(allocator: CachingAllocator, trace: AllocationTrace, *, n_skipped:
     Args:
         allocator: The allocator; it changes.
         trace: The trace.
-        n_skipped: The number of allocations and frees at the beginning that are skipped. Frees of blocks that these
-            allocated are skipped too. In the trace of an estimate they put the model on the device.
+        n_skipped: The number of allocations and frees to skip at the beginning, which in an estimate's trace put the
+            model on the device. Frees of the skipped blocks are skipped too.
     """
     live: dict[int, Block] = {}
     n_allocations = 0

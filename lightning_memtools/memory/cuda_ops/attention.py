@@ -27,7 +27,7 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
     *,
     gpu: GpuShape,
 ) -> torch.Tensor:
-    """Compute scaled_dot_product_attention with the kernel that CUDA takes on a GPU."""
+    """Compute scaled_dot_product_attention with the kernel that torch chooses on this GPU."""
     inputs = query, key, value, attn_mask
     if torch.is_autocast_enabled("cpu"):
         # As the compiled code evaluates a call's arguments: the last first.
@@ -119,7 +119,7 @@ def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
 
 
 def _of_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask of bools as one of 0 and -inf (convert_boolean_attn_mask)."""
+    """Return a mask of bools as a mask of 0 and -inf (convert_boolean_attn_mask); other masks unchanged."""
     if mask.dtype is not torch.bool:
         return mask
     kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
@@ -138,7 +138,7 @@ def _unfused(  # noqa: PLR0917, as torch's
 ) -> torch.Tensor:
     """Compute _scaled_dot_product_attention_math (attention.cpp), halves in float32 unless the user allows otherwise.
 
-    torch's own has the CPU's dropout, and does not add a mask in place to fake tensors.
+    torch's own function uses the CPU's dropout, and does not add a mask in place to fake tensors.
     """
     dtype, allowed = query.dtype, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     mask = None if mask is None else _of_numbers(mask, dtype)

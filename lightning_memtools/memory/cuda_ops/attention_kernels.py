@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_memtools.memory.allocator.block_rounding import round_up
 from lightning_memtools.memory.cuda_ops.rules import HALF, Call, Rule, copy_bytes, nbytes
 
 aten = torch.ops.aten
@@ -13,10 +14,10 @@ _NARROW, _WIDE = 64, 128  # heads for which kernels differ
 
 
 def flash(call: Call) -> Any:
-    """Return output, logarithms and the state of dropout, in that order (mha_fwd of flash_api.cpp).
+    """Allocate output, log-sum-exp and the state of dropout, in that order (mha_fwd of flash_api.cpp).
 
-    Where batch, heads and length are few (one sample of 512 tokens in 12 heads), the kernel also splits the keys over
-    more blocks, whose sums take some MB in the forward pass; these are left out.
+    For small inputs (one sample of 512 tokens in 12 heads) the kernel also splits the keys over more blocks. Their
+    sums, some MB in the forward pass, are left out.
     """
     results = list(call.func(*call.args, **call.kwargs))  # on the host: for the sizes and strides
     for at in (0, 1, 6, 7):
@@ -26,34 +27,28 @@ def flash(call: Call) -> Any:
     return tuple(results)
 
 
-def _rounded_head(head: int) -> int:
-    """Return flash's head_size_rounded."""
-    step = 32 if head <= _WIDE else 64
-    return -(-head // step) * step
-
-
 def flash_backward(call: Call) -> Any:
-    """Sum the query's gradient in float32, sequence and head rounded up (mha_bwd of flash_api.cpp).
+    """Hold the query's gradient in float32, with length and head rounded up (mha_bwd of flash_api.cpp).
 
-    Gradient and output are copied unless they lie as batch, length, heads, head.
+    Gradient and output are copied unless their memory is in the order batch, length, heads, head.
     """
     gradient, query, key, _, out = call.args[:5]
     batch, heads, length, head = query.shape
     call.hold(*(copy_bytes(one.transpose(1, 2)) for one in (gradient, out)))
     results = call.results()
-    rows = 4 * batch * heads * -(-length // 128) * 128
-    call.hold(rows, rows * _rounded_head(head))
+    rows = 4 * batch * heads * round_up(length, 128)
+    call.hold(rows, rows * round_up(head, 32 if head <= _WIDE else 64))  # head_size_rounded
     if key.shape[1] != heads:  # grouped queries: gradients of key and value are made per query head first
         call.hold(*[batch * key.shape[2] * heads * head * query.element_size()] * 2)
     return results
 
 
 def efficient(call: Call) -> Any:
-    """Return output and log-sum-exp, and dropout's state on the host; sum halves of heads above 128 in float32."""
+    """Return output, log-sum-exp and dropout's state on the host; sum halves in float32 if heads are above 128."""
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
-    sums = call.empty([batch, heads, -(-length // 32) * 32 if wants_sums else 0], torch.float32)
+    sums = call.empty([batch, heads, round_up(length, 32) if wants_sums else 0], torch.float32)
     seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))
     call.hold(4 * out.numel() if query.dtype in HALF and value.shape[-1] > _WIDE else 0)
     return out, sums, seed, offset
@@ -78,7 +73,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the floats of a head's workspace: tiles of the query's gradient; for wide halves key's and value's too."""
+    """Return the number of floats of a head's workspace: tiles of the query's gradient; for wide halves, of all."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)
@@ -88,7 +83,7 @@ def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: 
         if n_heads >= 256 and splits <= 2:  # noqa: PLR2004, there are enough blocks without
             splits = 1
         splits = max(1, min(splits, 200 // n_heads))
-        floats += splits * 64 * sum(-(-one.shape[-1] // rows) * rows for one in (query, value))
+        floats += splits * 64 * sum(round_up(one.shape[-1], rows) for one in (query, value))
     return floats
 
 

@@ -1,11 +1,11 @@
-"""CUDA's lists of operators for autocast, applied to the CPU tensors that stand for CUDA's."""
+"""CUDA's lists of operators for autocast, applied to CPU tensors that stand for CUDA tensors."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,10 +52,9 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Make autocast on CPU tensors follow CUDA's lists, and a user's autocast("cuda") act on CPU tensors, within.
+    """Within, make autocast on CPU tensors follow CUDA's lists, and a user's autocast("cuda") act on CPU tensors.
 
-    Autocast no longer changes operators that are on the CPU's lists only (pooling in three dimensions, quantiles and
-    many more).
+    Operators that are only on the CPU's lists (pooling in three dimensions, quantiles and many more) are left alone.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__
@@ -76,8 +75,8 @@ def _register_all(library: Any) -> None:
     for names, make in (
         (_IN_FLOAT, _in_float),
         ((*_TO_FLOAT, *_LINALG_NORMS), _to_float),
-        (_IN_HALF, _in_half),
-        (_PROMOTED, _promoted),
+        (_IN_HALF, partial(_cast_to, choose=lambda _tensors: torch.get_autocast_dtype("cpu"))),
+        (_PROMOTED, partial(_cast_to, choose=_widest)),
     ):
         for name in names:
             _register(library, name, make)
@@ -102,14 +101,6 @@ def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]
 
 def _in_float(operator: Any) -> Callable[..., Any]:
     return _cast_to(operator, lambda _tensors: torch.float32)
-
-
-def _in_half(operator: Any) -> Callable[..., Any]:
-    return _cast_to(operator, lambda _tensors: torch.get_autocast_dtype("cpu"))
-
-
-def _promoted(operator: Any) -> Callable[..., Any]:
-    return _cast_to(operator, _widest)
 
 
 def _cast_to(operator: Any, choose: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
@@ -155,7 +146,7 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor in another type, as autocast casts it: not if it is no tensor of floats, nor if it is float64."""
+    """Return a tensor of float32, float16 or bfloat16 in another type, as autocast does; any other value unchanged."""
     if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
         return value.to(dtype)
     return value

@@ -1,4 +1,4 @@
-"""Functions of torch that act otherwise on a CUDA device: attention, norms, recurrent layers and moves to the GPU."""
+"""Functions of torch that act differently on a CUDA device: attention, norms, recurrent layers and moves to the GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """Calls other functions in place of torch's, in backward passes too, where layers run again.
+    """Calls other functions in place of torch's, also when layers run again in a backward pass.
 
     Args:
         replacements: The replacement of each function.
-        is_on_cuda: `.cuda()`, `.to("cuda")` and `device="cuda"` return the CPU tensors that stand for CUDA's (see
-            `autocast`): in an estimate everything is on the device already, and a build of torch without CUDA would
-            refuse to move them.
+        is_on_cuda: Whether `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors, which stand for CUDA's: in
+            an estimate everything is on the device already, and a build of torch without CUDA would refuse to move
+            them.
     """
 
     def __init__(self, replacements: Mapping[Any, Callable[..., Any]], *, is_on_cuda: bool = False) -> None:
@@ -70,7 +70,7 @@ def _names_cuda(thing: Any) -> bool:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's rms_norm in one kernel, as memory. It computes no values, so it serves fake tensors only."""
+    """Allocates the memory of CUDA's fused rms_norm. It computes no values, so it serves fake tensors only."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor | None, n_normalized: int) -> torch.Tensor:
@@ -107,5 +107,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 
 
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
-    """Return what runs on a GPU in place of functions: attention by the kernel that it chooses, layers as in cuDNN."""
+    """Return replacements of torch's functions for a GPU: attention as it chooses kernels, layers as in cuDNN."""
     return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}

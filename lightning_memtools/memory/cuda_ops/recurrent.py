@@ -24,7 +24,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
 class _CastIntoOne(torch.autograd.Function):
-    """Casts weights into one buffer, of which they are views from then on, as autocast does (AutocastRNN.cpp)."""
+    """Casts weights into one buffer, and returns views of it, as autocast does (AutocastRNN.cpp)."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, n_biases: int, *weights: torch.Tensor) -> Any:
@@ -143,7 +143,7 @@ def _is_flattened(weight: torch.Tensor) -> bool:
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return tensors of the same shapes in one new buffer, with room for `n_biases` more elements."""
+    """Return tensors shaped as those in `like`, in one new buffer with room for `n_biases` more elements."""
     sizes = [one.numel() for one in like]
     buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
     parts = torch.split(buffer[: sum(sizes)], sizes)
@@ -158,7 +158,7 @@ def _copied_into_one(weights: Sequence[torch.Tensor], n_biases: int, dtype: torc
 
 
 def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
-    """Run one of torch's recurrent functions on fake tensors."""
+    """Run one of torch's recurrent functions ("lstm", "gru" or "rnn") on fake tensors."""
     # For a packed sequence torch passes the batch sizes of the time steps first, and no `batch_first`. Its data are the
     # rows of all time steps one below the other, so nothing else differs.
     is_packed = isinstance(args[2], (list, tuple))  # the weights, otherwise the second of them

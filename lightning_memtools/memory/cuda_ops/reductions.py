@@ -51,29 +51,29 @@ class ReduceConfig:
 
     @property
     def values_per_thread(self) -> int:
-        """The inputs that a thread reduces."""
+        """The number of inputs that a thread reduces."""
         return _div_up(self.num_inputs, self.step_input)
 
     @property
     def grid(self) -> int:
-        """The blocks in the direction of the outputs."""
+        """The number of blocks along the outputs."""
         return _div_up(self.num_outputs // self.output_vec_size, self.step_output)
 
     @property
     def global_memory_size(self) -> int:
-        """The bytes of the buffer for the parts of all blocks."""
+        """The bytes of the buffer for the partial results of all blocks."""
         size = self.element_size_bytes * self.num_outputs * self.ctas_per_output
         return size if self.block_x_reduce else size * self.block_width * self.output_vec_size
 
 
 def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of the buffers of a reduction: none, or one for the parts and one for the counts.
+    """Return the bytes of a reduction's buffers: none, or one for partial results and one for counts of blocks.
 
     Args:
-        tensor: What is reduced.
-        dims: The dimensions that go; none for all.
+        tensor: The input.
+        dims: The dimensions that are reduced; empty for all.
         gpu: The GPU.
-        part_bytes: The bytes of what a block leaves of each output.
+        part_bytes: The bytes of a block's partial result for one output.
     """
     if tensor.numel() == 0:
         return ()
@@ -124,7 +124,7 @@ def _output_vec_size(shape: list[int], strides: list[int], n_reduced: int) -> in
 
 
 def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
-    """Return shape and strides of the input as TensorIterator walks it, and how many leading dimensions are reduced."""
+    """Return shape and strides of the input as TensorIterator walks it, and the number of reduced ones, which lead."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
     shape, inputs = list(tensor.shape), list(tensor.stride())
@@ -187,9 +187,9 @@ def _rule(dims_at: int | None, part_bytes: Callable[[torch.dtype], int], *, any_
     """Return the rule of a reduction.
 
     Args:
-        dims_at: The place of the argument that has the dimensions; None if all of them go.
-        part_bytes: The bytes of what a block leaves of each output.
-        any_type: The result is of another type without a copy of the input.
+        dims_at: The position of the argument with the reduced dimensions; None if all are reduced.
+        part_bytes: Returns the bytes of a block's partial result for one output, by type.
+        any_type: Whether the kernel makes a result of another type without a copy of the input.
     """
 
     def reduce(call: Call) -> Any:

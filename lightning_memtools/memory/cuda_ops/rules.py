@@ -24,13 +24,13 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        run: Runs any operator; its results are allocated.
+        run: Runs any operator, and allocates its results.
         func: The operator.
         args: Its arguments by position.
         kwargs: Its arguments by name.
         gpu: The GPU.
-        hold: Allocates blocks of these bytes until the rule has returned; none for 0.
-        release: Frees such blocks before that, by their bytes.
+        hold: Allocates a block for each size in bytes, until the rule has returned; none for 0.
+        release: Frees held blocks of these sizes before that.
     """
 
     run: Callable[..., Any]
@@ -42,15 +42,15 @@ class Call:
     release: Callable[..., None]
 
     def results(self) -> Any:
-        """Run the operator itself."""
+        """Run the operator itself, and return its results."""
         return self.run(self.func, *self.args, **self.kwargs)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return a new tensor."""
+        """Return a new tensor without values."""
         return self.run(aten.empty.memory_format, shape, dtype=dtype, device=torch.device("cpu"))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument, wherever it is given."""
+        """Return an argument that is given by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
@@ -81,21 +81,17 @@ def layer_norm(call: Call) -> Any:
 def batch_norm(call: Call) -> Any:
     """Keep mean and 1/deviation in float32 for half inputs too; cuDNN keeps none in evaluation (Normalization.cpp)."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
-    if not training and not is_native_batch_norm(source, weight):
+    # _select_batch_norm_backend takes torch's own kernels for rows.
+    by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
+    if by_cudnn and not training and source.dim() > 2:  # noqa: PLR2004
         return call.results()
     dtype = torch.float32 if source.dtype in HALF else source.dtype
     out = call.run(aten.empty_like.default, source)
     return out, *(call.empty([source.shape[1]], dtype) for _ in range(2))
 
 
-def is_native_batch_norm(source: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Return whether torch's own kernels run and not cuDNN's (_select_batch_norm_backend of Normalization.cpp)."""
-    by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
-    return not by_cudnn or source.dim() == 2  # noqa: PLR2004, rows
-
-
 def dropout(call: Call) -> Any:
-    """Make the mask before the output (cuda/Dropout.cu), which counts where free blocks are few."""
+    """Allocate the mask before the output (cuda/Dropout.cu): the order matters when free blocks are few."""
     source, share, *training = call.args
     if not 0 < share < 1 or call.kwargs or training == [False]:
         return call.results()
@@ -118,7 +114,7 @@ def softmax_backward(call: Call) -> Any:
 
 
 def log_softmax_backward(call: Call) -> Any:
-    """Copy what is strided (host_softmax_backward in cuda/SoftMax.cu)."""
+    """Copy a strided gradient or output (host_softmax_backward in cuda/SoftMax.cu)."""
     out = call.results()
     call.hold(*map(copy_bytes, call.args[:2]))
     return out
@@ -140,7 +136,7 @@ def logsumexp(call: Call) -> Any:
 
 
 def log_sigmoid(call: Call) -> Any:
-    """Keep no buffer for backward, as the CPU's kernel does (log_sigmoid_forward_cuda in Activation.cpp)."""
+    """Keep no buffer for backward, unlike the CPU's kernel (log_sigmoid_forward_cuda in Activation.cpp)."""
     source = call.args[0]
     return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
 
@@ -176,7 +172,7 @@ _BAG_ARGUMENTS = (
 
 
 def embedding_bag(call: Call) -> Any:
-    """Return the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
+    """Return output, the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
     given = {**dict(zip(_BAG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
     weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given.get("mode", 0)
     n_bags, width = offsets.numel() - bool(given.get("include_last_offset")), weight.shape[1]
@@ -189,9 +185,9 @@ def gradient_sum(call: Call) -> Any:
     """Add a gradient to an earlier one of the same tensor in place, as autograd does.
 
     For fake tensors and under modes autograd makes a new tensor, because it cannot tell that only it holds the earlier
-    one. In a network with residual connections that is one more activation, while both others exist. A sum within a
-    formula of backward looks the same, and so does one whose first gradient another branch still needs. A view holds
-    its base too (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
+    one. In a network with residual connections that is one more activation, while both others exist. Two other sums
+    cannot be told from this one: those within a formula of backward, and those whose first gradient another branch
+    still needs. A view holds its base too (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
     """
     total, gradient = call.args[:2]
     is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()
@@ -207,7 +203,7 @@ def _are_alike(total: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the number of elements from a tensor's first in memory to its last: a dense tensor has no more itself."""
+    """Return the number of elements that a tensor spans in memory; a dense tensor spans only its own elements."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

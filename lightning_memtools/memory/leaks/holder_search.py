@@ -1,4 +1,4 @@
-"""Finds who holds living tensors, place by place."""
+"""Finds who holds living tensors, container by container."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Holding:
     Attributes:
         holder: The object.
         tensors: The number of tensors of each shape and type.
-        n_bytes: The memory that they occupy on the device, with what their graphs have saved.
+        n_bytes: The memory that they occupy on the device, with the tensors that their graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
-        owners: The number of models and optimizers of other runs among what it holds, by name: {"model Net": 3}.
+        owners: The number of models and optimizers of other runs that the object holds, by name: {"model Net": 3}.
         piles_up: True if several tensors are in a container without a limit of its own, or carry autograd graphs.
-        is_of_run: True if the model, its callbacks or its Trainer hold it.
-        made_at: Where the largest of the tensors was made, such as "at train.py:31"; "" where it is not known.
+        is_of_run: True if the object belongs to the run: the model, its callbacks or its Trainer.
+        made_at: Where the largest of the tensors was made, such as "at train.py:31"; "" if it is not known.
     """
 
     holder: TensorHolder
@@ -72,7 +72,7 @@ class Holding:
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
-        """Return the holding of a pile, with the bytes that its graphs have saved."""
+        """Return the holding of a pile of tensors, whose graphs have saved `saved_bytes`."""
         kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
         is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         piles_up = is_pile and not is_expected(holder, pile)
@@ -92,7 +92,7 @@ class Holding:
 
 
 class HolderSearch:
-    """Finds who holds tensors, and takes those that were found out of `remaining`.
+    """Finds who holds tensors, and removes the tensors whose holder is found from `remaining`.
 
     Args:
         living: The tensors.
@@ -109,14 +109,14 @@ class HolderSearch:
     def piles(
         self, among: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool], *, end: float = math.inf
     ) -> Iterator[tuple[TensorHolder | None, list[LivingTensor]]]:
-        """Take tensors out of `remaining`, the kinds with the most bytes first, and yield them with who holds them.
+        """Yield holders with the tensors that each of them holds, the kinds with the most bytes first.
 
-        The holder is None for those that no Python object holds.
+        The holder is None for tensors that no Python object holds. The tensors are removed from `remaining`.
 
         Args:
-            among: The tensors to search for; what lies in the same place as one of them is taken too.
-            is_pile: Returns whether the tensors that a function or generator holds are many enough to name it.
-                Otherwise what holds the function is named, since each of many functions may hold one.
+            among: The tensors to search for; other tensors in the same container as one of them are yielded too.
+            is_pile: Returns whether a function or generator holds enough tensors to be named. Otherwise the holder of
+                the function is named, since each of many functions may hold one tensor.
             end: The processor time of this thread after which no further holder is looked for.
         """
         least = LEAST_SHARE * bytes_of(among)
@@ -158,7 +158,7 @@ class HolderSearch:
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)
 
     def _in_place_of(self, holder: TensorHolder | None, held: Any) -> list[LivingTensor]:
-        """Return the remaining tensors that are held for the same reason as this one, itself among them."""
+        """Return the remaining tensors in the same container as this one, itself included."""
         there = [held] if holder is None else [held, *holder.holds()]
         found = (storage_of(one) for one in there if is_a(one, Tensor))
         keys = dict.fromkeys(one[0] for one in found if one is not None)
@@ -166,7 +166,7 @@ class HolderSearch:
 
 
 def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
-    """Return whether growth in a place is expected: it has a limit, or it is bookkeeping of Lightning."""
+    """Return whether growth of a pile is expected: its container has a limit, or it is bookkeeping of Lightning."""
     owner = type(holder.root).__module__
     bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)
@@ -184,7 +184,7 @@ def names_of_run(model: nn.Module, others: Iterable[Any]) -> dict[int, str]:
 
 
 def names_of_variables() -> dict[int, str]:
-    """Return the names of local variables of the user's running functions, by the id of the object in each."""
+    """Return the names of the local variables of the user's running functions, by the id of their objects."""
     names: dict[int, str] = {}
     frame = inspect.currentframe()
     while frame is not None:

@@ -50,7 +50,7 @@ class ReferenceStep:
 
     Attributes:
         kind: The kind of the reference.
-        key: The name of the attribute or variable, the key of the dict, or the index; None where there is none.
+        key: The name of the attribute or variable, the key of the dict, or the index; None if there is none.
     """
 
     kind: ReferenceKind
@@ -58,7 +58,7 @@ class ReferenceStep:
 
     @property
     def is_element(self) -> bool:
-        """True where the holder is a container, so that its other elements are held for the same reason."""
+        """True if the holder is a container, so that its other elements are held for the same reason."""
         return self.kind in {ReferenceKind.KEY, ReferenceKind.INDEX, ReferenceKind.MEMBER}
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
 
 
 def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
-    """Yield what the root holds along the steps, and all other elements of the containers on the way."""
+    """Yield the objects that steps lead to from a root; at a container, from each of its elements."""
     if not steps:
         yield root
         return
@@ -107,7 +107,7 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
 
 
 def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
-    """Yield the references that an object's code can spell, with what they lead to."""
+    """Yield an object's references that code can spell, each with the object that it leads to."""
     if is_a(holder, dict):
         yield from ((ReferenceStep(ReferenceKind.KEY, key), held) for key, held in list(holder.items()))
     elif is_a(holder, (list, tuple, deque)):
@@ -141,7 +141,7 @@ def namespace_of(holder: Any) -> dict[str, Any] | None:
 
 
 def content_of(cell: CellType) -> Any:
-    """Return the value of a closure's variable; None where it has none."""
+    """Return the value of a closure's variable; None if it has none."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet, or was deleted
@@ -176,7 +176,7 @@ class TensorHolder:
 
     @property
     def container_path(self) -> str:
-        """The expression for the first list, dict or set on the way, such as ``"MyModel.outputs"``, else the tensor."""
+        """The expression for the first list, dict or set on the way, such as ``"MyModel.outputs"``; else as `path`."""
         return self._spelled(self._steps_to_container())
 
     @property
@@ -221,13 +221,13 @@ def names_of_modules(model: nn.Module) -> dict[int, str]:
 def find_holder(
     held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = (), past_functions: bool = False
 ) -> TensorHolder | None:
-    """Find the nearest object with a name that holds another: a known object, a global, a class or a closure.
+    """Find the nearest object with a name that holds the given one: a known object, a global, a class or a closure.
 
     Args:
         held: The object that is held.
         names: The names of known objects by identity, as `names_of_modules` returns them.
         ignore: Containers of the caller that hold the object too.
-        past_functions: Find what holds the function or generator, where one of these holds the object.
+        past_functions: If a function or generator holds the object, find the holder of this one instead.
 
     Returns:
         The holder; None if Python's garbage collector sees none. Local variables of running functions do not count, and
@@ -271,7 +271,7 @@ def find_holder(
 
 
 def is_ours(root: Any) -> bool:
-    """Return whether an object with a name is of this package, so that the user's own are named before it."""
+    """Return whether a holder belongs to this package; the user's holders are named before it."""
     kind = root if is_a(root, (FunctionType, type)) else type(root)
     name = root.get("__name__") if is_a(root, dict) else kind.__module__
     return str(name).startswith(_OURS)
@@ -341,7 +341,7 @@ def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
 
 
 def _running_frames() -> set[int]:
-    """Return the frames of this thread's functions, ours among them. Frames that are not running are in tracebacks."""
+    """Return the ids of the frames of this thread's running functions. All other frames are in tracebacks."""
     frames: set[int] = set()
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Finds who holds what lies on a device and belongs neither to the model in training nor to its optimizers."""
+"""Finds who holds memory of a device that belongs neither to the model in training nor to its optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Holdings:
     """All that was found on a device beside what the model and its optimizers own. Sizes in bytes.
 
     Attributes:
-        found: Who holds it, the user's own objects before those of this package, and the largest first.
+        found: The holdings: those of the user's objects, then those of this package's, each largest first.
         garbage_bytes: Bytes that a collection of garbage freed: nobody held them any more.
     """
 
@@ -38,11 +38,11 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class BlockNotes:
-    """The notes of a recording on a tensor's block, where there is a recording.
+    """The notes that a recording of the allocator has on a tensor's block; by default there is no recording.
 
     Attributes:
         is_young: Returns True if the tensor was allocated since the present batch began.
-        made_at: Returns where the tensor was made, such as "at train.py:31"; "" where it is not known.
+        made_at: Returns where the tensor was made, such as "at train.py:31"; "" if it is not known.
     """
 
     is_young: Callable[[Tensor], bool] = lambda _: False
@@ -59,10 +59,10 @@ def find_holdings(
     notes: BlockNotes | None = None,
     seconds: float = 3.0,
 ) -> Holdings:
-    """Find who holds what lies on a device beside the model, its optimizers and its batch.
+    """Find who holds memory of a device that does not belong to the model, its optimizers or its batch.
 
-    Tensors are counted once each, with all that shares their storage. What running functions of the user's hold counts
-    too, and is found by the variable's name.
+    Tensors that share a storage count once. Tensors in variables of the user's running functions count too, under the
+    name of the variable.
 
     Args:
         on_device: Tells which tensors count.
@@ -94,9 +94,9 @@ def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) 
 
 
 class _HoldingSearch:
-    """Takes tensors out of `remaining`, and puts what holds them into `_found`.
+    """Takes tensors out of `remaining`, and puts their holdings into `_found`.
 
-    Those that only C++ holds go to `unheld`. They may be part of a graph, and are then counted with its tensor.
+    Tensors that only C++ holds go to `unheld`. If an autograd graph has saved them, they count with the graph's tensor.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _HoldingSearch:
         self._found: list[Holding] = []
 
     def find_owners(self, own_optimizers: Sequence[Optimizer], end: float) -> None:
-        """Find who holds models and optimizers that are not those of the run."""
+        """Find who holds models and optimizers that do not belong to the run."""
         own = {id(one) for one in own_optimizers}
         living = instances_of(nn.Module, Optimizer)
         modules = outermost([one for one in living if is_a(one, nn.Module)])
@@ -163,7 +163,7 @@ class _HoldingSearch:
         )
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that the graphs of tensors have saved, where nothing in Python was found to hold them."""
+        """Return the bytes that the graphs of tensors have saved and that no Python object is known to hold."""
         total = 0
         for tensor in tensors:
             for saved in _saved_by(tensor, self._nodes):
@@ -176,7 +176,7 @@ class _HoldingSearch:
         return total
 
     def joined(self) -> list[Holding]:
-        """Return one holding for each container, the user's own before ours, and the largest first."""
+        """Return one holding per container: the user's, then those of this package, each largest first."""
         by_path: dict[str, list[Holding]] = {}
         for one in self._found:
             by_path.setdefault(one.path, []).append(one)
@@ -189,7 +189,7 @@ class _HoldingSearch:
 
 
 def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that the graph of a tensor has saved, without those of the nodes seen before.
+    """Yield the tensors that a tensor's graph has saved, and add its nodes to `seen`; nodes in `seen` are skipped.
 
     Where saved tensors have hooks, as under checkpointing, reading them would run the hooks: they are left out.
     """

@@ -15,16 +15,16 @@ _LONGEST_WAIT = 12
 
 
 class LeakDetector:
-    """Reports what grows in `warn_after` readings in a row. These rules keep it silent in healthy runs.
+    """Reports tensors that pile up in `warn_after` readings in a row. These rules keep it silent in healthy runs.
 
     * What the model and its optimizers own does not count, whenever it is allocated.
     * Tensors count if some from each of these intervals are still there, in the same place. So nothing that is replaced
       is reported, whatever its size: the last batch, the last outputs, running means.
     * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
       of the growth: sizes that vary by chance sometimes rise three times in a row too.
-    * What no Python object holds does not count: its own place is not known, and nothing could be advised.
+    * What no Python object holds does not count: there is no holder to name, and nothing to advise.
     * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
-    * Tensors that pile up and may wait count after twelve readings: a cache that fills in ten epochs has stopped then.
+    * Growth that may wait is reported after twelve readings: a cache that fills in ten epochs has stopped by then.
 
     Args:
         on_device: Tells which tensors count.
@@ -57,7 +57,7 @@ class LeakDetector:
         Args:
             unaccounted_bytes: The allocated memory without what is owned.
             owned: The memory that the model and its optimizers own.
-            collect: Collects garbage and returns the first figure again; it is called before anything is reported.
+            collect: Collects garbage and returns the unaccounted bytes; it is called before anything is reported.
 
         Returns:
             The report of a leak, once; otherwise None.

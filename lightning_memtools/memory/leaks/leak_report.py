@@ -40,7 +40,8 @@ class LeakReport:
         lines = [growth, "What piles up:"]
         for finding in self.findings:
             lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {how_to_free(finding)}."]
-        if any(_may_be_filling_up(finding) for finding in self.findings):
+        # A container of plain tensors may be a buffer of a fixed length.
+        if any(one.holder.container_path != one.holder.path and not one.with_graph for one in self.findings):
             lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
         lines.append("This warning is given once.")
         return "\n".join(lines)
@@ -56,23 +57,10 @@ def _place(finding: Holding) -> str:
     return f"{holder.container_path}{holder.place} (a {type(container).__name__}{size}{one})"
 
 
-def _may_be_filling_up(finding: Holding) -> bool:
-    """Return whether a container holds plain tensors, as a buffer of a fixed length does until it is full."""
-    is_element = any(step.is_element for step in finding.holder.steps)
-    return is_element and not finding.with_graph
-
-
 def _contents(finding: Holding) -> str:
     kinds = [f"{count} of shape {shape} {dtype}" for (shape, dtype), count in finding.tensors.items()]
-    count = sum(finding.tensors.values())
-    tensors = f"{count} tensor{'s' if count > 1 else ''}"
-    if len(kinds) == 1:
-        tensors += kinds[0].removeprefix(str(count))
-    else:
-        others = ", and other shapes" if len(kinds) > _MAX_KINDS else ""
-        tensors += f" ({', '.join(kinds[:_MAX_KINDS])}{others})"
+    others = ", and other shapes" if len(kinds) > _MAX_KINDS else ""
+    graph = "without autograd graphs"
     if finding.with_graph:
         graph = f"{finding.with_graph} of them with an autograd graph and all that it saved"
-    else:
-        graph = "without autograd graphs"
-    return f"{tensors}, {format_size(finding.n_bytes)}, {graph}"
+    return f"tensors ({', '.join(kinds[:_MAX_KINDS])}{others}), {format_size(finding.n_bytes)}, {graph}"

@@ -86,7 +86,7 @@ class TensorCensus:
         return list(living.values())
 
     def restart(self) -> None:
-        """Forget all births."""
+        """Forget when the tensors were first seen."""
         self._births.clear()
         self.number = 0
 
@@ -100,16 +100,16 @@ def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | No
 
 
 def blocks_to_walk() -> int:
-    """Return about how many blocks of memory belong to objects that Python's garbage collector visits.
+    """Return the approximate number of memory blocks of the objects that Python's garbage collector visits.
 
-    This measures the time of a pass over all objects without taking one. Objects that `gc.freeze` has hidden are not
-    visited; with torch and Lightning imported, an object takes about four blocks.
+    From it the time of a pass over all objects is estimated. Objects that `gc.freeze` has hidden are not visited; with
+    torch and Lightning imported, an object takes about four blocks.
     """
     return max(0, sys.getallocatedblocks() - 4 * gc.get_freeze_count())
 
 
 def largest_signatures(living: Iterable[LivingTensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return the signatures (shape and type) of the tensors that take the most bytes, the largest first."""
+    """Return the signatures (shape and type) whose tensors take the most bytes together, largest first."""
     sizes: Counter[tuple[torch.Size, torch.dtype]] = Counter()
     for one in living:
         sizes[one.signature] += one.n_bytes
@@ -122,6 +122,6 @@ def bytes_of(pile: Sequence[LivingTensor]) -> int:
 
 
 def count_by_kind(tensors: Iterable[Tensor]) -> dict[tuple[tuple[int, ...], str], int]:
-    """Return the number of tensors of each shape and type, the most frequent first, of equals the largest first."""
+    """Return the number of tensors of each shape and type, sorted by frequency and then size, largest first."""
     counts = Counter((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
     return dict(sorted(counts.items(), key=lambda kind: (-kind[1], -math.prod(kind[0][0]))))

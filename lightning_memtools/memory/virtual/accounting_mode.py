@@ -17,6 +17,7 @@ from lightning_memtools._torch import (
     OperatorMode,
     in_backward,
     own_tensors,
+    run_composite,
     storage_id,
     stores_gradient,
     without_torch_function,
@@ -28,7 +29,7 @@ from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import LedgerEntry, VirtualLedger
 from lightning_memtools.memory.virtual.module_scopes import OUTSIDE, ModuleNames, ModuleScopes
-from lightning_memtools.memory.virtual.operators import OperatorKind, compose, is_matmul, kind_of
+from lightning_memtools.memory.virtual.operators import OperatorKind, is_matmul, kind_of
 from lightning_memtools.memory.virtual.storages import flat, on_device, parts, storage_key, storages_of
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) handle an operator first, and the
@@ -38,18 +39,18 @@ _kinds: dict[Any, OperatorKind] = {}
 _ZEROS = torch.ops.aten.zeros.default
 
 FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Return the result of an operator for its arguments, or NotImplemented where the operator itself has to run."""
+"""Returns the result of an operator for its arguments, or NotImplemented if the operator itself has to run."""
 
 
 class AccountingMode(OperatorMode):
     """Counts the storages that operators make in one thread. Threads share the ledger.
 
-    An operator goes to the interceptors, one after the other, of which each may return its result. If none does, it
-    runs (`run`), and the storages that it made are entered in the ledger (`account`).
+    An operator goes to the interceptors in turn, until one of them returns its result. If none does, the operator runs
+    (`run`), and the storages that it made are entered in the ledger (`account`).
 
     Attributes:
         place: The module calls that this thread is in.
-        silent: If it is above zero, new storages are host memory.
+        silent: The depth of `silence`. Above zero, new storages are host memory.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Charge storages to a module from its call on, and return the depth for `ModuleScopes.leave_to` afterwards."""
+        """Begin a module's call, to which new storages are charged; return the depth for `ModuleScopes.leave_to`."""
         place = self.place
         # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
@@ -175,14 +176,6 @@ class AccountingMode(OperatorMode):
         """Free the memory of an entry, such as that of a copied batch."""
         self._ledger.forget(entry)
 
-    def enter_new(self, tensor: torch.Tensor) -> None:
-        """Enter a tensor that was made by a function that is not an operator.
-
-        Raises:
-            torch.OutOfMemoryError: The device has too little memory.
-        """
-        self.account(OperatorKind.LIFTED, tensor, (), {})
-
     def enter_resized(self, storage: torch.UntypedStorage) -> None:
         """Give a storage that was resized without an operator a block of its new size.
 
@@ -231,12 +224,12 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result."""
+        """Return an operator's result: a known one, or that of running it."""
         known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
         return func(*args, **kwargs) if known is NotImplemented else known
 
     def account(self, kind: OperatorKind, out: Any, args: Any, kwargs: Any) -> None:
-        """Enter the storages of an operator's result that its arguments do not have.
+        """Enter the storages of an operator's result that are not those of its arguments.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -264,7 +257,7 @@ class AccountingMode(OperatorMode):
             return self.run(func, args, kwargs)
         if kind is OperatorKind.COMPOSED:
             with self:
-                return compose(func, args, kwargs)
+                return run_composite(func, args, kwargs)
         if kind in {OperatorKind.RESIZED, OperatorKind.OUT} and not self.silent:
             return self._run_resizing(kind, func, args, kwargs)
         out = self.run(func, args, kwargs)
@@ -278,7 +271,7 @@ class AccountingMode(OperatorMode):
         return out
 
     def _is_count_of_steps(self, kind: OperatorKind, func: Any, args: Any) -> bool:
-        """Return whether a new optimizer made a count of its steps, which stays in host memory beside a GPU."""
+        """Return whether an operator makes an optimizer's count of steps, which stays in host memory beside a GPU."""
         if not (self._cuda_like and self.place.in_step):
             return False
         return kind is OperatorKind.LIFTED or (func is _ZEROS and self.place.counts_on_host and not args[0])
@@ -354,4 +347,4 @@ def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 FindMode = Callable[[], AccountingMode | None]
-"""Return the accounting mode of the thread that it is called in; None where there is none."""
+"""Returns the accounting mode of the calling thread; None if it has none."""

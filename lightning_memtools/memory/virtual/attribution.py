@@ -1,4 +1,4 @@
-"""Finds the owners of memory by going through modules and optimizers, and puts these on the device."""
+"""Finds the owners of memory by going through modules and optimizers, and puts their tensors on the device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a leaf's gradient, or None. For other tensors it is None too, because torch warns when it is read."""
+    """Return a leaf's gradient; None if it has none, and for other tensors, whose `grad` torch warns about."""
     return parameter.grad if parameter.is_leaf else None
 
 
@@ -88,7 +88,7 @@ def enter_all(
     Args:
         thing: The tensor, module or optimizer.
         enter: Enters a tensor.
-        flatten: Moves a module's weights into one buffer, which it enters before these are freed; None to leave them.
+        flatten: Moves a module's weights into one buffer, and enters that before it frees them; None to leave them.
     """
     if isinstance(thing, nn.Module):
         # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after

@@ -40,7 +40,7 @@ def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMem
 
 
 def cuda_size(n_bytes: int) -> str:
-    """Return a size as the CUDA allocator prints it: with two decimals, and in the smaller unit up to 1024 of it."""
+    """Return a size as the CUDA allocator prints it: in the smallest unit that gives at most 1024, to two decimals."""
     if n_bytes <= KIB:
         return f"{n_bytes} bytes"
     if n_bytes <= MIB:

@@ -50,8 +50,8 @@ class VirtualDevice:
 
     While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
     allocator. The device also works over fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
-    computed. It does not change results: without `cuda_like`, weights and random numbers are bitwise the same as
-    without it.
+    computed. Without `cuda_like` it changes no results: weights and random numbers are bitwise the same as without a
+    device.
 
     A storage counts once: from the moment that an operator makes or resizes it, or that it is tracked, until it is
     freed. A batch counts when its data loader yields it; datasets are host memory.
@@ -97,20 +97,6 @@ class VirtualDevice:
             "cuda_like": cuda_like,
             "record": record,
         }
-        self._set_up(**self._options)
-
-    def _set_up(
-        self,
-        *,
-        capacity: str | int | None,
-        allocator: str,
-        context: str | int | None,
-        used_by_others: str | int,
-        cublas_workspace: str | int,
-        cuda_like: bool,
-        record: bool,
-    ) -> None:
-        """Set all state to that of a device that was never entered."""
         self._capacity = None if capacity is None else parse_capacity(capacity)
         self._context = _size_of("context", context) if context is not None else context_bytes(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
@@ -184,7 +170,7 @@ class VirtualDevice:
         mode.__exit__(kind, error, traceback)
 
     def host(self) -> AbstractContextManager[None]:
-        """Treat tensors that this thread makes within as host memory, which does not count: for building data sets."""
+        """Return a context in which this thread's new tensors are host memory and do not count, as for data sets."""
         mode = _mode_here()
         return nullcontext() if mode is None else mode.silence()
 
@@ -256,7 +242,7 @@ class VirtualDevice:
         return any(find(storage_key(part)) is not None or find(-id(part)) is not None for part in parts(tensor))
 
     def address_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the address of a tensor's block on the device, by which snapshots name it; None where it has none."""
+        """Return the address of a tensor's block on the device, by which snapshots name it; None if it has none."""
         entries = (self._ledger.find(storage_key(part)) for part in parts(tensor))
         return next((entry.block.address for entry in entries if entry is not None), None)
 
@@ -273,15 +259,15 @@ class VirtualDevice:
     # --- listening, and rules of operators
 
     def listen(self, listener: DeviceListener) -> None:
-        """Tell a listener of every operator, module call, allocation and free once the device is entered again."""
+        """Call a listener at every operator, module call, allocation and free, once the device is entered again."""
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
-        """Call rules in place of operators once the device is entered again."""
+        """Call these rules in place of their operators, once the device is entered again."""
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
-        """Ask a function for the results of operators before these are run, once the device is entered again.
+        """Ask a function for the result of each operator before it is run, once the device is entered again.
 
         It is asked in the thread that enters the device; other threads run every operator.
         """
@@ -397,8 +383,7 @@ class VirtualDevice:
         return self._options
 
     def __setstate__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._set_up(**options)
+        VirtualDevice.__init__(self, **options)
 
     def __repr__(self) -> str:
         defaults = {"capacity": None, **(type(self).__init__.__kwdefaults__ or {})}
@@ -419,7 +404,7 @@ class VirtualDevice:
     def reset_in_fork(self) -> None:
         """Reset the device to one that was never entered, so that a forked rank can enter it."""
         self._leave()
-        self._set_up(**self._options)
+        VirtualDevice.__init__(self, **self._options)
 
     def _new_mode(self, result_of: FindResult | None = None) -> AccountingMode:
         return AccountingMode(
@@ -474,7 +459,7 @@ class VirtualDevice:
 
 
 def _mode_here() -> AccountingMode | None:
-    """Return the mode that counts in this thread; None if there is none."""
+    """Return the accounting mode of this thread; None if it has none."""
     return getattr(_here, "mode", None)
 
 
@@ -502,7 +487,7 @@ def host_memory() -> AbstractContextManager[None]:
 
 
 def put_on_device(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Count a model and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be. Idempotent.
+    """Put a model and its optimizers on the active VirtualDevice, if there is one, as on a GPU. Idempotent.
 
     Call it when fit, validation, test or predict begins, and again once optimizer state is restored.
     """

@@ -26,7 +26,7 @@ class LedgerEntry(weakref.ref[Any]):
         n_bytes: The storage's size when the block was allocated.
         category: The purpose of the storage.
         module: The module that it is charged to.
-        serial: The number of blocks that had been allocated when its own was.
+        serial: The number of its block in the order of allocation.
     """
 
     # It subclasses the reference, which makes one object per storage in place of three.
@@ -41,7 +41,7 @@ class LedgerEntry(weakref.ref[Any]):
 
 
 class DeviceListener:
-    """Receives the events of a `VirtualDevice`, and ignores those that a subclass does not take; see its `listen`."""
+    """Receives the events of a `VirtualDevice`; see its `listen`. A subclass overrides the methods that it needs."""
 
     def on_operator(self, operator: Any) -> None:
         """Called before an operator runs."""
@@ -236,11 +236,6 @@ class VirtualLedger:
             if was_on:
                 gc.enable()
         self._settle_late()
-
-    def bytes_now(self) -> list[int]:
-        """Return the allocated bytes per category."""
-        self.settle()
-        return list(self._bytes)
 
     def bytes_at_peak(self) -> list[int]:
         """Return the bytes per category at the peak since the last `reset_peaks`."""

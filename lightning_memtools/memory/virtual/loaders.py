@@ -1,4 +1,4 @@
-"""Counts the batches of data loaders; datasets, and all that loaders do until they yield, are host memory."""
+"""Counts the batches that data loaders yield; data sets and all else that loaders make are host memory."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def _leaves_dataset_on_host(original: Any, find: FindMode) -> Any:
 
 
 def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[LedgerEntry]:
-    """Enter a batch as moving it to a GPU would: storages of its own as they are, and else one copy per tensor.
+    """Enter a batch as moving it to a GPU would: storages that only the batch has as they are, other tensors as copies.
 
     Args:
         mode: The accounting mode of this thread.
         batch: The batch.
-        made: The storages that were made while it was fetched.
-        from_workers: Worker processes sent the batch, so all its storages are its own.
+        made: The keys of the storages that were made while it was fetched.
+        from_workers: Whether worker processes sent the batch, so that only the batch has its storages.
 
     Returns:
-        The copies.
+        The entries of the copies.
 
     Raises:
         torch.OutOfMemoryError: The device has too little memory.

@@ -25,7 +25,7 @@ class ModuleScopes:
     Attributes:
         scopes: The calls, innermost last: paths of modules that are being called, `OPTIMIZER` within an optimizer's
             step, `OUTSIDE` within a closure that a step calls.
-        counts_on_host: True if the optimizer of the last step makes counts of steps that belong in host memory.
+        counts_on_host: True if the optimizer of the last step keeps its counts of steps in host memory.
     """
 
     def __init__(self, ledger: VirtualLedger) -> None:
@@ -41,8 +41,7 @@ class ModuleScopes:
     def leave_to(self, depth: int) -> None:
         """Remove the scopes from this depth on, whose calls have returned or raised."""
         del self.scopes[depth:]
-        if self._ledger.listener is not None:
-            self.tell_listener()
+        self.tell_listener()
 
     def leave_step(self) -> None:
         """Remove the scope of the optimizer's step, if this thread is in one, which has returned or raised."""
@@ -61,7 +60,7 @@ class ModuleScopes:
         return None if scope is OUTSIDE or scope is OPTIMIZER else scope
 
     def purpose(self, args: Any, kwargs: Any) -> tuple[Category, str]:
-        """Return the category and the module of what an operator with these arguments allocates now."""
+        """Return the category and the module of the memory that an operator with these arguments allocates now."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         if current_graph_task() != -1:
             if isinstance(current_autograd_node(), AccumulateGrad):

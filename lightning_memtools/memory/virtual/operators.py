@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools._torch import OpOverload, has_kernel, operator_schema, run_composite
+from lightning_memtools._torch import OpOverload, has_kernel, operator_schema
 
 
 class OperatorKind(Enum):
@@ -60,11 +60,6 @@ def kind_of(func: Any) -> OperatorKind:
 def is_matmul(func: Any) -> bool:
     """Return whether cuBLAS computes this operator on a GPU."""
     return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
-
-
-def compose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of `OperatorKind.COMPOSED` as the operators that it consists of."""
-    return run_composite(func, args, kwargs)
 
 
 def _is_composed(func: OpOverload) -> bool:

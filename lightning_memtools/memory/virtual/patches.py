@@ -55,7 +55,7 @@ class Patches:
 
 
 def behave_like_cuda(patches: Patches) -> None:
-    """Act as on CUDA: dropout keeps a bool mask; optimizers may be capturable, and use foreach unless told not to.
+    """Act as on CUDA: dropout keeps a bool mask; optimizers may be capturable, and use foreach by default.
 
     On CPU tensors, dropout keeps its mask in the input's type and draws other random numbers for it, and optimizers
     update one parameter after the other. So a run differs from one without this by its dropout masks and by rounding.
@@ -109,7 +109,7 @@ class EagerCompilation:
         patches.replace(torch, "compile", make)
 
     def say(self) -> None:
-        """Warn at the first call."""
+        """Warn, at the first call only, that compiled code runs eagerly."""
         if self._said:
             return
         self._said = True

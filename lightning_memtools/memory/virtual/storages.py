@@ -27,7 +27,7 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold a tensor's data, each with one storage.
 
     Dense, quantized and nested tensors are their own part. Sparse ones have indices and values, and wrapper subclasses
-    (DTensor, jagged nested tensors) have the tensors that they wrap. A warning names each other kind once.
+    (DTensor, jagged nested tensors) have the tensors that they wrap. Other kinds are skipped, with one warning each.
     """
     if is_lazy(tensor):  # has no shape yet
         return

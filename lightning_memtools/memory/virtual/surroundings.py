@@ -22,11 +22,12 @@ from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, Fi
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
+from lightning_memtools.memory.virtual.operators import OperatorKind
 from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Tell the accounting mode of every module call and its arguments."""
+    """Report every module call, with its arguments, to the accounting mode."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +71,7 @@ _COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelt
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Tell the accounting mode when an optimizer's step runs, without the closure that the step may call."""
+    """Report the begin and end of optimizers' steps, and of the closures that they call, to the accounting mode."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
@@ -144,7 +145,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
             out = original(*args, **kwargs)
             mode = find()
             if mode is not None:
-                mode.enter_new(out)
+                mode.account(OperatorKind.LIFTED, out, (), {})
             return out
 
         return construct
@@ -157,7 +158,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
-    """Count in threads that a counting thread starts. Autograd itself activates the mode in its own threads."""
+    """Count storages in threads that a counting thread starts. Autograd activates the mode in its threads itself."""
 
     def make(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
