@@ -349,9 +349,9 @@ def costs() -> dict[str, Any]:
                 with_it = step_ms(*make(), asked=name == "`memtools run`")
                 bare.append(step_ms())
                 ratios[name].append(with_it / statistics.mean(bare[-2:]))
-        name = f"width {width}, {layers} layers, batch {batch}"
-        found[name] = {"bare_step_ms": spread(bare), **{name: spread(ratio) for name, ratio in ratios.items()}}
-        print(name, found[name], flush=True)
+        found[f"width {width}, {layers} layers, batch {batch}"] = {"bare_step_ms": spread(bare)} | {
+            name: spread(ratio) for name, ratio in ratios.items()
+        }
     return found
 
 
@@ -372,15 +372,11 @@ def searches() -> dict[str, Any]:
                 run = trainer_for(
                     type(model), root, tuner, max_steps=50, limit_val_batches=0, accelerator="cuda", devices=1
                 )
-                begin = time.perf_counter()
                 try:
                     run.fit(model)
                 except torch.OutOfMemoryError:
                     outcome = f"out of memory in step {run.global_step}"
-            n_trials = 0 if tuner.result is None else len(tuner.result.trials)
-            found[f"{name}, {gib} GiB"] = {"size": model.batch_size, "trials": n_trials, "outcome": outcome,
-                                           "seconds": round(time.perf_counter() - begin, 1)}  # fmt: skip
-            print(name, gib, found[f"{name}, {gib} GiB"], flush=True)
+            found[f"{name}, {gib} GiB"] = {"size": model.batch_size, "outcome": outcome}
             del model, run, tuner
             clean_up()
     torch.cuda.set_per_process_memory_fraction(1.0)

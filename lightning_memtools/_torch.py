@@ -113,9 +113,8 @@ class FakeMaker:
             kept = value.clone()
             fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
         fake.constant = kept
-        converter = self._mode.fake_tensor_converter
-        converter.set_tensor_memo(kept, fake)
-        converter.add_constant_storage_mapping(fake)
+        self._mode.fake_tensor_converter.set_tensor_memo(kept, fake)
+        self._mode.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake
 
 
@@ -388,8 +387,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
     Raises:
         RuntimeError: The allocator is not torch's own (cudaMallocAsync, pluggable ones), and keeps no history.
     """
-    context = "alloc" if stacks else None
-    torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=max_entries)
+    torch.cuda.memory._record_memory_history("all", "alloc" if stacks else None, "python", max_entries)
 
 
 def stop_cuda_history() -> None:

@@ -139,7 +139,9 @@ class FailureCapture:
         self._first: dict[tuple[bool, bool], tuple[MemoryAtBatchStart, int]] = {}
         self._ran: defaultdict[str, BatchesBefore] = defaultdict(BatchesBefore)  # by stage
         self._most_inputs: defaultdict[str, int] = defaultdict(int)  # in bytes, by stage
-        self._scarce_from = 0 if self.reader is None else _available(self.reader.stats(), _fraction(self.reader)) // 2
+        stats = MemoryStats() if self.reader is None else self.reader.stats()
+        capacity = stats.capacity or 0
+        self._scarce_from = min(int(_fraction(self.reader) * capacity), capacity - stats.used_by_others) // 2
         self._stop_observing = observe(device, self._observe)
 
     def stop(self) -> None:
@@ -219,11 +221,9 @@ class FailureCapture:
         if reader is None:
             return facts
         owned = owned_by(self._model, self._optimizers(), self.on_device, inputs=self.batch).storages
-        stats, fraction, split, others = reader.stats(), _fraction(reader), None, None
+        stats, fraction, split = reader.stats(), _fraction(reader), None
         if free is not None and stats.capacity is not None and fraction < 1:
             free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
-        if stats.device_used is not None and stats.reserved is not None:
-            others = max(stats.device_used - stats.reserved, 0)
         if stats.allocated is not None:
             owners = (self._model, self._optimizers(), self.on_device)
             split = split_memory(stats.allocated, *owners, batch=self.batch, before=self._before)
@@ -231,7 +231,7 @@ class FailureCapture:
             facts,
             free=free,
             stats=stats,
-            used_by_others=others,
+            used_by_others=None if None in {stats.device_used, stats.reserved} else stats.used_by_others,
             fraction=fraction,
             split=split,
             grown=self._grown(stats),
@@ -249,15 +249,7 @@ class FailureCapture:
         return MemoryGrowth(n_bytes, n_batches) if is_large else None
 
 
-def _available(stats: MemoryStats, fraction: float) -> int:
-    """Return the bytes of the device that this process may reserve; 0 if the capacity is unknown."""
-    if stats.capacity is None:
-        return 0
-    others = max((stats.device_used or 0) - (stats.reserved or 0), 0)
-    return min(int(fraction * stats.capacity), stats.capacity - others)
-
-
-def _fraction(reader: MemoryReader) -> float:
+def _fraction(reader: MemoryReader | None) -> float:
     if isinstance(reader, VirtualDevice):
         return reader.settings.per_process_memory_fraction
     if isinstance(reader, CudaReader):

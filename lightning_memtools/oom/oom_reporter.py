@@ -88,14 +88,10 @@ class OOMReporter:
     ) -> ReportPage:
         """Create the report, write it, print its first lines, and return it.
 
-        Args:
-            facts: The facts captured when memory ran out.
-            capture: The object that captured the facts.
-            read_run: Reads the facts of the run that the checks need.
-            error: The error that ends the run; it gets the first line of the report as a note.
-            done: What was done about the error, if the run goes on; other ranks then get no notice.
+        `error` ends the run, and gets a note that names the report. If the run goes on instead, `done` says what was
+        done, and other ranks get no notice.
         """
-        begin, end = time.monotonic(), time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
+        end = time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
         page = ReportPage(
             facts=facts,
@@ -115,7 +111,6 @@ class OOMReporter:
         snapshot = _tried(page, "The allocator's history", take, None)
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
         _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), end), None)
-        page.seconds = time.monotonic() - begin
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, page.markdown())
         print_on_console(page.console() if is_first else f"{page.headline} {page.file_line()}", soft_wrap=True)
@@ -124,11 +119,7 @@ class OOMReporter:
         return page
 
     def report_other_rank(self, error: BaseException) -> str:
-        """Note on an error that another rank ran out of memory, if one did: this rank only saw a closed connection.
-
-        Returns:
-            The note; "" if no rank ran out of memory.
-        """
+        """If another rank ran out of memory, add a note that says so to this rank's error, and return it; else ""."""
         notice = "" if self.board is None else self.board.read()
         note = f"OOMReport: this error is a consequence of {notice}" if notice else ""
         if note:

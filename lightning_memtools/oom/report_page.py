@@ -40,7 +40,6 @@ class ReportPage:
         top: The number of modules that are listed.
         file: The path of the report, or the reason why there is none.
         snapshot: The path of the memory snapshot, or the reason why there is none.
-        seconds: The time that making the report took.
     """
 
     facts: FailureFacts
@@ -54,7 +53,6 @@ class ReportPage:
     top: int = 10
     file: Path | NotWritten = NO_RUN
     snapshot: Path | str = ""
-    seconds: float | None = None
 
     # --- the short forms
 
@@ -218,5 +216,4 @@ class ReportPage:
                 f"Memory snapshot: `{short_path(str(self.snapshot))}`. `memtools snapshot` makes a page from it that "
                 "shows every block; https://pytorch.org/memory_viz can show it too."
             )
-        took = "" if self.seconds is None else f"This report took {self.seconds:.1f} s."
-        return [snapshot if self.snapshot else "", took]
+        return [snapshot if self.snapshot else ""]
