@@ -7,7 +7,7 @@ import heapq
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,6 @@ from lightning_memtools.state.state_snapshot import StateSnapshot
 _SECONDS = 1.0
 # More than any trial runs.
 _MOST_BATCHES = 1000
-
-WorstCase = Callable[[Any, int], Sequence[int]]
-"""Return the indices of the n samples of a data set that take the most memory, largest first."""
 
 
 class CannotResizeError(ValueError):
@@ -64,35 +61,37 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size, described), None)
 
 
-def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
+def known_sizes(loader: Any) -> SampleSizes | None:
     """Return the sizes of a loader's samples, as far as they could be read; None if they are not needed."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
+    if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     return _measured(loader.dataset)
 
 
-def worst_first(loader: Any, worst_case: WorstCase | None, sizes: SampleSizes | None) -> Any:
+def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return the loader with the samples that take the most memory in every batch; itself where they are unknown.
 
-    The batches are made by the loader's own collate function and workers. The largest samples come from the
-    `worst_case` function, from a method `worst_case(n)` of the data set, or from the sizes.
+    The batches are made by the loader's own collate function and workers. The largest samples come from a method
+    `worst_case(n)` of the data set, or from the sizes.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    n = batch_size_of(loader)
+    if n is None or not _chooses_samples(loader):
         return loader
-    dataset, n = loader.dataset, batch_size_of(loader)
-    if loader.batch_sampler is None or n is None:
-        return loader
-    method = getattr(dataset, "worst_case", None)
-    if worst_case is not None or callable(method):
-        indices = [int(index) for index in (method(n) if worst_case is None else worst_case(dataset, n))]  # type: ignore[misc]
+    method = getattr(loader.dataset, "worst_case", None)
+    if callable(method):
+        indices = [int(index) for index in method(n)]
     else:
         indices = sizes.largest(n) if sizes is not None and sizes.vary else []
     if not indices:
         return loader
     n_batches = min(math.ceil(max(n_samples_of(loader) or 0, n) / n), _MOST_BATCHES)
     return loader_with_batch_sampler(loader, [indices[:n]] * n_batches, n)
+
+
+def _chooses_samples(loader: Any) -> bool:
+    """Return True for a DataLoader whose batches can be made of any samples of its data set."""
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return is_map and loader.batch_sampler is not None
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:

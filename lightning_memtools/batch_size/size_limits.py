@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.memory.peaks import STAGES
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.memory.stats import MemoryReader
@@ -73,7 +72,7 @@ class SizeLimits:
         return self.avoid_single and (size == 1 or rest == 1)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSettings:
     """The arguments of BatchSizeTuner; its docstring describes each.
 
@@ -91,7 +90,6 @@ class TunerSettings:
     max_trials: int
     keep: str
     on_failure: str
-    worst_case: WorstCase | None = None
 
     def __post_init__(self) -> None:
         for name in ("init_val", "max_val", "multiple_of", "effective_batch_size", "max_trials"):

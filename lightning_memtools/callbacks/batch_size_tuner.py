@@ -11,7 +11,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_call, running_stage
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
-from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
 from lightning_memtools.memory.error_frames import in_one_line
@@ -60,9 +59,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     Raises:
         ValueError: An argument is out of its range.
     """
-
-    worst_case: WorstCase | None = None
-    """A function (data set, n) -> indices of the n samples that take the most memory; trials use these samples."""
 
     stages: Sequence[str]
     takes_part_in_trials = False
@@ -136,7 +132,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._tuning.accumulate = state_dict.get("accumulate")
 
     def _run(self, search: Callable[..., BatchSizeResult | None], trainer: Trainer, *arguments: Any) -> None:
-        self._tuning.settings.worst_case = self.worst_case
         try:
             self.result = search(trainer, *arguments) or self.result
         except Exception as error:
@@ -157,7 +152,6 @@ def tune_batch_size(
     *,
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
-    worst_case: WorstCase | None = None,
     **arguments: Any,
 ) -> BatchSizeResult:
     """Find the largest batch that fits without training; model, Trainer and data are ready for a fit afterwards.
@@ -171,14 +165,13 @@ def tune_batch_size(
         datamodule: As for `trainer.fit`.
         train_dataloaders: As for `trainer.fit`.
         val_dataloaders: As for `trainer.fit`.
-        worst_case: A function (data set, n) -> indices of the n samples that take the most memory.
         **arguments: Those of BatchSizeTuner.
 
     Raises:
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
     """
     tuner = BatchSizeTuner(**arguments)
-    tuner.worst_case, tuner.ends_before_training = worst_case, True
+    tuner.ends_before_training = True
     callbacks, streams = callbacks_of(trainer), StateSnapshot([train_dataloaders, val_dataloaders])
     trainer.callbacks = [*callbacks, tuner]  # type: ignore[attr-defined]
     try:

@@ -321,13 +321,13 @@ class TrialRunner:
 
     def _take_largest(self, stage: Stage) -> None:
         """Have each of a stage's loaders give the batch that takes the most memory, now that ranks have shared them."""
-        position, worst_case = itertools.count(), self._settings.worst_case
+        position = itertools.count()
 
         def change(loader: Any) -> Any:
             key = stage, next(position)
             if key not in self.sample_sizes:
-                self.sample_sizes[key] = known_sizes(loader, worst_case)
-            return worst_first(loader, worst_case, self.sample_sizes[key])
+                self.sample_sizes[key] = known_sizes(loader)
+            return worst_first(loader, self.sample_sizes[key])
 
         loop = loop_of(self.trainer, stage)
         replace_loaders(loop, change)
