@@ -13,8 +13,7 @@ from torch import nn
 
 from lightning_memtools._torch import StatisticsNorm
 from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
-from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
-from lightning_memtools.checkpointing.exact_recomputation import recomputed, updates_statistics
+from lightning_memtools.checkpointing.exact_recomputation import DrawnStreams, recomputed, updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import WithoutCaches, holds_cache, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.checkpointing.repetition_proof import (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -18,12 +20,16 @@ from lightning_memtools._torch import (
     tree_flatten,
     tree_unflatten,
 )
-from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, Stream, streams_set_to
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.reachable_variables import values_named_in_steps
+from lightning_memtools.state.random_state import generator_state, set_generator_state
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
 _DROPOUTS_BY_NAME = {"StochasticDepth", "DropPath", "DropBlock2d", "PatchDropout", "DropBlock"}
 _RATES = ("p", "drop_prob")
+
+Stream = Any
+"""A random generator of torch, Python or NumPy."""
 
 Run = Callable[[Callable[[Any], None], Any, Any], Any]
 """Runs layers one after the other: calls its first argument with the output of each, and gives the first the others."""
@@ -79,6 +85,59 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module, buffers in reversed(originals):
             for name, tensor in buffers.items():
                 setattr(module, name, tensor)
+
+
+class DrawnStreams:
+    """The streams that layers may draw from besides torch's default ones.
+
+    Args:
+        modules: The layers. Generators that they hold as attributes, or in a list or dictionary that is one, and those
+            that the code of their forward names, are found here; those that a layer makes later are not.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = {id(one): one for one in _values_of(modules) if generator_state(one) is not None}
+        self._own = list(found.values())
+
+    def now(self) -> list[tuple[Stream, Any]]:
+        """Read the state of every stream."""
+        streams = [*_global_streams(), *self._own]
+        return [(stream, generator_state(stream)) for stream in streams]
+
+
+@contextmanager
+def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
+    """While entered, streams continue from these states; on exit, from where they were on entry."""
+    present = [(stream, generator_state(stream)) for stream, _ in states]
+    _set(states)
+    try:
+        yield
+    finally:
+        _set(present)
+
+
+def _set(states: Iterable[tuple[Stream, Any]]) -> None:
+    for stream, state in states:
+        set_generator_state(stream, state)
+
+
+def _global_streams() -> Iterator[Stream]:
+    # The functions of each module are methods of one generator.
+    python: Any = random
+    yield python.getstate.__self__
+    if "numpy" in sys.modules:
+        yield sys.modules["numpy"].random.get_state.__self__
+
+
+def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    kinds: set[type] = set()
+    for module in modules:
+        for value in vars(module).values():
+            yield value
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if type(module) not in kinds:
+            kinds.add(type(module))
+            yield from values_named_in_steps(type(module))
 
 
 class _RunLog:

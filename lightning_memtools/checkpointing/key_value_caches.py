@@ -33,12 +33,6 @@ class WithoutCaches:
             return self._inner(*args, **kwargs)
 
 
-def configs_with_caches(model: nn.Module) -> list[Any]:
-    """Return the configurations in a model whose `use_cache` is on, each once."""
-    configs = {id(config): config for part in model.modules() if _uses_cache(config := vars(part).get("config"))}
-    return list(configs.values())
-
-
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules whose configuration has `use_cache` on, by name."""
     outermost: dict[str, nn.Module] = {}
@@ -52,7 +46,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
     """While entered, `use_cache` is off in all configurations of a model."""
-    configs = configs_with_caches(model)
+    configs = [config for part in model.modules() if _uses_cache(config := vars(part).get("config"))]
     for config in configs:
         config.use_cache = False
     try:

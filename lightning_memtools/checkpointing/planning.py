@@ -47,8 +47,8 @@ _SHARDED = (
     "gradients and optimizer state, and the same activations"
 )
 
-Traced = Callable[[Sequence[ChainPlan], Sequence[str]], StepCost]
-"""Traces a step under a plan, with the loss of the named layers in chunks."""
+_Chains = tuple[ChainPlan, ...]
+_CostOf = Callable[[_Chains], StepCost]
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
@@ -117,7 +117,7 @@ class StepPlanner:
     def __init__(self, step: TracedStep) -> None:
         self._step = step
         self._measured: dict[tuple[Any, ...], StepUnits] = {}
-        self._costs: dict[tuple[str, ...], dict[tuple[ChainPlan, ...], StepCost]] = {}
+        self._costs: dict[tuple[str, ...], dict[_Chains, StepCost]] = {}
         self._in_chunks: LossInChunks | None = None
         self._looked_for_head = False
 
@@ -183,10 +183,8 @@ class StepPlanner:
         if options.segments is None and options.fits(plain):
             reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
             return CheckpointPlan((), plain, plain, reason, left_out=parts.left_out)
-        known = self._costs.setdefault(heads, {(): start})
-        with planned_traces(self._step) as traced:
-            search = _PlanSearch(options, heads, plain, start, parts, traced, known)
-            plan = search.plan(nearest=nearest)
+        with _cost_of_plans(self._step, heads, self._costs.setdefault(heads, {(): start})) as cost_of:
+            plan = _PlanSearch(options, plain, start, parts, cost_of).plan(nearest=nearest)
         hints = plan.refused is not None and not heads and options.bn_dropout == "skip" and options.segments is None
         return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
 
@@ -210,27 +208,32 @@ class StepPlanner:
 
 
 @contextmanager
-def planned_traces(step: TracedStep) -> Iterator[Traced]:
-    """Yield a function that traces the step under a plan. The fake model is made once, when it is first needed."""
+def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
+    """Yield a function that traces the step under a plan with the loss of `heads` in chunks, unless it is in `known`.
+
+    The fake model is made once, when it is first needed.
+    """
     traces: list[StepTrace] = []
     with ExitStack() as stack:
 
-        def traced(plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
-            is_first = not traces
-            if is_first:
-                traces.append(stack.enter_context(tracing(step)))
-            with AppliedPlan(traces[0].model, plans, heads=heads):
-                if is_first:  # it leaves the memory as a later step finds it
-                    traces[0].run()
-                return traces[0].run()
+        def cost_of(plans: _Chains) -> StepCost:
+            if plans not in known:
+                is_first = not traces
+                if is_first:
+                    traces.append(stack.enter_context(tracing(step)))
+                with AppliedPlan(traces[0].model, plans, heads=heads):
+                    if is_first:  # it leaves the memory as a later step finds it
+                        traces[0].run()
+                    known[plans] = traces[0].run()
+            return known[plans]
 
-        yield traced
+        yield cost_of
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
     """Return the memory and operations of a step under a plan; without plans, those of the plain step."""
-    with planned_traces(step) as traced:
-        return traced(plans, heads)
+    with _cost_of_plans(step, heads, {}) as cost_of:
+        return cost_of(tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,21 +242,17 @@ class _PlanSearch:
 
     Attributes:
         options: The options.
-        heads: The layers whose loss is computed in chunks.
         plain: The memory and operations of the plain step.
         start: The same without recomputation, with the loss in chunks if it is.
         parts: The parts of the step that may run twice.
-        traced: Traces the step under a plan.
-        known: The costs of plans that were traced.
+        cost_of: Traces the step under a plan.
     """
 
     options: CheckpointOptions
-    heads: tuple[str, ...]
     plain: StepCost
     start: StepCost
     parts: StepParts
-    traced: Traced
-    known: dict[tuple[ChainPlan, ...], StepCost]
+    cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
         """Return the plan; without any ranges and with the reason if none is worth its cost."""
@@ -266,13 +265,11 @@ class _PlanSearch:
             return self._fitting(limit, least, nearest=nearest)
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
-    def _plan(self, chains: tuple[ChainPlan, ...]) -> CheckpointPlan:
+    def _plan(self, chains: _Chains) -> CheckpointPlan:
         """Return the plan that recomputes this, traced."""
-        if chains not in self.known:
-            self.known[chains] = self.traced(chains, self.heads)
-        return CheckpointPlan(chains, self.plain, self.known[chains], left_out=self.parts.left_out)
+        return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
-    def _or_refused(self, chains: tuple[ChainPlan, ...], least_saving: float) -> CheckpointPlan:
+    def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
         """Return the plan, or one without any ranges if it does not lower the peak by this share."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
@@ -284,7 +281,7 @@ class _PlanSearch:
             reason = f"The plan {does}: {format_size(was)} without it, {format_size(now)} with it."
         return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
 
-    def _lowest_product(self, least: LeastRecomputation) -> tuple[ChainPlan, ...]:
+    def _lowest_product(self, least: LeastRecomputation) -> _Chains:
         """Return the ranges with the lowest product of memory and operations, of the few that are traced."""
         most = MOST_OPERATIONS * self.plain.operations
 
@@ -293,7 +290,7 @@ class _PlanSearch:
 
         points = [(peak, self.plain.operations + extra) for peak, extra in least.frontier()]
         allowed = [point for point in points if point[1] <= most] or points[:1]
-        best: tuple[ChainPlan, ...] = ()
+        best: _Chains = ()
         lowest, tried = product(self.start.peak_bytes, self.plain.operations), list[int]()
         for peak, _ in sorted(allowed, key=lambda point: (product(*point), point[0])):
             if len(tried) == _MOST_TRACED:
@@ -302,8 +299,7 @@ class _PlanSearch:
                 continue
             tried.append(peak)
             chains = least.best(peak) or ()
-            cost = self._plan(chains).planned
-            assert cost is not None
+            cost = self.cost_of(chains)
             value = product(cost.peak_bytes, cost.operations)
             if value < lowest and cost.operations <= most:
                 best, lowest = chains, value

@@ -17,7 +17,7 @@ from lightning_memtools._torch import node_sequence_number, write_count
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import updates_statistics
-from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
+from lightning_memtools.checkpointing.key_value_caches import caches_off, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
@@ -102,7 +102,7 @@ def units_of_step(
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
-        if plain is None and configs_with_caches(trace.model):
+        if plain is None and modules_with_caches(trace.model):
             plain = trace.run()
         with closing(_Recorder(trace, chains)) as recorder:
             with caches_off(trace.model):
