@@ -50,7 +50,7 @@ class SizeTrial:
     """One batch size, run on every rank.
 
     Attributes:
-        stage: train, val, test or predict.
+        stage: train or val.
         size: Samples per batch and rank.
         readings: One for each rank.
         is_configured: True for the size that was set before the search. It fits if it runs to its end, also where it

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from lightning_memtools.memory.peaks import STAGES
+from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.memory.stats import MemoryReader
 
 SEGMENT_BYTES = 20 * 2**20
 """The size of most segments of CUDA's caching allocator (kLargeBuffer in c10/core/AllocatorConfig.h)."""
+STAGES: tuple[Stage, ...] = ("train", "val")
+"""The stages that can be tuned: those of a fit."""
 _CHOICES = {"keep": ("learning_rate", "effective"), "on_failure": ("raise", "warn")}
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_call, running_stage
+from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_call
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
@@ -25,7 +24,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
 
     It runs the configured size, and never takes a smaller one if that runs. The peaks of two sizes predict the largest
     that fits; it is run, and what is left is bisected: only sizes that were run are used. A trial is a few steps of
-    every optimizer (or two evaluation batches) in the Trainer's own loops, with the largest samples and the callbacks
+    every optimizer, and two validation batches, in the Trainer's own loops, with the largest samples and the callbacks
     that take part in training. After each, weights, optimizer, random streams, loops, data loaders and attributes are
     restored bit for bit. A LearningRateFinder runs afterwards, wherever either stands in the list of callbacks.
 
@@ -48,7 +47,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         effective_batch_size: Samples per optimizer step over all ranks. The largest micro-batch that divides it and
             fits is chosen, and `accumulate_grad_batches` is set so that micro-batch x accumulation x ranks is exactly
             this.
-        stages: The stages to tune: train, val, test, predict. Within fit, val is tuned beside training's memory.
+        stages: The stages to tune: train, val. The size of val is found beside training's memory.
         max_trials: The most trials per stage.
         keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" keeps the
             samples per optimizer step that are configured (batch size x `accumulate_grad_batches` x ranks), as
@@ -98,7 +97,17 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         """Search the batch sizes, or take them from the checkpoint of a resumed run."""
         put_on_device(pl_module, trainer.optimizers)
         callbacks = callbacks_of(trainer)
-        self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
+        try:
+            self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
+        except Exception as error:
+            if self.on_failure == "raise":
+                raise
+            self._tuning.give_up(trainer)
+            warnings.warn(
+                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
+                DegradedWarning,
+                stacklevel=2,
+            )
         if self.ends_before_training:
             raise end_the_call()
 
@@ -108,13 +117,9 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of an evaluation; within fit, empty the cache for validation if both would not fit."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._run(self._tuning.begin_evaluation, trainer, running_stage(trainer))
-        elif self._tuning.cache_releaser is not None:
+        """Empty the cache for validation if both would not fit."""
+        if self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
-
-    on_test_start = on_predict_start = on_validation_start
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore how the loops request their loaders. The batch sizes that were found stay set."""
@@ -130,19 +135,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         """Take the batch sizes from a checkpoint, so that no search runs."""
         self._tuning.found = dict(state_dict.get("sizes", {}))
         self._tuning.accumulate = state_dict.get("accumulate")
-
-    def _run(self, search: Callable[..., BatchSizeResult | None], trainer: Trainer, *arguments: Any) -> None:
-        try:
-            self.result = search(trainer, *arguments) or self.result
-        except Exception as error:
-            if self._tuning.settings.on_failure == "raise":
-                raise
-            self._tuning.give_up(trainer)
-            warnings.warn(
-                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
-                DegradedWarning,
-                stacklevel=2,
-            )
 
 
 def tune_batch_size(

@@ -10,15 +10,14 @@ from functools import partial
 from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_memtools._lightning import callbacks_of, forget_loaders, loop_of, source_of, training_step
 from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult, SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
+from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerSettings, samples_per_rank
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
-from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, stages_of
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
 from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, TrialRunner, takes_part
 from lightning_memtools.memory.gc_frozen import gc_frozen
@@ -31,7 +30,6 @@ from lightning_memtools.reporting.files import report_directory, write_report_or
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 # The samples of validation batches while training is tuned, and the first size where none is configured.
@@ -64,33 +62,28 @@ class SizeTuning:
             trainer: The Trainer, in the hook that comes before a fit.
             later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
         """
-        stages = [stage for stage in stages_of(trainer) if stage in self.settings.stages]
-        if not stages or not _can_start(trainer):
+        if not _can_start(trainer):
             return None
         module = trainer.lightning_module
-        hooks = [partial(callback.on_fit_start, trainer, module) for callback in later if takes_part(callback)]
-        result = self._begin(trainer, stages, [*hooks, module.on_fit_start])
+        stages = [stage for stage in STAGES if stage in self.settings.stages]
+        self._sizes = sizes = StageSizes(trainer, self.settings.names)
+        if stages[0] in self.found:
+            stages = [stage for stage in stages if stage in self.found]
+            self._apply(trainer, sizes, stages)
+            known = ", ".join(f"{stage} {self.found[stage]}" for stage in stages)
+            _say(trainer, f"using the sizes found before: {known}.")
+            result = None
+        else:
+            hooks = [partial(callback.on_fit_start, trainer, module) for callback in later if takes_part(callback)]
+            result = self._search(trainer, sizes, stages, [*hooks, module.on_fit_start])
         put_on_device(module, trainer.optimizers)
         return result
 
-    def begin_evaluation(self, trainer: Trainer, stage: Stage) -> BatchSizeResult | None:
-        """Search before a call of validate, test or predict, or use a known size; return the result of a search."""
-        put_on_device(trainer.lightning_module, trainer.optimizers)
-        if stage not in self.settings.stages or not _can_start(trainer):
-            return None
-        result = self._begin(trainer, [stage], ())
-        loop = loop_of(trainer, stage)
-        with random_streams_restored():
-            forget_loaders(loop)
-            loop.setup_data()
-            loop.reset()
-        return result
-
     def give_up(self, trainer: Trainer) -> None:
-        """Have the fit or evaluation go on as if there had been no search."""
+        """Have the fit go on as if there had been no search."""
         self.undo()
         put_on_device(trainer.lightning_module, trainer.optimizers)
-        for stage in stages_of(trainer):
+        for stage in STAGES:
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
@@ -98,17 +91,6 @@ class SizeTuning:
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = self.cache_releaser = None
-
-    def _begin(
-        self, trainer: Trainer, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
-    ) -> BatchSizeResult | None:
-        self._sizes = StageSizes(trainer, self.settings.names)
-        if stages[0] not in self.found:
-            return self._search(trainer, self._sizes, stages, hooks)
-        stages = [stage for stage in stages if stage in self.found]
-        self._apply(trainer, self._sizes, stages)
-        _say(trainer, f"using the sizes found before: {', '.join(f'{stage} {self.found[stage]}' for stage in stages)}.")
-        return None
 
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
@@ -177,7 +159,7 @@ class SizeTuning:
             ValueError: The number that is to be kept is not known, or cannot be shared by the ranks.
         """
         effective = self.settings.effective_batch_size
-        if self.settings.keep == "effective" and trainer.state.fn == TrainerFn.FITTING:
+        if self.settings.keep == "effective":
             size = sizes.configured.get("train")
             if size is None:
                 raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
@@ -220,7 +202,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Write the sizes, and have the loaders made for them; in a fit the optimizers and schedulers too."""
+        """Write the sizes, and have the loaders, optimizers and schedulers made for them."""
         for stage in stages:
             # Attributes that several stages share get training's size.
             has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
@@ -229,15 +211,13 @@ class SizeTuning:
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
             sizes.set(stage, size)
         self.cache_releaser = CacheReleaser(reader_for(trainer.strategy.root_device))
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
         if self.accumulate is not None:
             trainer.accumulate_grad_batches = self.accumulate
-        for stage in stages_of(trainer):
+        for stage in STAGES:
             forget_loaders(loop_of(trainer, stage))
         # A scheduler may depend on the number of steps. To know it, it may have had the loaders made, which draws
         # random numbers: they are drawn once.
-        sources = [source_of(loop_of(trainer, stage)) for stage in stages_of(trainer)]
+        sources = [source_of(loop_of(trainer, stage)) for stage in STAGES]
         streams = StateSnapshot([source.instance for source in sources if not source.is_module()])
         trainer.strategy.setup_optimizers(trainer)
         trainer.strategy.setup_precision_plugin()

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import (
     correct_logged_hparam,
@@ -15,13 +14,13 @@ from lightning_memtools._lightning import (
     loop_of,
     mode_of,
     part_of_lightning,
-    running_stage,
     source_of,
 )
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
+from lightning_memtools.batch_size.size_limits import STAGES
 from lightning_memtools.memory.loader_sizes import batch_size_of
-from lightning_memtools.memory.peaks import STAGES, Stage
+from lightning_memtools.memory.peaks import Stage
 
 
 class StageSizes:
@@ -32,11 +31,11 @@ class StageSizes:
     attribute holds the stage's size, so that training and validation can have different sizes under the same name.
 
     Args:
-        trainer: In a call of `fit`, `validate`, `test` or `predict`.
+        trainer: In a call of `fit`.
         names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
 
     Attributes:
-        configured: The size of each stage of this call, as it was at first; without those that are not known.
+        configured: The size of each stage, as it was at first; without those that are not known.
         of_hooks: Those of them whose loaders come from a hook, which reads an attribute that other stages may share.
     """
 
@@ -45,7 +44,7 @@ class StageSizes:
         owners = {"model": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
         self._owners = {name: owner for name, owner in owners.items() if owner is not None}
         self._passed: dict[Stage, tuple[Any, Any]] = {}  # the source, and the loaders
-        read = {stage: self._read(stage) for stage in stages_of(trainer)}
+        read = {stage: self._read(stage) for stage in STAGES}
         self.configured = {stage: size for stage, size in read.items() if size is not None}
         self.of_hooks = {stage: size for stage, size in self.configured.items() if self._is_hooked(stage)}
 
@@ -110,8 +109,7 @@ class StageSizes:
         for source, loaders in self._passed.values():
             source.instance = loaders
         self._passed.clear()
-        fit, other = self._trainer.fit_loop, ("validate_loop", "test_loop", "predict_loop")
-        for loop in (fit, fit.epoch_loop.val_loop, *(getattr(self._trainer, name) for name in other)):
+        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
             vars(source_of(loop)).pop("dataloader", None)
 
     @contextmanager
@@ -150,18 +148,11 @@ class _SizedHook:
             return type(self._source).dataloader(self._source)
 
 
-def stages_of(trainer: Trainer) -> tuple[Stage, ...]:
-    """Return the stages whose loops a call of the Trainer runs."""
-    return ("train", "val") if trainer.state.fn == TrainerFn.FITTING else (running_stage(trainer),)
-
-
 def has_data(trainer: Trainer, stage: Stage) -> bool:
     """Return True if a stage has batches to run."""
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
-    if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
-        return bool(trainer.enable_validation)
-    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)
+    return bool(trainer.enable_validation if stage == "val" else trainer.limit_train_batches != 0)
 
 
 def hint_to_leave_out(stage: Stage) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, gradient_scaler, stop_validating
@@ -61,7 +60,6 @@ class TrialProbe(EitherCallback):
         batch_shapes: The shapes of each stage's batches, without the number of samples.
         observed_size: The number of samples in each stage's first batch.
         batches: How many batches of each stage have run to their end.
-        eval_batches: The number of batches after which a trial of evaluation or prediction ends.
     """
 
     def __init__(self, reader: MemoryReader | None, limit: int | None, *, validates: bool) -> None:
@@ -72,7 +70,6 @@ class TrialProbe(EitherCallback):
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         self.observed_size: dict[Stage, int] = {}
         self.batch: PeakWindow | None = None if reader is None else peak_counter(reader).open()
-        self.eval_batches = 0
         self._reader = reader
         self._watch: StageWatch | None = None
         self._limit = limit
@@ -137,29 +134,22 @@ class TrialProbe(EitherCallback):
             self._watch.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure training again, if this is a fit."""
+        """Measure training again."""
         if self._watch is not None:
             self._watch.point("val")
             self._watch.leave("val")
         if not trainer.sanity_checking:
             self._has_validated = True
             stop_validating(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.stage = "train"
+        self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         """Measure what is allocated besides the batch."""
         self._inspect(batch)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
-
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Outside of fit, end after `eval_batches`."""
-        self.batches[self.stage] = self.batches.get(self.stage, 0) + 1
-        if self.eval_batches and self.batches[self.stage] >= self.eval_batches:
-            raise TrialOver
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+        """Count the batch."""
+        self.batches["val"] = self.batches.get("val", 0) + 1
 
     def _inspect(self, batch: Any) -> None:
         stage, tensors = self.stage, list(tensors_in(batch))

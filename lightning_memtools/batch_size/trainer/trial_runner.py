@@ -15,12 +15,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
     EitherCallback,
-    batches_in_evaluation,
     callbacks_of,
     forget_loaders,
     loop_of,
@@ -83,8 +81,8 @@ class CacheReleaser(EitherCallback):
         self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the cache for validation within fit."""
-        if self._reader is not None and trainer.state.fn == TrainerFn.FITTING:
+        """Empty the cache for validation."""
+        if self._reader is not None:
             self._reader.empty_cache()
             self._has_validated = True
 
@@ -98,8 +96,8 @@ class CacheReleaser(EitherCallback):
 class TrialRunner:
     """Runs trials of batch sizes, and restores the model, the Trainer and the random streams after each.
 
-    Within fit a trial consists of what a fit does: the sanity check, training, validation, and training again. So a
-    stage that leaves too little memory to another is noticed.
+    A trial consists of what a fit does: the sanity check, training, validation, and training again. So a stage that
+    leaves too little memory to another is noticed.
 
     Args:
         trainer: The Trainer, in the hook that comes before a loop's work.
@@ -135,8 +133,8 @@ class TrialRunner:
         self._hooks = hooks
         self._root = root
         self._reader = reader = reader_for(trainer.strategy.root_device)
-        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self._validates = self._is_fitting and has_data(trainer, "val")
+        self._validates = has_data(trainer, "val")
+        self._stages: list[Stage] = ["train", "val"] if self._validates else ["train"]
         self._accumulate = trainer.accumulate_grad_batches
         self._ranks = RankGather(GROUP_LIMIT)
         self.sizes = dict(batch_sizes.of_hooks)
@@ -201,7 +199,7 @@ class TrialRunner:
             self._learn_length_of_stream(stage, limits, probe.observed_size.get(stage))
         finally:
             # In this order: restoring releases what the trial has allocated, and only then the cache can be emptied.
-            for other in self._stages(stage):
+            for other in self._stages:
                 forget_loaders(loop_of(self.trainer, other))
             self._snapshot.restore()
             free_failed_backward()
@@ -222,7 +220,7 @@ class TrialRunner:
                 warnings.simplefilter("ignore")
                 self._prepare(probe)
                 self._set_up_data(stage, limits)
-                self._run_loops(stage, probe)
+                self._run_loops(probe)
         except TrialOver as over:
             forget_frames(over)
         except BaseException as raised:  # noqa: BLE001, raised again once all ranks know of it
@@ -248,12 +246,6 @@ class TrialRunner:
     def _stats(self) -> MemoryStats:
         return MemoryStats() if self._reader is None else self._reader.stats()
 
-    def _stages(self, stage: Stage) -> list[Stage]:
-        """Return the stages whose loops a trial runs."""
-        if not self._is_fitting:
-            return [stage]
-        return ["train", "val"] if self._validates else ["train"]
-
     def _prepare(self, probe: TrialProbe) -> None:
         """Set the Trainer up for a trial. The snapshot restores all of it."""
         trainer = self.trainer
@@ -270,7 +262,6 @@ class TrialRunner:
         trainer.limit_train_batches = 1.0
         asked = trainer.limit_val_batches
         trainer.limit_val_batches = min(_EVAL_BATCHES, asked) if type(asked) is int else _EVAL_BATCHES
-        trainer.limit_test_batches = trainer.limit_predict_batches = _EVAL_BATCHES
         trainer.num_sanity_val_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if self._validates else 0
         trainer.should_stop = False
         trainer.fit_loop.max_epochs = -1
@@ -286,7 +277,7 @@ class TrialRunner:
         """Make the loaders, on all ranks at once; again with a smaller size if there are fewer samples."""
         asked = self.sizes[stage]
         for _ in range(2):
-            for other in self._stages(stage):
+            for other in self._stages:
                 self._load(other)
             loaders = prepared_loaders(loop_of(self.trainer, stage))
             reported = batch_size_of(loaders[0]) if loaders else None
@@ -298,7 +289,7 @@ class TrialRunner:
             if admitted in {0, self.sizes[stage]}:
                 break
             self.sizes[stage] = admitted
-        for other in self._stages(stage):
+        for other in self._stages:
             self._take_largest(other)
 
     def _load(self, stage: Stage) -> None:
@@ -307,11 +298,11 @@ class TrialRunner:
             self._batch_sizes.set(stage, size)
             if stage == "train":
                 self._batch_sizes.write("train", size)
-        if self._is_fitting:  # more micro-batches take no more memory
-            train = self.sizes.get("train")
-            trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
+        # More micro-batches than two take no more memory.
+        train = self.sizes.get("train")
+        trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
         forget_loaders(loop)
-        setattr(trainer, {"train": "training", "val": "validating"}.get(stage, f"{stage}ing"), True)
+        setattr(trainer, "training" if stage == "train" else "validating", True)
         # Otherwise it would request the validation loader, or complain about the check interval.
         limit, interval = trainer.limit_val_batches, trainer.val_check_interval
         if stage == "train":
@@ -333,17 +324,13 @@ class TrialRunner:
         replace_loaders(loop, change)
         loop.setup_data = lambda: None  # an evaluation would ask for its loaders again
 
-    def _run_loops(self, stage: Stage, probe: TrialProbe) -> None:
+    def _run_loops(self, probe: TrialProbe) -> None:
         """Run until the probe has measured enough."""
         trainer = self.trainer
         if trainer.world_size > 1:
             without_collectives(trainer)
-        probe.begin("train" if self._is_fitting else stage)
+        probe.begin("train")
         with refused_collectives(_refusal):
-            if not self._is_fitting:
-                probe.eval_batches = batches_in_evaluation(loop_of(trainer, stage))
-                loop_of(trainer, stage).run()
-                return
             trainer.training = True
             if self._validates:
                 n_batches = min(STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches)
