@@ -100,7 +100,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         try:
             self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
         except Exception as error:
-            if self.on_failure == "raise":
+            if self._tuning.settings.on_failure == "raise":
                 raise
             self._tuning.give_up(trainer)
             warnings.warn(

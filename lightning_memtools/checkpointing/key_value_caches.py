@@ -46,7 +46,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
     """While entered, `use_cache` is off in all configurations of a model."""
-    configs = [config for part in model.modules() if _uses_cache(config := vars(part).get("config"))]
+    configs: list[Any] = [config for part in model.modules() if _uses_cache(config := vars(part).get("config"))]
     for config in configs:
         config.use_cache = False
     try:
