@@ -1,7 +1,7 @@
-"""Uses of Lightning's private attributes, each with the reason why no public way serves and when it can go.
+"""All uses of Lightning's private attributes, each with the reason why no public way serves.
 
-Where a docstring says that there is no public way to do or to ask something, the use can go once there is one.
-Nothing else in the package touches a private attribute of Lightning; tests/house_rules.py keeps that.
+If a docstring says that there is no public way, the function can go once there is one. No other file of the package
+uses a private attribute of Lightning; tests/house_rules.py checks that.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ else:
 
 
 def refuse_other_package(thing: object) -> None:
-    """Raise if an object of Lightning's is of the package that is not in use.
+    """Refuse an object of Lightning's other package (`lightning` or `pytorch_lightning`).
 
     Raises:
-        RuntimeError: It is.
+        RuntimeError: The object is of the package that is not in use.
     """
     kind = next((kind for kind in type(thing).__mro__ if kind.__module__.startswith(f"{_OTHER}.")), None)
     if kind is not None:
@@ -67,12 +67,12 @@ def _refusing_other_package(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 class EitherCallback(Callback):
-    """A callback of the package in use, which refuses a Trainer of the other one in `setup`.
+    """A callback of the Lightning package in use. Its `setup` refuses a Trainer of the other package.
 
-    A copy or a pickle that is made during a run is that of a callback before its run.
+    Copies and pickles made during a run are as before the run.
 
     Attributes:
-        parts_of_a_run: The names of attributes that are None outside of a run, and that cannot be pickled.
+        parts_of_a_run: The names of attributes that are None outside of a run, and are left out of pickles.
     """
 
     parts_of_a_run: ClassVar[tuple[str, ...]] = ()
@@ -93,7 +93,7 @@ class EitherCallback(Callback):
 
 
 def training_step(trainer: Trainer) -> int:
-    """Return the x axis of `self.log`: the number of training steps that were finished before the present one.
+    """Return the x value of `self.log`: the number of training steps that were finished before the current one.
 
     `trainer.global_step` counts optimizer steps: one too many in on_train_batch_end, and n a batch with n optimizers.
     It can go when the Trainer has a public counter of training steps.
@@ -102,13 +102,13 @@ def training_step(trainer: Trainer) -> int:
 
 
 def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"]:
-    """Return the stage that a loop runs, the sanity check as "val"; nothing public has Lightning's short names."""
+    """Return the stage that a loop runs; the sanity check counts as "val". No public attribute has these names."""
     stage: Any = trainer.state.stage
     return stage.dataloader_prefix  # type: ignore[no-any-return]
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return True if the present micro-batch is not the last of its step; always False in manual optimization.
+    """Return True if the current micro-batch is not the last of its step. In manual optimization it is always False.
 
     The public counters do not know of a last, incomplete accumulation or of iterable loaders; the loop does. It can go
     when the Trainer says in public whether it accumulates.
@@ -139,7 +139,7 @@ def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
-    """Return what the evaluation run that is ending gave to `self.log`: name to its value over the whole run.
+    """Return the values that the ending evaluation run has logged with `self.log`, by name, over the whole run.
 
     With several data loaders a name ends with "/dataloader_idx_<i>", as Lightning writes it.
 
@@ -160,7 +160,7 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the counters that a training step moves, in total and at present: batches, epochs, then updates."""
+    """Return the counters that a training step moves, total and current: batches, epochs, then updates."""
     loop: Any = trainer.fit_loop.epoch_loop
     by_lightning = loop.automatic_optimization.optim_progress.optimizer
     updates = [by_lightning.step, by_lightning.zero_grad, loop.manual_optimization.optim_step_progress]
@@ -169,10 +169,10 @@ def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 class LoopMarker:
-    """Saves every counter that a training step moves, and the state of every scheduler, to restore them.
+    """Saves and restores all counters that a training step moves, and the states of schedulers.
 
     `trainer.global_step` is read-only, and checkpoints are written from these counters. It can go when a Trainer can be
-    set back to an earlier step in public. Make it when training starts: only then all counters are in their places.
+    set back to an earlier step in public. Create it when training starts: only then do all counters exist.
 
     Args:
         trainer: The Trainer.
@@ -183,14 +183,14 @@ class LoopMarker:
         self._counters = _counters_of(trainer)
 
     def mark_updates(self) -> Callable[[], None]:
-        """Save the counters of updates and the schedulers alone, and return the function that restores them.
+        """Save only the counters of updates and the schedulers, and return a function that restores them.
 
-        The batches and the x axis of the logs go on: the batches whose updates are taken back count as seen.
+        Counters of batches and the x axis of logs go on: batches whose updates are undone count as seen.
         """
         return self._saved(self._counters[4:])
 
     def mark(self) -> Callable[[], None]:
-        """Save them now, and return the function that restores them; the data loaders are not set back."""
+        """Save all counters and schedulers, and return a function that restores them. Data loaders are not reset."""
         loop, restore = self._trainer.fit_loop.epoch_loop, self._saved(self._counters)
         stepped, is_last = loop._batches_that_stepped, loop.batch_progress.is_last_batch
 
@@ -219,10 +219,10 @@ class LoopMarker:
 
 
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:
-    """Call `check` before each checkpoint, and return the function that undoes this.
+    """Call `check` before each checkpoint, and return a function that undoes this.
 
-    If `check` raises, nothing is saved. The hook on_save_checkpoint is not called for checkpoints of weights alone; the
-    method of the Trainer is replaced until Lightning has a hook that is.
+    If `check` raises, nothing is saved. Lightning's hook on_save_checkpoint is not called for checkpoints of weights
+    alone, so the Trainer's method is replaced.
     """
 
     def checked(save: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -233,10 +233,10 @@ def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], No
 
 
 def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `before_update` with the optimizer right before each update, and return the function that undoes this.
+    """Call `before_update` with the optimizer right before each update, and return a function that undoes this.
 
-    By then gradients are clipped and all hooks are over, which no hook of Lightning's is. The precision plugin runs
-    this method for every kind of optimization; it can go when there is a hook after configure_gradient_clipping.
+    At that point gradients are clipped and all hooks have run; no hook of Lightning comes as late. The replaced method
+    of the precision plugin runs for every kind of optimization.
     """
 
     def watched(after_closure: Callable[..., Any], model: Any, optimizer: Any) -> None:
@@ -247,7 +247,7 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
 
 
 class _ReplacedMethod:
-    """Replaces a method of one object by a function that gets the method first. A pickle or copy has the method."""
+    """Replaces a method of an object by a function that gets the method first. Copies have the original."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
@@ -263,7 +263,7 @@ class _ReplacedMethod:
         return self._replacement(self._original, *args, **options)
 
     def undo(self) -> None:
-        """Put the method back. Idempotent."""
+        """Restore the method. Idempotent."""
         self._is_active = False
         # Someone else may have wrapped it since: then ours stays inside theirs and does nothing of its own.
         if vars(self._owner).get(self._name) is self:
@@ -290,13 +290,13 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
 
 
 def callbacks_of(trainer: Trainer) -> list[Any]:
-    """Return the callbacks of a Trainer; its attribute for them is typed nowhere."""
+    """Return the callbacks of a Trainer, whose attribute has no type annotation."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
     return callbacks
 
 
 def forget_batch(trainer: Trainer) -> None:
-    """Release the batch that the bookkeeping of `self.log` still holds after a failed step; nothing public does."""
+    """Release the batch that `self.log`'s bookkeeping still holds after a failed step. No public way does that."""
     results: Any = trainer._results
     if results is not None:
         results.batch = None
@@ -307,9 +307,9 @@ _STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_g
 
 
 def running_hook() -> str:
-    """Return the hook that is running, such as "EMA.on_train_epoch_end", or what else Lightning does; "" in a step.
+    """Return the running hook, such as "EMA.on_train_epoch_end", or the work of Lightning in words; "" in a step.
 
-    It is read off the stack: Lightning tells nobody outside of a profiler.
+    It is read from the stack, because Lightning tells only profilers.
     """
     frame = inspect.currentframe()
     hook = ""
@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return the hook that Lightning calls in this frame, or a name for what it does there; "" for neither."""
+    """Return the hook that a frame of Lightning calls, or else its work in words; "" for other frames."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -361,7 +361,7 @@ def saves_on_exception(trainer: Trainer) -> bool:
 def forbid_saving_on_exception(trainer: Trainer) -> None:
     """Keep ModelCheckpoint(save_on_exception=True) from saving this step, whose weights are bad.
 
-    It has no public switch, so its record says that this step is saved already.
+    It has no public switch, so its record is set as if this step were saved already.
     """
     for callback in callbacks_of(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
@@ -374,7 +374,7 @@ def gradient_scaler(trainer: Trainer) -> Any:
 
 
 def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"]) -> Any:
-    """Return the loop that runs a stage in the present call of the Trainer; validation within fit has its own."""
+    """Return the loop that runs a stage in the current call of the Trainer. Validation within fit has its own loop."""
     if stage == "val" and trainer.state.fn == "fit":
         return trainer.fit_loop.epoch_loop.val_loop
     return {"train": trainer.fit_loop, "val": trainer.validate_loop, "test": trainer.test_loop,
@@ -382,9 +382,9 @@ def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"])
 
 
 def source_of(loop: Any) -> Any:
-    """Return the object that a loop asks for its data loaders.
+    """Return the object that gives a loop its data loaders.
 
-    No public way tells whether these were passed or come from a hook. It can go when the Trainer shows the source.
+    No public way tells whether loaders were passed or come from a hook.
     """
     return loop._data_source
 
@@ -392,14 +392,14 @@ def source_of(loop: Any) -> Any:
 def forget_saved_arguments(loader: Any) -> None:
     """Make Lightning copy a changed loader by its attributes when it replaces the sampler.
 
-    Otherwise it takes the arguments that it saved when the loader was made, and so the old batch size.
+    Otherwise Lightning uses the arguments that it saved when the loader was created, with the old batch size.
     """
     for name in [name for name in vars(loader) if name.startswith("__pl_saved")]:
         delattr(loader, name)
 
 
 def forget_loaders(loop: Any) -> None:
-    """Let a loop ask for its loaders again at its next `setup_data`, and end the workers of the present ones.
+    """Make a loop request its loaders again at its next `setup_data`, and end the workers of the current loaders.
 
     The public `reload_dataloaders_every_n_epochs` acts at epochs only, and not between two batch sizes.
     """
@@ -421,7 +421,7 @@ def prepared_loaders(loop: Any) -> list[Any]:
 
 
 def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
-    """Change each loader of a loop that is set up; see `prepared_loaders`. No hook comes before their iterators."""
+    """Replace each of `prepared_loaders` by `change(loader)`. No hook runs before their iterators start."""
     before = prepared_loaders(loop)
     after = [change(one) for one in before]
     if any(new is not old for new, old in zip(after, before, strict=True)):
@@ -436,15 +436,15 @@ def mode_of(loaders: Any) -> Any:
 
 
 def run_sanity_check(trainer: Trainer) -> None:
-    """Run the validation batches that come before training.
+    """Run the sanity check, the validation batches before training.
 
-    In public, only `fit` does so, and it cannot be called within fit.
+    Publicly only `fit` runs it, which cannot be called within fit.
     """
     trainer._run_sanity_check()
 
 
 def validate_every(trainer: Trainer, n_batches: int) -> None:
-    """Validate after every n training batches of each epoch, whatever the Trainer's arguments say.
+    """Validate after every n training batches of each epoch, instead of as the Trainer's arguments say.
 
     `val_check_interval` is only read when loaders are set up, and an interval in seconds has a private attribute.
     """
@@ -464,10 +464,10 @@ def set_root_directory(trainer: Trainer, directory: str) -> None:
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Replace the collectives that the loop itself runs in every batch, until the loop's attributes are restored.
+    """Replace the collectives that the loop runs in every batch, until the loop's attributes are restored.
 
-    A rank that has run out of memory does not take part in them any more, and the others would wait for it. Lightning
-    has no switch for them.
+    A rank that has run out of memory takes no part in them, and the others would wait for it. Lightning has no switch
+    to turn them off.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     strategy: Any = trainer.strategy
@@ -481,14 +481,14 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Change a hyperparameter in the copy that `save_hyperparameters` has made for loggers, if it is there."""
+    """Change a hyperparameter in the copy that `save_hyperparameters` made for loggers, if it has one."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value
 
 
 def end_the_call() -> BaseException:
-    """Return the error that ends a call of the Trainer in good order before its loop has run, as its own tuners do.
+    """Return an error that ends a call of the Trainer cleanly before its loop has run, as Lightning's tuners do.
 
     `trainer.should_stop` is reset when fit begins, and would still run the sanity check.
     """
@@ -499,30 +499,29 @@ def end_the_call() -> BaseException:
 def is_compiled_by_lightning(module: LightningModule) -> bool:
     """Return True if the module is the one that the Trainer unpacked from `torch.compile(module)`.
 
-    The Trainer passes on the plain module with the compiled call inside, and only this attribute tells. It can go when
-    Lightning has a public way to ask.
+    The Trainer passes the plain module with the compiled call inside, and only this attribute tells.
     """
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def state_key_of(callback: Callback, **arguments: Any) -> str:
-    """Return a key for the callback's state in a checkpoint that differs for different arguments.
+    """Return a key for the callback's state in checkpoints, which differs between different arguments.
 
-    Lightning offers this to callbacks, under a private name only. It can go when that name is public.
+    Lightning offers this to callbacks under a private name only.
     """
     return callback._generate_state_key(**arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class StepClosure:
-    """The parts of the closure that Lightning runs for a training batch.
+    """The parts of the closure that Lightning runs for each training batch.
 
     Attributes:
-        batch: The batch.
+        batch: The training batch.
         forward: Runs training_step on a batch and returns Lightning's result, with `closure_loss` and `extra`.
-        results: Lightning's collection of the values that training has from `self.log`.
-        backward: Sends a loss backward.
-        zero_grad: Takes the gradients away; None if they are accumulated.
+        results: Lightning's collection of the values that training has logged with `self.log`.
+        backward: Runs the backward pass of a loss.
+        zero_grad: Clears the gradients; None if they are accumulated.
         skipped: Returns the result of a training_step that returned None.
     """
 
@@ -537,8 +536,7 @@ class StepClosure:
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
     """Make Lightning call `run` for each training batch's forward and backward; return a function that undoes this.
 
-    No hook encloses both, and only their closure can be run again within the batch. It can go when the Trainer offers
-    its closure to callbacks.
+    No hook encloses both, and only the closure can run again within the batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
 
@@ -577,7 +575,7 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
 
 
 def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -> None:
-    """Connect a Trainer to a module and a loader, to run its loops without a call of `fit`, and keep it from logging.
+    """Connect a Trainer to a module and a loader, so that its loops can run without `fit`, and keep it from logging.
 
     Nothing public runs the loops alone. This and the next functions can go when the loops are public.
     """
@@ -593,7 +591,7 @@ def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -
 
 
 def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
-    """Begin an epoch in the loop of a Trainer that is attached; return the object that the loop takes batches from."""
+    """Begin an epoch in the loop of an attached Trainer. Return the object from which the loop takes batches."""
     loop: Any = trainer.fit_loop
     loop.min_epochs, loop.max_epochs = 0, 1
     loop.setup_data()
@@ -606,7 +604,7 @@ def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
 
 
 def count_as(trainer: Trainer, original: Trainer) -> None:
-    """Set a Trainer's counters of epochs and updates to those of another."""
+    """Copy the counters of epochs and updates from another Trainer."""
     for counts, others in zip(_counters_of(trainer)[2:], _counters_of(original)[2:], strict=True):
         counts.update(others)
     steps: Any = original.fit_loop.epoch_loop
@@ -614,5 +612,5 @@ def count_as(trainer: Trainer, original: Trainer) -> None:
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:
-    """Have the loop take batches for parts of an accumulation, or for its end."""
+    """Make the loop take all batches for the last of an accumulation, or with `condition` for earlier ones."""
     trainer.fit_loop._should_accumulate = lambda: condition  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Lightning asks here for callbacks of each Trainer: with MEMTOOLS=1 in the environment those of `memtools run`.
+"""Entry points by which Lightning gets callbacks for each Trainer: with MEMTOOLS=1, those of `memtools run`.
 
-The entry points in pyproject.toml name these functions.
+pyproject.toml names these functions as entry points.
 """
 
 from __future__ import annotations

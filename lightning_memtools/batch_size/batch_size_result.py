@@ -19,9 +19,9 @@ class RankReading:
 
     Attributes:
         peak: The most that this process's allocator had reserved.
-        limit: The most that it may reserve: the capacity less the margin, and less what is held outside of it (by other
-            processes, and by the CUDA context).
-        spare: What tensors have to leave of the limit: a margin that is smaller than a segment of the allocator.
+        limit: The most that it may reserve: the capacity minus the margin, and minus memory held outside of the
+            allocator (by other processes, and by the CUDA context).
+        spare: The bytes below the limit that tensors have to leave free, for a margin smaller than a segment.
         peak_allocated: The most that tensors held.
         batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
             An optimizer that makes temporary copies has a peak of its own, which does not.
@@ -94,12 +94,12 @@ class SizeTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizeResult:
-    """The batch sizes that were found, and the trials that led to them.
+    """The batch sizes that a search found, and its trials.
 
     Attributes:
         sizes: Samples per batch and rank, for each stage that was tuned. Each of them was run.
         trials: Every trial, in order.
-        peaks: For each stage, the most that was reserved at that size on the tightest rank, in bytes.
+        peaks: For each stage, the peak of reserved memory at the size found, on the tightest rank, in bytes.
         accumulate: Micro-batches per optimizer step.
         seconds: Duration of the search.
         device: A sentence that names the device and says if it is simulated.
@@ -148,7 +148,7 @@ class BatchSizeResult:
 
 
 def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
-    """Return the error's message where even the smallest size does not fit: the lowest need, and what to change."""
+    """Return the error message if not even the smallest size fits: what it needs, and what to change."""
     smallest = min(trials, key=lambda trial: trial.size)
     needs = [trial.tightest.peak for trial in trials if trial.tightest.peak is not None]
     text = f"No batch size fits for {stage}: not even {smallest.size} fits ({smallest.outcome}"

@@ -36,8 +36,8 @@ class CannotResizeError(ValueError):
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     """Return a copy of a DataLoader that yields batches of `size`.
 
-    Everything else is shared: the data set, the sampler and its generator are the same objects, and so are the collate
-    function, the workers' settings and a subclass's attributes.
+    Everything else is shared: the data set, the sampler and its generator, the collate function, the workers' settings
+    and a subclass's attributes.
 
     Raises:
         CannotResizeError: The loader does not determine its batch size itself.
@@ -69,7 +69,7 @@ def known_sizes(loader: Any) -> SampleSizes | None:
 
 
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
-    """Return the loader with the samples that take the most memory in every batch; itself where they are unknown.
+    """Return a loader whose batches consist of the samples that take the most memory; the same loader if unknown.
 
     The batches are made by the loader's own collate function and workers. The largest samples come from a method
     `worst_case(n)` of the data set, or from the sizes.
@@ -121,11 +121,11 @@ def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, des
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """The sizes of the samples of one data set that were read.
+    """The sizes of those samples of a data set that were read.
 
     Attributes:
         of: The number of values of each sample, by its index.
-        shapes: The shape of the largest tensor of each sample, by its index; without samples that have none.
+        shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are missing.
         n_samples: The number of samples in the data set.
     """
 
@@ -161,9 +161,9 @@ class SampleSizes:
 
 
 def _measured(dataset: Any) -> SampleSizes | None:
-    """Return the sizes of samples that were read, in random order, as many as the time allows; None if none can be.
+    """Read samples in random order for a limited time, and return their sizes; None if no sample can be read.
 
-    Random streams are restored, and on a VirtualDevice the samples do not count.
+    Random streams are restored. The samples take no memory of a VirtualDevice.
     """
     try:
         n_samples = len(dataset)

@@ -1,4 +1,4 @@
-"""The arguments of BatchSizeTuner, checked; and the sizes that they and the data admit."""
+"""The validated arguments of BatchSizeTuner, and the batch sizes that they and the data admit."""
 
 from __future__ import annotations
 
@@ -118,10 +118,9 @@ class TunerSettings:
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
-        """Return how many bytes all processes together may reserve, and how many of them tensors have to leave.
+        """Return the bytes that all processes may reserve, or None, and the bytes that tensors must leave free.
 
-        Memory is reserved by segments, so a margin smaller than a segment is kept within what is reserved. Without a
-        capacity, the first is None.
+        Memory is reserved in segments. A margin smaller than a segment is therefore left free within reserved memory.
         """
         capacity = None if reader is None else reader.stats().capacity
         if capacity is None:

@@ -33,7 +33,7 @@ def find_largest(
 
     Args:
         run: Runs a size. It may run and report a smaller one, where the data turn out to have fewer samples.
-        start: The first sizes. One that trials have already decided is left out.
+        start: The first sizes. A size that earlier trials have already decided is skipped.
         limits: The admitted sizes. A trial may reveal more of them.
         max_trials: The most trials to run.
     """
@@ -77,7 +77,7 @@ def next_size(trials: Sequence[SizeTrial], limits: SizeLimits, *, left: int) -> 
 
 
 def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float, ceiling: int) -> float:
-    """Return the size to try, as a real number: where the prediction is, or in the middle of what is left."""
+    """Return the size to try, as a real number: the predicted one, or the middle of what is left."""
     aim = _AIM * predicted
     if lower > 0 and sum(trial.ended for trial in trials) == 1 and ceiling > _NEAR * predicted:
         aim = max(_SECOND * predicted, 2 * lower)
@@ -103,7 +103,7 @@ def _is_precise(trial: SizeTrial) -> bool:
 
 
 def _predict(trials: Sequence[SizeTrial]) -> float:
-    """Return the size at which the first rank's peak reaches its limit; infinity where no peak was seen to grow."""
+    """Return the size at which a rank first reaches its limit; infinity if no peak was seen to grow."""
     ended = sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.size)
     if not ended:
         return math.inf
@@ -113,9 +113,9 @@ def _predict(trials: Sequence[SizeTrial]) -> float:
 
 
 def _reaches_limit(before: Sequence[SizeTrial], last: SizeTrial, rank: int) -> float:
-    """Return the size at which a line through a smaller size, or none, and the last one reaches a rank's limit.
+    """Return the size at which a rank reaches its limit, by a line through the last trial and a smaller one (or 0).
 
-    Where the slope was smaller up to the smaller size, it is expected to go on growing.
+    If the slope was smaller before, it is expected to keep growing.
     """
     reading = last.readings[rank]
     if reading.limit is None or reading.batch_allocated is None:

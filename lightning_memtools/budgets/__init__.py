@@ -1,1 +1,1 @@
-"""Memory under test: budgets, their recorded file, and what changed between two results."""
+"""Memory under test: budgets, the file of recorded peaks, and the difference between two results."""

@@ -45,10 +45,10 @@ def assert_peak_memory(
 ) -> PeakMemory | PeakMemoryBudget:
     """Fail if a training step, or the code in a `with` statement, takes more memory than its budget. Needs no GPU.
 
-    With a model and a batch its steps are estimated, as by `estimate_memory`, whose arguments it takes: nothing is
-    computed, and a model on the meta device needs no memory. Without them it is a context manager, and the code within
-    is run and measured: on this process's CUDA device, which may be that of a dry run (``python -m
-    lightning_memtools.null_cuda -m pytest``), and without one on a simulated device.
+    With a model and a batch, the steps are estimated as by `estimate_memory`, whose arguments it takes: nothing is
+    computed, and a model on the meta device needs no memory. Without them it is a context manager that runs and
+    measures the code within: on this process's CUDA device, which may be that of a dry run (``python -m
+    lightning_memtools.null_cuda -m pytest``), or else on a simulated device.
 
     Under pytest the peak is also compared with the recorded one.
 
@@ -57,7 +57,7 @@ def assert_peak_memory(
         batch: The batch.
         at_most: The budget for the peak of allocated memory, such as "8GiB". It can be left out in a test whose peak is
             recorded.
-        gpu: The GPU that is meant, such as "A100 80GB": workspaces of kernels differ between GPUs.
+        gpu: The GPU that the budget is for, such as "A100 80GB": workspaces of kernels differ between GPUs.
         stage: "train": at least one optimizer step has to run. "val", "test" or "predict" ask for none.
         options: With a model: step, optimizer, precision, steps, accumulate, clip and the other arguments of
             `estimate_memory`.
@@ -67,8 +67,8 @@ def assert_peak_memory(
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded one by more than the tolerance.
-        ValueError: The budget is no size, the GPU is not known, there is neither a budget nor a recorded peak, or
-            nothing is trained or allocated.
+        ValueError: The budget is no size, the GPU is unknown, there is neither a budget nor a recorded peak, or nothing
+            was trained or allocated.
     """
     __tracebackhide__ = True
     if stage not in get_args(Stage):

@@ -1,4 +1,4 @@
-"""The test that runs now, as pytest's plugin knows it: its name, its recorded peaks, and those that it measures."""
+"""The test that runs now, as pytest's plugin knows it: its name, its recorded peaks and its measured ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BudgetSettings:
 
     Attributes:
         file: The file of recorded peaks.
-        root: The root of the tests, from which lines of code are named.
+        root: The root of the tests, to which the paths of lines of code are relative.
         records: Whether peaks are recorded anew.
         tolerance: The share by which a peak may exceed the recorded one.
     """
@@ -32,9 +32,9 @@ class CurrentTest:
     """The test that pytest is running: the settings that apply to it and the peaks that it has measured.
 
     Attributes:
-        name: Its node id.
-        settings: Those that pytest was started with.
-        peaks: The peaks that it has measured, by their names in the file.
+        name: The test's node id.
+        settings: The settings that pytest was started with.
+        peaks: The peaks that the test has measured, by their names in the file.
         notes: Sentences for the end of pytest's report.
     """
 
@@ -44,7 +44,7 @@ class CurrentTest:
     notes: list[str] = field(default_factory=list)
 
     def next_name(self) -> str:
-        """Return the name of the next peak: the test's, and its number from the second on."""
+        """Return the name of the next peak: the test's name, with a number from the second peak on."""
         number = len(self.peaks) + 1
         return self.name if number == 1 else f"{self.name} #{number}"
 

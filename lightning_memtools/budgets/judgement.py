@@ -29,10 +29,10 @@ def parse_budget(at_most: object, *, what: str = "at_most") -> int:
 
 
 def judge(peak: PeakMemory, at_most: int | None) -> None:
-    """Compare a peak with its budget, and within a test with the recorded peak; or record it.
+    """Compare a peak with its budget and, within a test, with the recorded peak, or record it.
 
     Raises:
-        AssertionError: It is over the budget, or more than the tolerance above the recorded peak.
+        AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.
         ValueError: There is neither a budget nor a recorded peak.
     """
     __tracebackhide__ = True
@@ -83,7 +83,7 @@ def _compare(test: CurrentTest, name: str, recorded: PeakMemory, peak: PeakMemor
 
 
 def over_budget(peak: PeakMemory, at_most: int, recorded: PeakMemory | None = None) -> str:
-    """Say that a peak is over its budget, at which moment, and what grew since it was recorded, or what is there."""
+    """Return the message for a peak over its budget: when it occurs, and what grew since it was recorded."""
     over, size = format_size(peak.allocated - at_most), format_size(peak.allocated)
     lines = [
         f"the peak of allocated memory is {size}, {over} over the budget of {format_size(at_most)}.",

@@ -1,4 +1,4 @@
-"""Measures the peak of a block of code, on PyTorch's CUDA code where it has a device and else on a simulated one."""
+"""Measures the peak of a block of code, on the process's CUDA device, or else on a simulated one."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
 def measured_code(gpu: str | None) -> Iterator[Measuring]:
     """Measure the code within.
 
-    What was allocated before does not count, and garbage is collected after each step of an optimizer and at no other
-    time, so that the peak depends on the code alone.
+    Earlier allocations do not count, and garbage is collected after each optimizer step and at no other time, so that
+    the peak depends on the code alone.
 
     Args:
-        gpu: The GPU that is meant; None for this process's device, or an A100 where it has none.
+        gpu: The GPU to measure for; None for this process's device, or an A100 if it has none.
 
     Raises:
-        ValueError: This process has a CUDA device that is unlike the GPU.
+        ValueError: This process has a CUDA device that is not like the GPU.
     """
     measuring: Measuring
     if torch.cuda.is_available():
@@ -102,7 +102,7 @@ def _check_device(gpu: str | None) -> None:
 
 @contextmanager
 def _used_objects(measuring: Measuring) -> Iterator[None]:
-    """Tell a measurement of modules and optimizers: models may be older than the code, as a test's fixtures are."""
+    """Inside, tell a measurement of used modules and optimizers, which may be older than the code, as fixtures are."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     roots: list[weakref.ref[nn.Module]] = []
     used: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -174,7 +174,7 @@ class _OnVirtualDevice:
 
 
 class _Phases(DeviceListener):
-    """Passes a device's events on to a recorder, with the phase of training that they show."""
+    """Passes a device's events to a recorder, with the phase of training that it infers from them."""
 
     def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
@@ -199,7 +199,7 @@ class _Phases(DeviceListener):
 
 
 class _OnCuda:
-    """The measurement on this process's CUDA device: the requests of the code, played on an empty allocator."""
+    """The measurement on this process's CUDA device: the code's requests are replayed on an empty allocator."""
 
     def __init__(self, gpu: str | None) -> None:
         here = torch.cuda.get_device_name().removesuffix(" (dry run)")
@@ -258,7 +258,7 @@ class _OnCuda:
 
 
 def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a history without the blocks that were allocated before it began: it only has their ends."""
+    """Return a history without the frees of blocks that were allocated before it began."""
     made: set[int] = set()
     kept = []
     for entry in entries:

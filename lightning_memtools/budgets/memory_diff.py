@@ -15,12 +15,12 @@ _MOST_ROWS = 15
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure on both sides, in bytes; 0 if one side does not have it.
+    """A figure of both results, in bytes; 0 if a result does not have it.
 
     Attributes:
         name: A category, the path of a module, or a line of code.
-        before: Its bytes on the first side.
-        after: Its bytes on the second side.
+        before: The bytes in the first result.
+        after: The bytes in the second result.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def difference(self) -> int:
-        """The bytes by which it grew."""
+        """The bytes by which the figure grew."""
         return self.after - self.before
 
     @property
@@ -40,12 +40,12 @@ class Change:
 
     @property
     def sizes(self) -> str:
-        """Both sides in words, such as "180 MiB -> 204 MiB"."""
+        """Both values in words, such as "180 MiB -> 204 MiB"."""
         return f"{format_size(self.before)} -> {format_size(self.after)}"
 
     @property
     def percent(self) -> str:
-        """The difference as a share of the first side, such as "+12.5%"; empty without one."""
+        """The difference as a share of the first value, such as "+12.5%"; "" if that is 0."""
         return f"{100 * self.difference / self.before:+.1f}%" if self.before and self.difference else ""
 
 
@@ -54,9 +54,9 @@ class MemoryDiff:
     """Two peaks and what changed from the first to the second.
 
     Attributes:
-        before: The first.
-        after: The second.
-        names: How to call them.
+        before: The first peak.
+        after: The second peak.
+        names: The names of the two peaks.
     """
 
     before: PeakMemory
@@ -98,14 +98,14 @@ class MemoryDiff:
         ]
 
     def tables(self) -> Iterator[Table]:
-        """Yield the tables, without those in which nothing changed; of modules and of lines the largest changes."""
+        """Yield the tables in which something changed. Those of modules and lines have the largest changes only."""
         yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
         for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
             if changes:
                 yield Table((head, *self.names, "change"), _rows(changes))
 
     def to_markdown(self) -> str:
-        """Return everything for a report, or for the comment on a pull request."""
+        """Return the whole diff as markdown, for a report or a comment on a pull request."""
         return "\n\n".join([self.headline, *self.remarks, *map(markdown_table, self.tables()), *self.moments])
 
     @property
@@ -122,14 +122,14 @@ class MemoryDiff:
 
     @property
     def moments(self) -> list[str]:
-        """The moments of the two peaks, where they are known."""
+        """The moments of the two peaks, as far as known."""
         moments = (self.before.peak_at, self.after.peak_at)
         if moments[0] == moments[1]:
             return [f"Both peaks are at {moments[0]}."] if moments[0] else []
         return [f"Peak of {name}: at {at}." for name, at in zip(self.names, moments, strict=True) if at]
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return the whole diff as plain values."""
         parts = {"totals": self.totals, "categories": self.categories, "modules": self.modules, "lines": self.lines}
         changed = {
             name: [asdict(one) | {"difference": one.difference} for one in changes] for name, changes in parts.items()
@@ -141,7 +141,7 @@ class MemoryDiff:
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[[str], str] = str) -> list[Change]:
-    """Return what changed, by a key under which names of both sides are the same; the second side's name is shown."""
+    """Return the changed figures. `key` maps names that mean the same to one key; the second result's name is shown."""
     found: dict[str, Change] = {}
     for name, size in before.items():
         known = found.get(key(name), Change(name, 0, 0))

@@ -1,4 +1,4 @@
-"""The peak of a step or of a run in plain values, which can be compared; and the file of recorded peaks."""
+"""The peak of a step or a run as plain values that can be compared, and the file of recorded peaks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LINE = re.compile(r"(?P<file>.+?):\d+(?P<text>: .*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The highest memory of a step or of a run, and who held it. Sizes in bytes.
+    """The peak memory of a step or a run, with its composition. Sizes in bytes.
 
     Attributes:
         allocated: The most that tensors held at one moment.
         reserved: The most that PyTorch's allocator held of the device.
-        engine: Whose figures they are: "simulation", "cuda" for PyTorch's CUDA code, or a word of a file's own.
+        engine: The source of the figures: "simulation", "cuda" for PyTorch's CUDA code, or a word from the file.
         torch: The version of torch; empty if it is not known.
-        gpu: The GPU that was meant; empty for none.
+        gpu: The GPU that was measured or simulated; "" for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".
         categories: The bytes of parameters, gradients, activations and so on at the peak.
         modules: The bytes of each module at the peak.
         lines: The bytes that each line of code had asked for, such as "model.py:48: x = self.norm(x)".
-        notes: What the reader should know of how it was measured.
+        notes: Sentences on how the peak was measured.
     """
 
     allocated: int
@@ -44,12 +44,12 @@ class PeakMemory:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values, without empty ones."""
+        """Return the peak as plain values, without empty ones."""
         return {name: value for name, value in asdict(self).items() if value or isinstance(value, int)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return what `as_json` made plain.
+        """Return the peak from what `as_json` returned.
 
         Raises:
             TypeError: A peak is missing.
@@ -59,9 +59,9 @@ class PeakMemory:
         return replace(made, notes=tuple(made.notes))
 
     def recorded_form(self, root: Path) -> Self:
-        """Return it for a file that people review: without small parts, and with lines named from a folder.
+        """Return the peak for a file that people review: without small parts, and with line paths relative to `root`.
 
-        Members of a list of modules are summed, as "layers.*.norm".
+        Modules in a list are summed, as "layers.*.norm".
         """
         least = _SMALL_SHARE * self.allocated
         modules = {name: size for name, size in by_pattern(self.modules).items() if size >= least}
@@ -78,7 +78,7 @@ def _named_from(line: str, root: Path) -> str:
 
 
 def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of modules with the numbers in their paths replaced: members of a list count as one."""
+    """Return the bytes of modules, summed over modules in a list: numbers in their paths become "*"."""
     sizes: Counter[str] = Counter()
     for name, size in modules.items():
         sizes[_NUMBER.sub("*", name)] += size
@@ -86,7 +86,7 @@ def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
 
 
 def without_number(line: str) -> str:
-    """Return a line without its number: lines above it may have come or gone."""
+    """Return a line of code without its line number, which changes with the lines above it."""
     match = _LINE.fullmatch(line)
     return f"{match['file']}{match['text']}" if match else line
 
@@ -96,7 +96,7 @@ _ABOUT = "Peaks of memory in bytes, written by pytest --memory-record. Review a 
 
 
 def read_recorded(file: Path) -> dict[str, PeakMemory]:
-    """Return the recorded peaks by the names of their tests; none where there is no file.
+    """Return the recorded peaks by the names of their tests; {} if there is no file.
 
     Raises:
         ValueError: The file is damaged, or of another format.
@@ -116,7 +116,7 @@ def read_recorded(file: Path) -> dict[str, PeakMemory]:
 
 
 def write_recorded(file: Path, new: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add peaks, as `PeakMemory.as_json` gives them, to the recorded ones, in place of those of the same names."""
+    """Write peaks, as from `PeakMemory.as_json`, to the file of recorded peaks, replacing those of the same names."""
     known = {name: peak.as_json() for name, peak in read_recorded(file).items()}
     content = {"about": _ABOUT, "format": FORMAT, "tests": {**known, **new}}
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The plugin of pytest: `@pytest.mark.peak_memory`, recorded peaks, and the name of the test in each message.
+"""The pytest plugin: `@pytest.mark.peak_memory`, recorded peaks, and the name of the test in each message.
 
 pytest loads it at its start, so it imports neither torch nor lightning until a test has a budget.
 """
@@ -23,7 +23,7 @@ _RESULTS = "memtools_peaks"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options, and the setting that names the file."""
+    """Add the command-line options, and the setting for the file of recorded peaks."""
     group = parser.getgroup("memory", "memory under test (lightning_memtools)")
     group.addoption(
         "--memory-record", action="store_true", help="record the peaks of tests with a budget, in place of comparing"
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark and read the options.
 
     Raises:
-        UsageError: The tolerance is no share.
+        UsageError: The tolerance is not a share.
     """
     config.addinivalue_line(
         "markers",
@@ -83,7 +83,7 @@ _T = TypeVar("_T")
 
 
 def _without_frames(run: Callable[[], _T]) -> _T:
-    """Run what begins or ends a marked test; what it says of the test is shown without the frames of this package."""
+    """Run the start or end of a marked test. Its errors are shown without the frames of this package."""
     try:
         return run()
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ class _Results:
         self._written = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take in the peaks of a test."""
+        """Collect the peaks from a test's report."""
         found = getattr(report, _RESULTS, None)
         if found is None:
             return
@@ -133,7 +133,7 @@ class _Results:
             self._peaks |= found["peaks"]
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file, if peaks are to be recorded."""
+        """Write the file of recorded peaks, if recording is on."""
         if not self._settings.records or hasattr(self._config, "workerinput") or not self._peaks:
             return
         from lightning_memtools.budgets.peak_memory import write_recorded  # noqa: PLC0415, only when recording
@@ -142,7 +142,7 @@ class _Results:
         self._written = f"{len(self._peaks)} recorded in {self._settings.file.name}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say which engine measured, what was recorded, and what is less than recorded."""
+        """Print which engine measured, what was recorded, and which peaks are below their records."""
         if not self._peaks and not self._notes:
             return
         made = {f"engine {peak.get('engine')}, torch {peak.get('torch')}" for peak in self._peaks.values()}

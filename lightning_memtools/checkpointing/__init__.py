@@ -1,1 +1,1 @@
-"""Gradient checkpointing: find chains of layers, profile them, choose what to recompute, apply and undo."""
+"""Gradient checkpointing: finds chains of layers, measures them, chooses ranges to recompute, and applies plans."""

@@ -24,7 +24,7 @@ from lightning_memtools.checkpointing.repetition_proof import (
 
 
 class Range(NamedTuple):
-    """Layers `start` to `stop` (exclusive) of a chain that keep only their input, and run again in backward."""
+    """The layers `start` to `stop` (exclusive) of a chain: they keep only their input, and run again in backward."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class ChainPlan:
         name: The qualified name of the Sequential or module.
         layers: The qualified names of its layers.
         ranges: The layers that are recomputed; the others run as usual.
-        is_module: Whether this is one module with a forward of its own, which is its only layer.
+        is_module: True for a single module with its own forward, which is then its only layer.
     """
 
     name: str
@@ -50,8 +50,8 @@ class ChainPlan:
 class AppliedPlan:
     """A plan that is applied to a model. `remove` undoes it, as does leaving it as a context manager.
 
-    Copies and pickles made meanwhile are of the plain model. Calls in evaluation mode and without gradients are
-    unchanged.
+    Copies and pickles that are made under the plan are of the plain model. Calls in evaluation mode or without
+    gradients run as usual.
 
     Args:
         model: The model.
@@ -61,7 +61,7 @@ class AppliedPlan:
             not repeat itself runs as usual from then on, with a warning that names the layer.
 
     Attributes:
-        heads: The layers whose loss is computed in chunks, and what became of it, by name.
+        heads: The forwards of the layers whose loss is computed in chunks, by name.
         differing: The layers that did not repeat themselves, with the evidence.
     """
 
@@ -88,7 +88,7 @@ class AppliedPlan:
             raise
 
     def remove(self) -> None:
-        """Undo the plan. Calling it twice does no harm."""
+        """Undo the plan. Idempotent."""
         while self._modules:
             module = self._modules.pop()
             for name in ("forward", "__getstate__"):
@@ -115,8 +115,8 @@ class _PlannedForward:
         module: The Sequential or module.
         plan: What to recompute of it.
         layers: Its layers.
-        differing: Is given the layers that do not repeat themselves, with the evidence.
-        prove: Whether ranges are proved to repeat themselves.
+        differing: A mapping to which layers that do not repeat themselves are added, with the evidence.
+        prove: Whether to prove that ranges repeat themselves.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class _PlannedForward:
         return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run calls one after the other; the first takes the arguments. They run again in backward."""
+        """Run calls one after the other, the first with the given arguments. They run again in backward."""
         layers, names = self._layers[which.start : which.stop], self._plan.layers[which.start : which.stop]
         norms: list[nn.Module] = [
             part for of_layer in self._norms[which.start : which.stop] for part in of_layer if updates_statistics(part)
@@ -188,7 +188,7 @@ class _PlannedForward:
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state without the plan, so that copies and pickles are of the module as its class made it.
+    """Return a module's `__dict__` without the plan, so that copies and pickles are of the plain module.
 
     pickle, torch.save, copy.copy and copy.deepcopy all ask the object, not its class, for it.
     """
@@ -217,7 +217,7 @@ def _submodule(model: nn.Module, name: str, planned: str) -> nn.Module:
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:
-    """Yield a chain's layers as the plan names them: a Sequential in it is one layer if it was, or else its layers."""
+    """Yield a chain's layers as the plan names them. A nested Sequential is one layer if `known`, else several."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child

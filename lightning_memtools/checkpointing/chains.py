@@ -1,4 +1,4 @@
-"""Finds what a plan may recompute: a model's Sequentials, its modules with own forwards, or what patterns name."""
+"""Finds what a plan can recompute: a model's Sequentials, modules with their own forward, or what patterns name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SHARDED = "sharded by FSDP 2: it may only be recomputed by itself"
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Layers that run one after the other, and which of them may not be recomputed.
+    """Layers that run one after the other, with the reasons why some may not be recomputed.
 
     Attributes:
         name: The Sequential's qualified name in the model; "" for the model itself.
-        layers: The qualified names of its layers, those of nested plain Sequentials in their place.
-        outside: Why layers must stay outside of recomputed ranges, by index.
-        is_module: Whether this is one module with a forward of its own, which is then its only layer.
-        forced: Whether a pattern named this module, so that it is recomputed by every plan.
+        layers: The qualified names of its layers; nested plain Sequentials are replaced by their layers.
+        outside: By the index of a layer, the reason why it must not be recomputed.
+        is_module: True for a single module with its own forward, which is then its only layer.
+        forced: True if a pattern names this module, so that every plan recomputes it.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Chain:
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class, which may be a static method, to be called without the module."""
+    """Return the forward of a module's class, not that of the instance. It may be a static method."""
     own = getattr_static(type(module), "forward")
     return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
+    """Return True if a call is not recomputed: without gradients, in evaluation, or under a compiler.
 
-    `trained` is the mode in which the plan was applied: a model that is trained in evaluation mode is recomputed in it.
+    `trained` is the mode in which the plan was applied. A model that trains in eval mode is recomputed in eval mode.
     """
     return (
         not torch.is_grad_enabled()
@@ -60,11 +60,11 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
 
 
 class NothingToApplyTo(DegradedWarning):
-    """There is no chain in the model that recomputation could be applied to."""
+    """Raised if the model has no chain that can be recomputed."""
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a module runs its children one after the other, as Sequential itself does."""
+    """Return True if a module runs its children one after the other, as Sequential does."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
@@ -75,7 +75,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module's call is compiled by torch.compile."""
+    """Return True if torch.compile compiles the module's call."""
     return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
@@ -110,11 +110,11 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 
 
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
-    """Return the modules that can be recomputed as a whole besides the layers of chains: each is a chain of its own.
+    """Return the modules that can be recomputed as a whole, besides layers of chains. Each is a chain of its own.
 
-    These have a forward of their own, as blocks in a ModuleList have and what is inside of them, or FSDP 2 shards them:
-    what runs again inside one sharded module finds its parameters gathered. What only a step can show, whether they run
-    at all and can run again, is for its trace to say.
+    They have their own forward, such as blocks in a ModuleList and modules inside of these, or FSDP 2 shards them: what
+    runs again inside one sharded module finds its parameters gathered. Whether they run at all, and can run again, is
+    not known before a step is traced.
     """
     names = _Names(model, options)
     known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
@@ -134,7 +134,7 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
 
 
 class _Names:
-    """The modules of a model by name, and which of them the options exclude or torch.compile compiles."""
+    """The modules of a model by name, with those that the options exclude or torch.compile compiles."""
 
     def __init__(self, model: nn.Module, options: CheckpointOptions) -> None:
         self.modules = dict(model.named_modules())
@@ -143,7 +143,7 @@ class _Names:
         self._options = options
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
-        """Return why layers may not be recomputed, by their index."""
+        """Return, by the index of a layer, the reason why it may not be recomputed."""
         reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
         return {at: reason for at, reason in reasons.items() if reason is not None}
 
@@ -162,13 +162,13 @@ class _Names:
 
 
 def outermost(chains: Sequence[Chain]) -> list[Chain]:
-    """Return the Sequentials that are not inside another one."""
+    """Return the Sequentials that are not inside another Sequential."""
     rows = [chain for chain in chains if not chain.is_module]
     return [row for row in rows if not any(row is not other and is_within(row.name, other.name) for other in rows)]
 
 
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
-    """Return the message that there is no chain: what was looked for, and what to do."""
+    """Return the message for a model without chains: what was searched for, and what to do."""
     looked_for = (
         "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
         if options.include is None
@@ -205,5 +205,5 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
 
 
 def is_within(name: str, ancestor: str) -> bool:
-    """Return whether a module is another one or lies within it, by their qualified names."""
+    """Return True if the module `name` is `ancestor` or lies within it, by qualified names."""
     return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""

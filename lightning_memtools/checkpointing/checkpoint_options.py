@@ -1,4 +1,4 @@
-"""The options of checkpoint planning, checked when they are given."""
+"""The options of checkpoint planning, and their validation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """The options do not suit the model. Any other ValueError of planning is one of the user's step."""
+    """Raised if the options do not suit the model. All other ValueErrors of planning come from the user's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CheckpointOptions:
         include: Patterns of the modules to take; None to choose among all.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
-        differing: Names of layers that computed something else when they ran again.
+        differing: Names of layers that returned other values when they ran again.
     """
 
     segments: int | None
@@ -83,7 +83,7 @@ class CheckpointOptions:
         return self.budget_bytes
 
     def fits(self, plain: StepCost) -> bool:
-        """Return whether the plain step is within the budget."""
+        """Return True if the plain step is within the budget."""
         limit = self.limit(plain)
         return limit is not None and plain.peak_bytes <= limit
 

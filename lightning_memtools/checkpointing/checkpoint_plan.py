@@ -22,13 +22,13 @@ class CheckpointPlan:
     """The layers of a model to recompute, and the memory that one training step is predicted to need, simulated.
 
     Attributes:
-        chains: The Sequentials and modules of which something is recomputed.
+        chains: The Sequentials and modules that are recomputed in part or as a whole.
         plain: The memory and operations of the step without the plan; None if there is nothing to plan.
-        planned: The same with the plan.
-        refused: Why nothing is recomputed; None if something is.
-        notes: What else changes with the plan, in words.
+        planned: The memory and operations of the step with the plan.
+        refused: The reason why nothing is recomputed; None if something is.
+        notes: Other effects of the plan, in words.
         heads: The linear layers whose cross-entropy is computed in chunks.
-        left_out: Why layers may not be recomputed, by name.
+        left_out: By the name of a layer, the reason why it may not be recomputed.
     """
 
     chains: tuple[ChainPlan, ...]
@@ -70,7 +70,7 @@ class CheckpointPlan:
         return first_of(collapsed(names), most) or "nothing"
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
-        """Return a line each on what the plan saves and costs, the last one on the measured peak if it is given."""
+        """Return lines on what the plan saves and costs; the last is on the measured peak, if that is given."""
         if self.plain is None or self.planned is None:
             return []
         plain, planned = self.plain, self.planned
@@ -88,7 +88,7 @@ class CheckpointPlan:
         return lines
 
     def sentence(self) -> str:
-        """Return what is recomputed, or why nothing is."""
+        """Return a sentence on what is recomputed, or on why nothing is."""
         if self.refused is not None:
             return f"Nothing is recomputed. {self.refused}"
         return f"Recompute {self.recomputed()}; keep the others."
@@ -112,7 +112,7 @@ class CheckpointPlan:
 
 
 def collapsed(names: Iterable[str]) -> list[str]:
-    """Return names of modules with those that differ by one number in a row as one: "blocks.0-40.mlp"."""
+    """Return names of modules in which consecutive numbers are joined, such as "blocks.0-40.mlp"."""
     found = [tuple(name.split(".")) if name else ("the model",) for name in names]
     for place in range(max(map(len, found), default=0) - 1, -1, -1):  # the last number of a name tells most
         alike: dict[tuple[Any, ...], list[str]] = {}

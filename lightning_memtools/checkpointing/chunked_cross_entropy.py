@@ -14,10 +14,10 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 
 
 def chunk_rows(width: int) -> int:
-    """Return the rows of a chunk for a layer that takes `width` features: its logits take half of what its weights do.
+    """Return the number of rows per chunk for a layer with `width` inputs: the logits take half as much as the weights.
 
-    A chunk holds its logits and their probabilities. Smaller ones would read and write the weights and their gradient
-    more often than these.
+    A chunk holds its logits and their probabilities. With smaller chunks, the weights and their gradient would be read
+    and written more often than the logits.
     """
     return max(width // 2, _LEAST_ROWS)
 
@@ -26,18 +26,18 @@ def chunk_rows(width: int) -> int:
 class ChunkedCrossEntropy:
     """The cross-entropy of a linear layer's output, with the arguments of `F.cross_entropy`.
 
-    The layer's backward pass runs in the forward pass, chunk by chunk, as far as the loss is one number: the logits of
-    a chunk are there once, and nothing is computed twice. In float16 a gradient that is not scaled up would be lost,
-    and of a loss for each row the gradient is not known yet: these two compute the logits again in backward.
+    If the loss is one number, the layer's backward pass runs within the forward pass, chunk by chunk, so that nothing
+    is computed twice. In float16, where a gradient that is not scaled would vanish, and for a loss per row, whose
+    upstream gradient is not known yet, the logits are computed again in backward.
 
     Attributes:
-        target: The classes, one for each row.
-        steps: Changes of the logits between the layer and the loss, element by element.
-        dtype: The type that the layer computes in.
+        target: The class of each row.
+        steps: The elementwise operations between the layer and the loss.
+        dtype: The dtype that the layer computes in.
         class_weight: A weight for each class, or None.
         reduction: "mean", "sum" or "none".
-        ignore_index: The class of rows that do not count.
-        label_smoothing: The share of the loss that all classes have in equal parts.
+        ignore_index: The class of rows that are ignored.
+        label_smoothing: The share of the target that is spread over all classes evenly.
     """
 
     target: Tensor
@@ -49,7 +49,7 @@ class ChunkedCrossEntropy:
     label_smoothing: float = 0.0
 
     def __call__(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss: a number, or one for each row. Of no rows it is nan or 0, as torch has it.
+        """Return the loss: 0-dim, or one per row. Without rows it is NaN or 0, as in torch.
 
         Args:
             source: The input of the layer, of shape (rows, width).
@@ -72,7 +72,7 @@ class ChunkedCrossEntropy:
     def run(
         self, inputs: Sequence[Any], upstream: Tensor | None = None, needed: Sequence[bool] = ()
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss and, if that of the loss is given, the gradients of the inputs that are `needed`."""
+        """Return the loss and, if `upstream` (the loss's gradient) is given, the gradients of the `needed` inputs."""
         source, weight, bias = inputs
         losses: list[Tensor] = []
         gradients = [
@@ -101,10 +101,10 @@ class ChunkedCrossEntropy:
         return self._reduced(torch.stack(losses).sum(), found.dtype), gradients
 
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses of rows, and the gradient of their logits: with two copies of them, where torch has four.
+        """Return the losses of rows and the gradient of their logits, with two copies of the logits; torch has four.
 
-        The classes share the loss: the target has 1 - e of it and every class e / classes, each times its weight. The
-        gradient is the probabilities times the sum of the shares, less the shares.
+        With label smoothing e, the target has the share 1 - e and every class e / classes, times the class weight. The
+        gradient is the probabilities times the sum of the shares, minus the shares.
         """
         with torch.enable_grad():
             changed = logits.requires_grad_()
@@ -131,7 +131,7 @@ class ChunkedCrossEntropy:
         return losses[:, 0].where(counted, 0).to(self._dtype_of_losses(values)), gradient.to(logits.dtype)
 
     def _dtype_of_losses(self, logits: Tensor) -> torch.dtype:
-        """Return the type of what cross_entropy returns, which autocast may have a say in."""
+        """Return the dtype of cross_entropy's result, which depends on autocast."""
         return F.cross_entropy(logits.new_zeros(1, 2), self.target.new_zeros(1)).dtype
 
     def _losses(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class ChunkedCrossEntropy:
         return (total if self.reduction == "sum" else total / self._n_counted()).to(dtype)
 
     def _n_counted(self) -> Tensor:
-        """Return the number of rows that count, or the sum of their classes' weights."""
+        """Return the number of rows that are not ignored, or the sum of their class weights."""
         counted = self.target != self.ignore_index
         if self.class_weight is None:
             return counted.sum()
@@ -164,7 +164,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _add_products(
     gradients: Sequence[Tensor | None], rows: slice, source: Tensor, weight: Tensor, logits: Tensor
 ) -> None:
-    """Add to the gradients of a linear layer's input, weight and bias those of a chunk, from that of its logits."""
+    """Add a chunk's share to the gradients of the layer's input, weight and bias, given the logits' gradient."""
     of_source, of_weight, of_bias = gradients
     if of_source is not None:
         of_source[rows] = logits @ weight
@@ -192,7 +192,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        """Return the gradients: once those of the forward pass, and any other time new ones."""
+        """Return the gradients: first those that the forward pass computed, and in later calls new ones."""
         gradients, ctx.gradients = ctx.gradients, None
         needed = ctx.needs_input_grad[1:]
         inputs = ctx.saved_tensors

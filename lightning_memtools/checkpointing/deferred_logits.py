@@ -1,4 +1,4 @@
-"""The output of a language model's last layer, not computed yet: cross-entropy takes it in chunks."""
+"""The output of a language model's last layer, which is not computed yet, so that its loss can be in chunks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class DeferredLogits(Tensor):
-    """The logits of a linear layer that are computed when they are read, and never if only their loss is asked for.
+    """Logits of a linear layer that are computed only when they are read, and never if only their loss is.
 
-    `F.cross_entropy` computes its loss from the layer's input. Changes of shape, and changes of each element by itself
-    such as `float()`, wait as well. Any other function is given the real logits.
+    `F.cross_entropy` computes its loss from the layer's input. Changes of shape and elementwise operations such as
+    `float()` are deferred as well. Any other function gets the real logits.
     """
 
     recipe: _Recipe
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function: at once if it asks for shapes, later if it can wait, else with real logits."""
+        """Answer a function about shapes at once; defer it if possible; else call it with the real logits."""
         del types
         kwargs = kwargs or {}
         if _asks_for_no_values(func) or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
@@ -51,26 +51,26 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator that was called from below Python, where autograd has its part already."""
+        """Run an operator that was called from below Python with the real logits. Autograd is above it already."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
 
 
 @dataclass(eq=False, slots=True)
 class _Recipe:
-    """The way to compute logits, all or in chunks.
+    """A recipe by which deferred logits are computed, all at once or in chunks.
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
-        source: The input in the shape of the logits, with its features in place of the classes.
-        class_dim: The dimension of the classes.
-        dtypes: The type that the layer computes in, and that of the logits.
-        head: Is told what becomes of the logits.
-        version: How often the layer's weights had been written to.
-        autocast: Whether autocast was on, and its type.
-        steps: Changes of the logits since the layer, element by element.
-        parent: The recipe of the logits that these were made of; None for the layer's output.
-        change: What made them of these.
+        source: The input, in the shape of the logits but with features in the dimension of the classes.
+        class_dim: The index of the dimension of the classes.
+        dtypes: The dtype that the layer computes in, and the dtype of the logits.
+        head: The layer's forward, which is told if the logits are read or go into a loss.
+        version: The version counter of the layer's weights.
+        autocast: Whether autocast was on, and its dtype.
+        steps: The elementwise operations since the layer.
+        parent: The recipe of the logits that these were computed from; None for the layer's output.
+        change: The function that computed these logits from the parent's.
         real: The logits, once they had to be computed.
     """
 
@@ -95,14 +95,14 @@ class _Recipe:
 
     @property
     def is_real(self) -> bool:
-        """True if these logits, or those they are a view of, were computed: a write to these has to be seen."""
+        """True if these logits, or the logits that they are a view of, were computed, and may have been written to."""
         return self.real is not None or (self.parent is not None and self.parent.is_real)
 
     def all_logits(self) -> Tensor:
         """Return the logits as the layer computes them, with their gradient.
 
         Raises:
-            RuntimeError: The weights have changed since.
+            RuntimeError: The weights have changed since the layer was called.
         """
         if self.real is None:
             source, weight, bias = self.inputs
@@ -122,19 +122,19 @@ class _Recipe:
         return self.real
 
     def deferred(self) -> Tensor:
-        """Return the logits of this recipe as a tensor that has not been computed."""
+        """Return the logits of this recipe as a tensor that is not computed yet."""
         made: Tensor = _Deferred.apply(self, *self.inputs)  # type: ignore[no-untyped-call]
         return made
 
 
 def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: DeferredHead) -> Tensor:
-    """Return the output of a linear layer, which is computed when it is read.
+    """Return the output of a linear layer as a tensor that is computed only when it is read.
 
     Args:
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: Is told what becomes of the output.
+        head: The layer's forward, which is told if the output is read or goes into a loss.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -145,11 +145,11 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
 
 
 class _Deferred(torch.autograd.Function):
-    """A node of the graph for logits that are not computed yet, so that functions on them can be differentiated."""
+    """A node in autograd's graph for logits that are not computed yet, so that functions of them have gradients."""
 
     @staticmethod
     def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:
-        """Return a tensor without memory."""
+        """Return a placeholder of the logits' shape without memory."""
         ctx.recipe, ctx.inputs = recipe, inputs
         made: DeferredLogits = tensor_without_memory(DeferredLogits, recipe.shape, recipe.dtypes[1], inputs[0].device)
         made.recipe = recipe
@@ -165,21 +165,21 @@ class _Deferred(torch.autograd.Function):
 
 
 def _asks_for_no_values(func: Any) -> bool:
-    """Return whether a function is about shapes, types and places alone, such as the attribute `Tensor.device`."""
+    """Return True if a function needs no values: only shapes, dtypes or devices, as the attribute `Tensor.device`."""
     attribute = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
     return func in _OF_SHAPES or (attribute is not None and attribute.__name__ not in _VALUES)
 
 
 def _is_our_own(hook: Any) -> bool:
-    """Return whether a hook on the gradient is one that only notes when a layer's backward begins.
+    """Return True if a gradient hook is our own, which only notes when a layer's backward begins.
 
-    Logits whose loss is computed in chunks have no gradient, and such a hook can do without.
+    Logits whose loss is computed in chunks have no gradient; our own hooks do not need it.
     """
     return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:
-    """Return values with real logits in place of deferred ones."""
+    """Return `values` in which real logits replace deferred ones."""
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
@@ -193,7 +193,7 @@ def _read(values: Any, func: Any) -> Any:
 
 
 def _answer(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a function's result without computing the logits; None if it needs their values."""
+    """Return a function's result without computing the logits; None if the function needs their values."""
     if func is F.cross_entropy:
         return _loss(recipe, *args, **kwargs)
     if func in _VIEWS:
@@ -231,7 +231,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a view of logits if it leaves the dimension of the classes whole; else None."""
+    """Return a view of deferred logits that keeps the dimension of the classes whole; None for other views."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
         made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)
@@ -255,7 +255,7 @@ def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _leaves_last_whole(index: Any, n_dims: int) -> bool:
-    """Return whether an index selects all of the last dimension."""
+    """Return True if an index selects all of the last dimension."""
     keys = index if isinstance(index, tuple) else (index,)
     if any(isinstance(key, list) for key in keys):
         return False
@@ -272,7 +272,7 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return logits of which each element is changed by itself; None if they would move to another device.
+    """Return deferred logits after an elementwise operation; None if it moves them to another device.
 
     `type()` without arguments returns a name.
     """

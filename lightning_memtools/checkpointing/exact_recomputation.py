@@ -1,4 +1,4 @@
-"""Makes a layer that runs twice have the same effects as one that runs once, and names the layers that cannot."""
+"""Makes a layer that runs twice have the effects of running once, and names the layers for which that is impossible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[[Callable[[Any], None], Any, Any], Any]
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Return whether a module is a Dropout of any kind that drops values in its current mode."""
+    """Return True if a module is a Dropout of any kind that drops values in its current mode."""
     if not isinstance(module, AnyDropout) and type(module).__name__ not in _DROPOUTS_BY_NAME:
         return False
     rate = next((getattr(module, name) for name in _RATES if hasattr(module, name)), None)
@@ -44,17 +44,17 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def is_special(module: nn.Module) -> bool:
-    """Return whether the option `bn_dropout` is about this module, in its current mode."""
+    """Return True if the option `bn_dropout` applies to this module in its current mode."""
     return is_dropout(module) or (isinstance(module, AnyBatchNorm) and module.training)
 
 
 def updates_statistics(module: nn.Module) -> bool:
-    """Return whether a forward pass updates running statistics, as BatchNorm does, and InstanceNorm on request."""
+    """Return True if a forward pass updates running statistics, as BatchNorm does, or InstanceNorm on request."""
     return isinstance(module, StatisticsNorm) and module.training and module.track_running_stats
 
 
 def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
-    """Return why a layer may not be part of a recomputed range; None if it may."""
+    """Return the reason why a layer may not be part of a recomputed range; None if it may."""
     trained = [part for part in layer.modules() if part.training]
     if any(isinstance(part, nn.SyncBatchNorm) for part in trained):
         return "SyncBatchNorm talks to other ranks"
@@ -67,10 +67,10 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 @contextmanager
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """While entered, running statistics are written to copies.
+    """Inside, write running statistics to copies, so that the real ones stay as they are.
 
-    In training a batch is normalized by its own statistics, so the output is the same. These are copies, and not a
-    momentum of 0, because an infinite activation would turn 0 * inf into nan.
+    In training a batch is normalized by its own statistics, so the output is the same. A momentum of 0 instead of
+    copies would turn an infinite activation into 0 * inf = NaN.
     """
     originals: list[tuple[nn.Module, dict[str, Tensor]]] = []
     try:
@@ -88,11 +88,11 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class DrawnStreams:
-    """The streams that layers may draw from besides torch's default ones.
+    """The random streams that layers may draw from, besides torch's default generators.
 
     Args:
-        modules: The layers. Generators that they hold as attributes, or in a list or dictionary that is one, and those
-            that the code of their forward names, are found here; those that a layer makes later are not.
+        modules: The layers. Generators are found in their attributes, in lists and dictionaries among these, and in the
+            names that their forward uses. A generator that a layer makes later is not found.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -107,7 +107,7 @@ class DrawnStreams:
 
 @contextmanager
 def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
-    """While entered, streams continue from these states; on exit, from where they were on entry."""
+    """Set streams to these states inside the context; on exit, restore them to where they were on entry."""
     present = [(stream, generator_state(stream)) for stream, _ in states]
     _set(states)
     try:
@@ -141,9 +141,9 @@ def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 class _RunLog:
-    """Compares what each layer of a range returns when it runs again with what it returned in the forward pass.
+    """Compares what each layer of a range returns in the second run with what it returned in the first.
 
-    Torch's own check can only tell that some saved tensor differs; this one knows the layer. It compares shapes, types
+    Torch's own check only tells that some saved tensor differs; this one names the layer. It compares shapes, dtypes
     and the last operators, which are known without waiting for the device.
     """
 
@@ -153,11 +153,11 @@ class _RunLog:
         self._again: Iterator[tuple[str, str]] | None = None
 
     def begin(self) -> None:
-        """Note that the range begins to run, for the first time or again."""
+        """Note that the first or a later run of the range begins."""
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
-        """Note the output of the next layer, and raise if it is not like the first one."""
+        """Note the output of the next layer; in a later run, raise if it differs from the first."""
         seen = ", ".join(
             f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
             for each in tensors_in(out)
@@ -175,13 +175,13 @@ class _RunLog:
 
 
 class _LaterRun:
-    """The context of a range's later runs: they leave running statistics alone, and draw the same random numbers.
+    """The context of a range's later runs: running statistics stay as they are, and random numbers are the same.
 
-    It is made anew whenever it is entered, as each backward through a range runs it again.
+    It can be entered many times, since each backward pass through a range runs it again.
 
     Args:
         norms: The range's layers that update running statistics.
-        states: Those of the streams that torch's checkpoint does not restore, before the first run.
+        states: The states, before the first run, of the streams that torch's checkpoint does not restore.
     """
 
     def __init__(self, norms: Sequence[nn.Module], states: Sequence[tuple[Stream, Any]]) -> None:
@@ -203,13 +203,13 @@ class _LaterRun:
 def recomputed(
     run: Run, names: Sequence[str], norms: Sequence[nn.Module], streams: DrawnStreams, given: tuple[Any, Any]
 ) -> Any:
-    """Run layers whose activations are not kept, so that they run again in backward, and return their output.
+    """Run layers without keeping their activations, and return their output. They run again in backward.
 
     Args:
-        run: Runs them one after the other.
-        names: Their qualified names.
-        norms: Those parts of them that update running statistics.
-        streams: The random streams that they may draw from.
+        run: A function that runs the layers one after the other.
+        names: The qualified names of the layers.
+        norms: The modules in the layers that update running statistics.
+        streams: The random streams that the layers may draw from.
         given: The arguments of the first layer, by position and by name.
     """
     log = _RunLog(names)

@@ -1,7 +1,7 @@
 """Chooses which parts of a step to run twice: the least recomputation for every amount of memory at once.
 
-A dynamic program over the units of the forward pass, from the last to the first. With so much memory left, a unit
-keeps its tensors, or a span of units that begins here keeps its input alone and runs again in backward.
+A dynamic program over the units of the forward pass, from the last to the first. For each amount of memory, a unit
+either keeps its tensors, or begins a span of units that keeps only its input and runs again in backward.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Layer = tuple[int, Span]
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The parts of a step that may run twice: layers in a row of a Sequential, and modules.
+    """The parts of a step that may run twice: consecutive layers of a Sequential, and modules.
 
     Attributes:
         spans: Spans of units, each with the index of its chain and its layers.
-        forced: The spans that have to run twice.
-        left_out: Why layers may not run twice, by name.
+        forced: The spans that must run twice.
+        left_out: By the name of a layer, the reason why it may not run twice.
         chains: The chains.
-        rows: For each chain, layers that run one after the other and may all run twice.
+        rows: For each chain, groups of consecutive layers that may all run twice.
         step: The units of the step.
     """
 
@@ -51,7 +51,7 @@ class StepParts:
 
     @staticmethod
     def of(step: StepUnits, chains: Sequence[Chain]) -> StepParts:
-        """Return the parts of a step; a chain that is called twice goes by its first call."""
+        """Return the parts of a step. For a chain that is called twice, the first call counts."""
         work = [0, *itertools.accumulate(unit.operations for unit in step.units)]
         own = {chain.name for chain in chains if chain.is_module}  # a layer that FSDP 2 shards is a module of its own
         parts = StepParts({}, [], {}, chains, [], step)
@@ -75,10 +75,10 @@ class StepParts:
         return parts
 
     def chunks(self, segments: int) -> tuple[ChainPlan, ...]:
-        """Return the outermost Sequentials in equal chunks, the last of each left out, as far as they may run twice.
+        """Cut the outermost Sequentials into equal chunks, and return all but the last of each as ranges.
 
-        As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual: it would be recomputed at
-        once.
+        As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual, since it would be recomputed
+        right away. Layers that may not run twice are left out.
         """
         plans: list[ChainPlan] = []
         for chain in outermost(self.chains):
@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return with which layers ranges may begin and end, and at which units: of many some where little is passed on."""
+    """Return where ranges may begin and end: by layer and unit. If many, only those with small passed tensors."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)
@@ -129,7 +129,7 @@ def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, i
 
 
 class LeastRecomputation:
-    """The spans of least recomputation, by the memory that a step may take.
+    """Finds the spans with the least recomputation for each amount of memory that a step may take.
 
     Args:
         parts: The parts of the step.
@@ -162,7 +162,7 @@ class LeastRecomputation:
                 self._table[at, int(held)] = np.min([costs for _, costs in self._choices(at, held=held)], axis=0)
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Return the peak in bytes and the extra operations of each choice that no other one beats, by falling peak."""
+        """Return (peak in bytes, extra operations) of all choices that no other beats, highest peak first."""
         costs = self._table[0, 1]
         return [
             (int(slot * self._slot) + 1, int(costs[slot]))
@@ -171,7 +171,7 @@ class LeastRecomputation:
         ]
 
     def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
-        """Return what to run twice for a peak within a limit; None if nothing reaches it."""
+        """Return the ranges with the least recomputation whose peak is within a limit; None if no choice is."""
         left, at, held = min(int(limit_bytes / self._slot), _SLOTS), 0, True
         if left < 0 or self._table[0, 1, left] == _INFINITE:
             return None
@@ -184,7 +184,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield what a unit may do: the end of its span, the memory used, whether the output is held; and the costs."""
+        """Yield the choices of a unit, (end of its span, memory used, is the output held), with their costs."""
         unit = self._units[at]
         size = 0 if held else self._between[at]
         if at not in self._forced:
@@ -207,7 +207,7 @@ class LeastRecomputation:
 
 
 def _boundaries(units: Sequence[Unit]) -> list[int]:
-    """Return the bytes of the tensors that are passed into each unit, and out of the last."""
+    """Return the bytes of the tensors passed into each unit, and out of the last."""
     passed = [0]
     for unit in units:
         passed.append(unit.out_bytes or (passed[-1] if unit.same_storage else 0))
@@ -217,9 +217,9 @@ def _boundaries(units: Sequence[Unit]) -> list[int]:
 def _needs(
     units: Sequence[Unit], between: Sequence[int], start: int, stops: set[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for spans from one start their end, what they need, and the operations to run them again, in bytes.
+    """For spans from one start, yield (end, bytes kept later anyway, bytes to run again, operations to run again).
 
-    They need memory to run again besides the input, and what units after them keep of the same is kept anyway.
+    The bytes to run again do not include the input.
     """
     kept, held, first, forward, backward, operations, again = 0, True, 0, 0, 0, 0, 0
     shared: list[tuple[int, int, int]] = []

@@ -1,8 +1,8 @@
-"""A language model's last layer, whose output is left out where only cross-entropy looks at it.
+"""The last layer of a language model, whose output is never computed as a whole if only cross-entropy reads it.
 
-Logits of a vocabulary of 50,000 words take more than all blocks of a model that is recomputed: they are there once as
-such, once as log-probabilities, and once as a gradient. No checkpointing helps. Cross-entropy in chunks does: all
-logits never exist at the same time.
+With a vocabulary of 50,000 words, logits take more memory than all blocks of a recomputed model: they exist as logits,
+as log-probabilities and as a gradient. Checkpointing does not help against that. Cross-entropy in chunks does, since
+all logits never exist at the same time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LEAST_TOLERANCE = 1e-5
 
 
 class LossHeadWarning(DegradedWarning):
-    """A loss is not computed in chunks any more."""
+    """Given when a loss is no longer computed in chunks."""
 
 
 def possible_heads(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that may end in a loss: those with 1,024 outputs and more."""
+    """Return the names of linear layers that may give logits: those with at least 1,024 outputs."""
     if any(map(is_fsdp_module, model.modules())):  # weights are there within a layer's own forward only
         return []
     return [
@@ -48,9 +48,9 @@ def possible_heads(model: nn.Module) -> list[str]:
 
 
 class DeferredHead:
-    """The forward of a linear layer that leaves its output out until it is read, and for cross-entropy altogether.
+    """A linear layer's forward that defers its output until it is read; cross-entropy needs no output at all.
 
-    Once anything else reads the output, the layer runs as usual from then on.
+    If anything else reads the output, the layer runs as usual from then on.
 
     Args:
         name: The layer's name.
@@ -60,9 +60,9 @@ class DeferredHead:
             as the length of a vector. Warn if they differ by more, and where the output is read.
 
     Attributes:
-        n_losses: How often cross-entropy was asked for.
+        n_losses: The number of calls of cross-entropy.
         read_by: The function that read the output, and its line; "" if none did.
-        chunk_rows: The rows of a chunk.
+        chunk_rows: The number of rows per chunk.
         is_off: True if the layer runs as usual.
         logits: The number of predictions, the number of classes and the bytes of all logits, once.
     """
@@ -78,7 +78,7 @@ class DeferredHead:
         self._warns = self._checks = check
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002, Linear's own name, which callers may use
-        """Return the layer's output."""
+        """Return the layer's output, deferred unless the layer is off."""
         if self.is_off or passes_through(self._module, trained=self._trained):
             out: Tensor = forward_of_class(self._module)(input)
             return out
@@ -88,7 +88,7 @@ class DeferredHead:
         return made
 
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss of logits, in chunks; the first time after a check."""
+        """Return the loss, computed in chunks. The first time, check it first."""
         if self._checks and not holds_fake_tensors((source, weight)):
             self._checks = False
             if not _is_alike(loss, (source, weight, bias)):
@@ -97,7 +97,7 @@ class DeferredHead:
         return loss(source, weight, bias)
 
     def on_read(self, function: str) -> None:
-        """Let the layer run as usual from now on."""
+        """Run the layer as usual from now on, because `function` has read its output."""
         line = line_on_stack()
         self.read_by = f"`{function}`" + (f" at {line}" if line is not None else "")
         self._stop(f"{self.read_by} reads its logits")
@@ -115,7 +115,7 @@ class DeferredHead:
 
 
 def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return whether a loss in chunks and its gradients are those of all logits at once. Waits for the device."""
+    """Return True if a loss in chunks and its gradients equal those of all logits at once. Waits for the device."""
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [

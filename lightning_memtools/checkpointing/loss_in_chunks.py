@@ -1,4 +1,4 @@
-"""Traces a step with its loss in chunks, to find out whether that lowers the peak."""
+"""Traces a step with its loss computed in chunks, to see whether that lowers the peak."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LossInChunks:
     """A step whose loss can be computed in chunks.
 
     Attributes:
-        names: The linear layers whose output only cross-entropy takes.
+        names: The linear layers whose output only cross-entropy reads.
         logits: The number of predictions, the number of classes and the bytes of the largest logits, once.
-        chunk_rows: The rows of a chunk of these.
-        read_by: The function that reads the largest logits, so that they are not among `names`; "" if they are.
-        plain: The memory and operations of the step as it is.
-        cost: The same with the loss in chunks.
+        chunk_rows: The number of rows per chunk of these logits.
+        read_by: The function that reads the largest logits, whose layer is then not in `names`; "" if none does.
+        plain: The memory and operations of the unchanged step.
+        cost: The memory and operations with the loss in chunks.
     """
 
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class LossInChunks:
     cost: StepCost
 
     def saves(self, least: float) -> bool:
-        """Return whether a loss in chunks lowers the peak by more than this share."""
+        """Return True if computing the loss in chunks lowers the peak by more than the share `least`."""
         return bool(self.names) and self.cost.peak_bytes < (1 - least) * self.plain.peak_bytes
 
     @property
@@ -43,10 +43,10 @@ class LossInChunks:
 
 
 def loss_in_chunks(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> LossInChunks | None:
-    """Return the step, under a plan, with its loss in chunks; None for a model without cross-entropy of a linear layer.
+    """Trace the step under a plan with its loss in chunks; return None if no loss can be in chunks.
 
-    The layer has at least 1,024 outputs, and between it and cross-entropy only changes of type and shape, and of each
-    element by itself.
+    Needed is a linear layer with at least 1,024 outputs, and between it and cross-entropy nothing but changes of dtype
+    or shape and elementwise operations.
 
     Raises:
         Exception: Whatever the step raises on fake tensors.

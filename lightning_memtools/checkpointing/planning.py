@@ -1,4 +1,4 @@
-"""`plan_checkpoints`: from a module and a sample to a plan whose peak was predicted."""
+"""`plan_checkpoints`: makes a plan with a predicted peak from a module and a sample batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _CostOf = Callable[[_Chains], StepCost]
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
-    """No plan fits the memory budget. `reachable_bytes` is the smallest peak that any plan has."""
+    """Raised if no plan fits the memory budget. `reachable_bytes` is the lowest peak of any plan."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:
         super().__init__(message, reachable_bytes)
@@ -105,7 +105,7 @@ def plan_checkpoints(
 
 
 class StepPlanner:
-    """Plans one training step under any number of options; the plain step is measured only once for most of them.
+    """Plans one training step, for any number of options. Most measurements are shared between them.
 
     The step must not change between plans.
 
@@ -126,7 +126,7 @@ class StepPlanner:
 
         Args:
             options: The options.
-            nearest: Take the plan with the lowest peak where none reaches the share of a budget.
+            nearest: If no plan reaches a budget that is a share, return the plan with the lowest peak.
 
         Raises:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
@@ -166,7 +166,7 @@ class StepPlanner:
         return self._in_chunks
 
     def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
-        """Return the best plan of those that are traced, with the loss in chunks if it is given."""
+        """Return the best of the traced plans, with the loss in chunks if `loss` is given."""
         heads = () if loss is None else loss.names
         options = replace(options, exclude=(*options.exclude, *heads))
         chains = find_chains(self._step.model, options)
@@ -197,7 +197,7 @@ class StepPlanner:
         return self._measured[key]
 
     def _with_dropout(self, options: CheckpointOptions) -> str:
-        """Describe what a plan would give that may run BatchNorm and Dropout layers twice."""
+        """Return a sentence on the plan that would be possible if BatchNorm and Dropout layers might run twice."""
         plan = self._best(replace(options, bn_dropout="recompute"), None, nearest=False)
         result = (
             "no lower peak either"
@@ -238,14 +238,14 @@ def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] =
 
 @dataclass(frozen=True, slots=True)
 class _PlanSearch:
-    """Looks for the plan that the options ask for, among those that a dynamic program proposes.
+    """Searches the plan that the options ask for among the proposals of a dynamic program.
 
     Attributes:
         options: The options.
         plain: The memory and operations of the plain step.
-        start: The same without recomputation, with the loss in chunks if it is.
+        start: The memory and operations without recomputation, but with the loss in chunks if that is used.
         parts: The parts of the step that may run twice.
-        cost_of: Traces the step under a plan.
+        cost_of: A function that traces the step under a plan.
     """
 
     options: CheckpointOptions
@@ -255,7 +255,7 @@ class _PlanSearch:
     cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan; without any ranges and with the reason if none is worth its cost."""
+        """Return the plan. If none is worth its cost, return a plan without ranges that gives the reason."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
         # A little above the plain peak, because sizes are rounded.
@@ -266,11 +266,11 @@ class _PlanSearch:
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
     def _plan(self, chains: _Chains) -> CheckpointPlan:
-        """Return the plan that recomputes this, traced."""
+        """Trace the step with these ranges, and return it as a plan."""
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan, or one without any ranges if it does not lower the peak by this share."""
+        """Return the plan; if it does not lower the peak by `least_saving`, a plan without ranges that says so."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
@@ -282,7 +282,7 @@ class _PlanSearch:
         return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
-        """Return the ranges with the lowest product of memory and operations, of the few that are traced."""
+        """Return the ranges with the lowest product of memory and operations among the few that are traced."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:

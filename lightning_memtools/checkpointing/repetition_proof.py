@@ -1,4 +1,4 @@
-"""Proves before a range is recomputed that its layers give the same values twice."""
+"""Proves that the layers of a range give the same values twice, before the range is recomputed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
 
 
 class RecomputationDiffersWarning(DegradedWarning):
-    """A range is not recomputed, because a layer in it gave other values when it ran again."""
+    """Given when a range is not recomputed, because a layer in it gave other values in the second run."""
 
 
 def layer_that_differs(
@@ -56,16 +56,16 @@ def layer_that_differs(
 
 
 def holds_fake_tensors(value: Any) -> bool:
-    """Return whether values cannot be compared, because there are none."""
+    """Return True if `value` holds fake tensors, which have no values to compare."""
     return any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors_in(value))
 
 
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers, and return the tensors that they return or keep, and which layers changed a buffer.
+    """Run layers; return hashes of all tensors that they return or keep, and the layers that changed a buffer.
 
-    Each tensor comes as the layer's index, in words, and a hash; each layer as its index, and in words.
+    A tensor is (layer's index, description, hash), a changed buffer (layer's index, description).
     """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
@@ -95,7 +95,7 @@ def _fingerprints_of(
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return whether a tensor may be a seed or offset of attention on a GPU: a number on the host, unset at dropout 0.
+    """Return True if a tensor may be a seed or offset of GPU attention: a host number, uninitialized at dropout 0.
 
     Source: `_efficient_attention_forward` in aten/src/ATen/native/transformers/cuda/attention.cu.
     """
@@ -104,16 +104,16 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 
 
 def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return whether a tensor is the bytes that oneDNN or cuDNN keep of a recurrent layer: parts of them are never set.
+    """Return True if a tensor is what oneDNN or cuDNN reserve for a recurrent layer, parts of which are uninitialized.
 
-    Whether the layer repeats itself, its output tells.
+    The output tells whether such a layer repeats itself.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Restore all buffers on exit; then the yielded list says which layers changed one beside running statistics."""
+    """Restore all buffers on exit, and add to the yielded list the layers that changed any but running statistics."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())
@@ -184,6 +184,6 @@ def _hash(bits: Tensor) -> Tensor:
 
 
 def _weights(n: int, device: torch.device) -> Tensor:
-    """Return odd numbers, the same in every call; this draws from no stream of the user's."""
+    """Return n random odd numbers, the same in every call. No random stream of the user is drawn from."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)

@@ -31,23 +31,23 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A stretch of the forward pass between two boundaries of layers. Sizes in bytes, each storage counted once.
+    """A part of the forward pass between two boundaries of layers. Sizes in bytes, each storage counted once.
 
     Attributes:
-        own_bytes: Bytes that it keeps for backward, besides its input and its output.
+        own_bytes: The bytes that the unit keeps for backward, besides its input and output.
         in_kept: Bytes of its input that it keeps.
         out_kept: Bytes of its output that it keeps and that are not its input's.
-        out_held: Whether it or units before it keep its output.
+        out_held: True if this unit or earlier units keep its output.
         out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
-        same_storage: Whether its output is its input's storage.
-        may_start: Whether a recomputed range may begin with it: nothing overwrites its input.
+        same_storage: True if its output and its input share a storage.
+        may_start: True if a recomputed range may begin with it, because nothing overwrites its input.
         operations: The operations of its forward pass.
-        again: Those of them up to the last tensor that is kept: recomputation stops there. None if it keeps nothing.
+        again: Those operations up to the last kept tensor, where recomputation stops. None if it keeps nothing.
         forward_bytes: The peak of its forward pass, above what was allocated when it began.
         forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
-        backward_need: The same at the peak of its backward pass; 0 if no gradient passes through it.
-        shared: Of each tensor that it keeps first and later units as well: the last of these, the bytes, whether it is
+        backward_need: The same as `backward_base`, at the peak of its backward pass; 0 if no gradient passes through.
+        shared: For each tensor that this unit and later units keep: the last of these units, the bytes, whether it is
             this unit's input, and whether it is its output and the next unit keeps it.
     """
 
@@ -67,20 +67,20 @@ class Unit:
     shared: tuple[tuple[int, int, bool, bool], ...]
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
-        """Return the bytes that it adds by keeping its tensors, and whether its output is held then."""
+        """Return the bytes added if the unit keeps its tensors, and whether its output is then held."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         return added, input_held or self.in_kept > 0 if self.same_storage else self.out_held
 
 
 @dataclass(frozen=True, slots=True)
 class StepUnits:
-    """A training step as a row of units.
+    """A training step as a sequence of units.
 
     Attributes:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
-        spans: The first unit of each layer in its first call, and the index after its last.
-        changed: Why layers must not run twice, as far as only running them shows.
+        spans: For each layer in its first call, its first unit and the index after its last.
+        changed: By layer, the reason why it must not run twice, as seen by running it.
     """
 
     units: tuple[Unit, ...]
@@ -92,9 +92,9 @@ class StepUnits:
 def units_of_step(
     step: TracedStep, chains: Sequence[Chain], heads: Sequence[str] = (), plain: StepCost | None = None
 ) -> StepUnits:
-    """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
+    """Run a step on fake tensors, and measure each layer of the chains and the code between layers.
 
-    The loss of `heads` is computed in chunks. `plain` is the cost of the step without a plan where it is known.
+    The loss of `heads` is computed in chunks. `plain` is the cost of the step without a plan, if known.
 
     Raises:
         Exception: Whatever the step raises on fake tensors, for instance when it reads values.
@@ -114,7 +114,7 @@ def units_of_step(
 
 @dataclass(slots=True)
 class _Record:
-    """The measurements of one unit. Blocks are by id, with their sizes."""
+    """The measurements of one unit. Blocks map ids to sizes."""
 
     allocated_before: int
     operations_before: int
@@ -134,7 +134,7 @@ class _Recorder:
 
     Attributes:
         records: The units, in the order of the forward pass.
-        spans: The first record of each layer in its first call, and the index after its last; by chain and layer.
+        spans: By chain and layer, the first record of the layer's first call, and the index after its last.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
@@ -176,8 +176,8 @@ class _Recorder:
     def close(self) -> None:
         """Release the step's tensors and the hooks on them.
 
-        A graph that lives on keeps its hooks, and by them this recorder and the user's model. It lives for ever if this
-        recorder keeps a tensor of it: Python's garbage collector does not see the cycle.
+        A graph keeps its hooks alive, and these keep this recorder and the user's model. If the recorder kept a tensor
+        of the graph, that cycle, which Python's garbage collector does not see, would live forever.
         """
         for hook in self._hooks:
             hook.remove()
@@ -185,7 +185,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers that hold what running changes, besides what only the first pass sets, with its name."""
+        """Return the layers that changed an attribute or buffer they already had when they ran, with its name."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and not _is_same(before[key], value)]
         owners = dict(reversed(names))  # the first of each
@@ -198,7 +198,7 @@ class _Recorder:
         }
 
     def _watch(self, index: int, chain: Chain) -> None:
-        """Have a chain of the fake model call its layers through this recorder."""
+        """Make a chain of the fake model call its layers through this recorder."""
         module = self._trace.model.get_submodule(chain.name)
         if isinstance(vars(module).get("forward"), DeferredHead):
             return  # it is never recomputed
@@ -233,7 +233,7 @@ class _Recorder:
             self.records[at].overwrites = True
 
     def _cut(self, value: Any, *, begins: bool) -> None:
-        """End a unit and begin another, where a layer is given or returns a value; not if nothing has run between."""
+        """End a unit and begin the next, where a layer gets or returns a value, unless nothing has run in between."""
         record, keys = self._open, self._keys(value)
         record.operations = self._trace.counted.total
         has_run = record.operations_at_last_save is not None or record.operations > record.operations_before
@@ -254,7 +254,7 @@ class _Recorder:
         self._trace.peak_since()
 
     def _note_makers(self, record: _Record, value: Any) -> None:
-        """When the gradient of an output is ready, the unit's backward pass begins."""
+        """Add hooks to an output: when its gradient is ready, the unit's backward pass begins."""
         for tensor in tensors_in(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 key = node_sequence_number(tensor.grad_fn), tensor.output_nr
@@ -265,7 +265,7 @@ class _Recorder:
                 self._makers[key].append(record)
 
     def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
-        """Enter the units that returned one tensor, the last one first: all but the first had nothing to do for it."""
+        """Enter the backward passes of units that returned the same tensor, last unit first: only the first made it."""
         del gradient
         for record in reversed(makers):
             self._enter_backward(record)
@@ -283,14 +283,14 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _keys(self, value: Any) -> dict[int, int]:
-        """Return the blocks of tensors that the step made, by id, with their sizes."""
+        """Return the sizes of the blocks of tensors that the step allocated, by id."""
         entries = map(self._trace.device.block_of, tensors_in(value))
         blocks = [entry.block for entry in entries if entry is not None]
         return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
 def _units(records: Sequence[_Record]) -> Iterator[Unit]:
-    """Yield the units that were measured. A block counts as kept by the first unit that keeps it."""
+    """Yield the units of these records. A block counts for the first unit that keeps it."""
     may_start, overwritten = [True] * len(records), False
     for at in range(len(records) - 1, -1, -1):
         record = records[at]
@@ -342,9 +342,9 @@ def _units(records: Sequence[_Record]) -> Iterator[Unit]:
 
 
 def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
-    """Return what modules hold that a forward pass could change: numbers, strings, tensors, and lists of anything.
+    """Return all attributes of modules that a forward pass could change: numbers, strings, tensors and lists.
 
-    Running statistics are left out: exact_recomputation.py takes care of these, but of no other buffer.
+    Running statistics are left out, since exact_recomputation.py handles them. It handles no other buffers.
     """
     state: dict[tuple[int, str], list[Any]] = {}
     for part in model.modules():

@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Compare, print, and return the exit status.
 
     Raises:
-        UsageError: A file is no summary.
+        UsageError: A file is not a summary.
     """
     from lightning_memtools.reporting.tables import console_table  # noqa: PLC0415, --help needs none
     from lightning_memtools.verdict.comparing import PEAK, STEP_TIME, compare, exceeded, table_of  # noqa: PLC0415

@@ -54,10 +54,10 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
-    """Return the difference that the command line asks for.
+    """Return the difference between the two results or revisions of the command line.
 
     Raises:
-        UsageError: There are not two results, or no script.
+        UsageError: The command line does not name two results, or no script.
     """
     from lightning_memtools.budgets.memory_diff import MemoryDiff  # noqa: PLC0415, --help needs none
 
@@ -118,7 +118,7 @@ def peak_at_revision(revision: str | None, script: Sequence[str]) -> PeakMemory:
     """Return the peak of a dry run of a script as it was at a git revision.
 
     Args:
-        revision: The revision; None for the files as they are.
+        revision: The revision; None for the working tree.
         script: Options of the dry run, the script and its arguments.
 
     Raises:

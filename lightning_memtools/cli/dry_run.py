@@ -91,7 +91,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _held_to(result: DryRunResult, budget: int) -> int:
-    """Say on stderr if the run takes more than its budget, and return the exit status."""
+    """Print to stderr if the run takes more than its budget, and return the exit status."""
     peak = result.peak
     if not peak.allocated:
         print("memtools: --at-most: nothing was allocated on the device, so nothing is within it.", file=sys.stderr)  # noqa: T201

@@ -130,9 +130,9 @@ def _gpu_named(capacity: str | None) -> str | None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
-    """Return at most n rows on each side of the first GPU that fits, and that of the GPU that was asked for.
+    """Return at most n rows on each side of the first GPU that fits, and the row of the GPU that the user named.
 
-    The rows are sorted by size.
+    `rows` are sorted by size.
     """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]
@@ -142,7 +142,7 @@ def optimizer_of(name: str) -> Any:
     """Return the class of that name in torch.optim.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such class.
     """
     import torch  # noqa: PLC0415, --help does not need it
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Return True if nobody reads the output any more, as in `| head`; what is left of it is dropped then."""
+    """Return True if nobody reads the output any more, as with `| head`. The rest of the output is then dropped."""
     from lightning_memtools.reporting.console import drop_what_is_left  # noqa: PLC0415, --help does not need it
 
     try:

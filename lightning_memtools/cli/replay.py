@@ -26,7 +26,7 @@ def run(chosen: argparse.Namespace) -> None:
     """Replay the step, and print the result.
 
     Raises:
-        UsageError: A file cannot be read, or the module cannot be made.
+        UsageError: A file cannot be read, or the module cannot be created.
     """
     from lightning_memtools.nonfinite.step_file import StepFileError, replay  # noqa: PLC0415, --help needs no torch
 

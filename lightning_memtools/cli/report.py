@@ -36,7 +36,7 @@ def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    """Write the page of a log directory, or raise UsageError where there is none, or nothing to show."""
+    """Write the page of a log directory. Raise UsageError if the directory is missing or has nothing to show."""
     from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.report_html import report_html  # noqa: PLC0415, as above
 
@@ -58,7 +58,7 @@ def _report(chosen: argparse.Namespace) -> None:
 
 
 def _snapshot(chosen: argparse.Namespace) -> None:
-    """Write the page of a snapshot, or raise UsageError where the file is none."""
+    """Write the page of a snapshot. Raise UsageError if the file is not a snapshot."""
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, as above
     from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above

@@ -50,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run the script in the place of this process, so that it is what it is without us: its name, arguments, signals.
+    """Replace this process by the script, so that its name, arguments and signals are as without this command.
 
     Raises:
         UsageError: There is no such script or callback, or this installation has no entry points.
@@ -71,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return what is asked for besides the defaults, after it has been checked."""
+    """Return the validated options that differ from the defaults."""
     arguments: dict[str, dict[str, Any]] = {}
     for text in chosen.arguments or ():
         import yaml  # noqa: PLC0415, --help does not need it
@@ -97,7 +97,7 @@ def _options(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _replaced_by(command: list[str], variables: dict[str, str]) -> int:
-    """Run a command instead of this one; where a process cannot be replaced, wait for it and return its status."""
+    """Replace this process by a command. Where that is impossible, run the command and return its status."""
     environment = os.environ | variables
     if os.name == "posix":
         os.execve(command[0], command, environment)  # noqa: S606, the user's own script

@@ -1,4 +1,4 @@
-"""A function of the user's that a command line names as MODULE:CALLABLE, and the arguments that it returns."""
+"""The user's function that a command line names as MODULE:CALLABLE, and the arguments that it returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """The command line is wrong. The message says what is wrong with it and how to correct it."""
+    """Raised if the command line is wrong. The message says what is wrong and how to correct it."""
 
 
 def require_folder_of(path: str | None) -> None:
@@ -32,7 +32,7 @@ def require_folder_of(path: str | None) -> None:
 
 
 def working(text: str) -> Status:
-    """Show on a terminal what the code inside is doing; elsewhere print nothing, for programs that read the output."""
+    """Show a text on a terminal while the code inside runs. If stdout is not a terminal, print nothing."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     # With NO_COLOR, a terminal gets no codes at all: those that move the cursor are none of colours.
@@ -40,7 +40,7 @@ def working(text: str) -> Status:
 
 
 def say(*parts: Any) -> None:
-    """Print texts and tables, each on its own lines. Raises if they cannot be written, as to a full disk."""
+    """Print texts and tables, each on its own lines. Raise if they cannot be written, as to a full disk."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     console = Console()
@@ -49,9 +49,9 @@ def say(*parts: Any) -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error as Python does, but of one of the user's code only the frames up to the user's last line.
+    """Print an error as Python does; for an error in the user's code, only the frames of the user's code.
 
-    What lies above and below it are frames of this package, and of what it runs the code on.
+    Frames above and below belong to this package, and to the libraries on which it runs the code.
     """
     from lightning_memtools.memory.user_code import owner_of  # noqa: PLC0415, --help does not need torch
 
@@ -68,12 +68,12 @@ def print_error(error: BaseException) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target whose function returns the arguments of one of ours, as a dict or as a tuple of the first ones.
+    """A user's function that returns arguments for a function of ours, as a dict or as a tuple of the first ones.
 
     Attributes:
-        function: The name of our function.
+        function: The name of our function that takes the arguments.
         required: The names of the two arguments that a tuple must have.
-        optional: The name of the third.
+        optional: The name of the optional third argument.
     """
 
     function: str
@@ -82,7 +82,7 @@ class Target:
 
     @property
     def forms(self) -> str:
-        """The accepted forms, for messages."""
+        """The accepted forms of the result, for messages."""
         first = ", ".join(self.required)
         return f"({first}), ({first}, {self.optional}), or a dict with the arguments of {self.function}"
 
@@ -97,7 +97,7 @@ class Target:
         parser.add_argument("target", metavar="MODULE:CALLABLE", help=text.strip())
 
     def arguments(self, chosen: argparse.Namespace, options: tuple[str, ...]) -> dict[str, Any]:
-        """Call the function that the command line names and return the arguments, with the options that were given.
+        """Call the function that the command line names, and return its arguments together with the given options.
 
         Raises:
             UsageError: There is no such function, it needs arguments, or it returns none of the accepted forms.
@@ -125,10 +125,10 @@ class Target:
 
 
 def load(target: str) -> Callable[[], Any]:
-    """Return the callable that MODULE:CALLABLE names; modules are also looked for in the working directory.
+    """Return the callable named MODULE:CALLABLE. Modules are also searched in the working directory.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such callable.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not name:

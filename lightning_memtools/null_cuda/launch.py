@@ -1,4 +1,4 @@
-"""Starts a Python program on devices that compute nothing: the environment that it needs, and how it ends."""
+"""Starts a Python program on devices that compute nothing, in the environment that it needs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ USERS = "NULL_CUDA_USERS"
 
 
 def is_on_null_device() -> bool:
-    """Return whether this process was started on devices of a dry run; needs no torch."""
+    """Return True if this process was started on devices of a dry run. Does not need torch."""
     return _NAME in os.environ
 
 
 def computes_nothing(device: torch.device) -> bool:
-    """Return whether a device is one of a dry run, whose values come back as zeros."""
+    """Return True if a device is that of a dry run, whose values are all zero."""
     import torch  # noqa: PLC0415, the program that starts a dry run needs no torch itself
 
     return device.type == "cuda" and torch.cuda.get_device_name(device).endswith(_DRY_RUN)
@@ -37,15 +37,15 @@ def computes_nothing(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NullDevices:
-    """The devices that a program finds.
+    """The simulated devices that a program finds.
 
     Attributes:
-        name: What ``torch.cuda.get_device_name()`` answers; ends in "(dry run)".
+        name: The result of ``torch.cuda.get_device_name()``, which ends in "(dry run)".
         total_bytes: Bytes of each device.
         compute_capability: Such as "8.6".
         multiprocessors: The number of streaming multiprocessors; workspaces of some kernels depend on it.
-        count: How many devices there are.
-        context_bytes: Bytes that the CUDA context takes of each, outside of PyTorch's allocator.
+        count: The number of devices.
+        context_bytes: Bytes of each device that the CUDA context takes, outside of PyTorch's allocator.
     """
 
     name: str
@@ -65,11 +65,11 @@ def null_devices(
         gpu: The name of a GPU, such as "RTX 4090"; by default the one that ``capacity`` names, else an A100.
         capacity: Bytes of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default that
             of ``gpu``, or 1 TiB, which no step fills, if neither is given.
-        count: How many devices there are.
+        count: The number of devices.
         context_bytes: Bytes that the CUDA context takes.
 
     Raises:
-        ValueError: The GPU is not known, the capacity is not a size, or the count is not between 1 and 120.
+        ValueError: The GPU is unknown, the capacity is not a size, or the count is not between 1 and 120.
     """
     if not 1 <= count <= 120:  # noqa: PLR2004, MAX_DEVICES of sources/null_device.h
         raise ValueError(f"devices={count}: PyTorch knows between 1 and 120 devices of a machine.")
@@ -103,8 +103,8 @@ def environment(devices: NullDevices, inherited: Mapping[str, str] = os.environ)
     The stubs are preloaded, so no library of NVIDIA is opened and the installed torch is not changed.
 
     Args:
-        devices: The devices that are found.
-        inherited: The environment that it is made of.
+        devices: The devices that the program finds.
+        inherited: The environment variables to start from.
 
     Raises:
         DryRunError: The stubs cannot be built here.

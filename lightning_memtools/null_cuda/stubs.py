@@ -46,19 +46,19 @@ _CUDNN = 92000
 
 
 class DryRunError(RuntimeError):
-    """A dry run cannot be made here; the message says why, and what can be done instead."""
+    """Raised if a dry run is impossible here. The message says why, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """A torch that was built for CUDA.
+    """An installed torch that was built for CUDA.
 
     Attributes:
         folder: The folder of its libraries.
         version: Its version, such as "2.13.0+cu130".
         cuda: The major version of CUDA that it was built for.
         architectures: The compute capabilities that its kernels were compiled for, as 86 for 8.6, in rising order.
-        cudnn: The version of cuDNN that it was built with, as 92000 for 9.20.0: it refuses an older one.
+        cudnn: The version of cuDNN that it was built with, as 92000 for 9.20.0. It refuses older versions.
     """
 
     folder: Path
@@ -104,7 +104,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _required_cudnn() -> int:
-    """Return the version of cuDNN that the installed torch asks pip for; torch 2.13's where it asks for none."""
+    """Return the version of cuDNN that the installed torch requires of pip; if none, that of torch 2.13."""
     required = " ".join(importlib.metadata.requires("torch") or ())
     found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", required)
     if found is None:
@@ -117,8 +117,8 @@ def stub_libraries(build: TorchBuild, cache: Path | None = None) -> list[Path]:
     """Return the stubs for a build of torch, in the order to preload them; builds them if they are not there yet.
 
     Args:
-        build: The torch that they serve.
-        cache: The folder to keep them in, by default ``$XDG_CACHE_HOME/lightning_memtools``.
+        build: The installed torch.
+        cache: The folder to keep the stubs in, by default ``$XDG_CACHE_HOME/lightning_memtools``.
 
     Raises:
         DryRunError: There is no C compiler, or it failed.
@@ -191,7 +191,7 @@ def _torch_libraries(folder: Path) -> Iterable[Path]:
 
 
 def _asked_functions(folder: Path) -> dict[str, str]:
-    """Functions that torch's libraries import from others, each with the symbol version that they require, or ""."""
+    """Return the functions that torch's libraries import, each with the required symbol version or ""."""
     found: dict[str, str] = {}
     for path in _torch_libraries(folder):
         for line in _run("nm", "-D", "--undefined-only", path).splitlines():
@@ -201,7 +201,7 @@ def _asked_functions(folder: Path) -> dict[str, str]:
 
 
 def _needed_libraries(folder: Path) -> set[str]:
-    """NVIDIA's libraries that those of torch name as needed, by their file names."""
+    """Return the file names of NVIDIA's libraries that torch's libraries need."""
     needed = {
         name
         for path in _torch_libraries(folder)

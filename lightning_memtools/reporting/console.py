@@ -17,7 +17,7 @@ from rich.progress import Progress
 def print_on_console(
     *parts: Any, style: str | None = None, soft_wrap: bool = False, stream: TextIO | None = None
 ) -> None:
-    """Print texts and tables, each on lines of its own, without markup; what cannot be printed is left out.
+    """Print texts and tables, each on its own lines, without markup. What cannot be printed is left out.
 
     Write files first: the console may show nothing. The stream is stdout unless another one is given.
     """
@@ -41,13 +41,12 @@ def print_on_console(
 def progress_printed(
     text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Print the text, with the seconds that have passed, while the code within takes longer than a moment.
+    """While the code inside runs for long, print the text with the elapsed seconds.
 
-    It goes to the stream, else to what is stdout at the beginning, also while the code within sends its own output
-    elsewhere.
+    It goes to the stream, by default to what is stdout at the beginning, even if the code inside redirects stdout.
 
     Args:
-        text: Returns what is being done; called from another thread.
+        text: Returns the text; called from another thread.
         after_s: The seconds until the first line.
         every_s: The seconds between lines.
         stream: The stream to print to.
@@ -70,14 +69,14 @@ def progress_printed(
 
 
 def end_progress_bar(bar: object) -> None:
-    """Let a Rich progress bar of Lightning's draw its last line now, so that what is printed next stands below it."""
+    """Make Lightning's Rich progress bar draw its last line now, so that later prints appear below it."""
     progress = getattr(bar, "progress", None)
     if isinstance(progress, Progress):
         progress.stop()
 
 
 def drop_what_is_left() -> None:
-    """Discard what is left in the buffer of a broken pipe; Python would end with an error code otherwise."""
+    """Discard the buffered output of a broken pipe, for which Python would otherwise exit with an error code."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -20,12 +20,12 @@ from lightning_memtools.warning_categories import DegradedWarning
 
 @dataclass(frozen=True, slots=True)
 class NotWritten:
-    """The reason why there is no file.
+    """The reason why a report was not written to a file.
 
     Attributes:
         reason: What follows "The report ..." in a sentence: "not written: this run keeps no files (fast_dev_run)", or
             "could not be written: [Errno 28] No space left on device".
-        is_failure: True where writing was tried and failed, False where the run keeps no files.
+        is_failure: True if writing failed, False if the run keeps no files.
     """
 
     reason: str
@@ -33,7 +33,7 @@ class NotWritten:
 
 
 def fixed_directory(directory: str | None) -> str | None:
-    """Return `directory=` as an absolute path: a program may change its working directory before it reports."""
+    """Return the directory as an absolute path, since a program may change its working directory later."""
     return None if directory is None else str(Path(directory).absolute())
 
 
@@ -43,7 +43,7 @@ _ASKED_FOR: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary
 
 
 def keep_files_in(trainer: Trainer, directory: Path) -> None:
-    """Have a Trainer without a logger keep its reports in a directory. The first one given stays."""
+    """Set the directory for reports of a Trainer without a logger. Later calls for the same Trainer change nothing."""
     _ASKED_FOR.setdefault(trainer, directory)
 
 
@@ -91,12 +91,12 @@ def _run_directory(trainer: Trainer) -> str:
 
 
 def _is_path(given: object) -> bool:
-    """Return whether a logger's directory is one: some have None, and stand-ins for loggers have anything."""
+    """Return True if a logger's directory is a path. Some loggers have None, and mocks have anything."""
     return isinstance(given, (str, os.PathLike))
 
 
 def _run_of(trainer: Trainer, logger: Logger) -> Path:
-    """Return the logger's name and its run, as ModelCheckpoint puts them into a path."""
+    """Return the path "name/version" of a logger's run, as ModelCheckpoint makes it."""
     version = logger.version
     if version is None or not str(version):
         version = _NAMES.setdefault(trainer, f"{datetime.now(UTC):run_%Y-%m-%d_%H-%M-%S}_{os.getpid()}_{id(trainer):x}")

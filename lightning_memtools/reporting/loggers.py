@@ -1,6 +1,6 @@
 """Writes scalars and texts to every logger of a Trainer, and says when a callback is due to log.
 
-A logger that fails is named once; training goes on.
+If a logger fails, one warning names it, and training goes on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], Non
 
 
 def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
-    """Call `hear` with all scalars that are logged of a Trainer; return a function that ends this."""
+    """Call `hear` with all scalars that are logged for a Trainer. Return a function that stops this."""
     _HEARERS[trainer] = hear
     return lambda: _HEARERS.pop(trainer, None) and None
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars at the given step, on rank 0, to every logger but those that libraries show to their users."""
+    """Write scalars at the given step to every logger, on rank 0. Loggers that other libraries add are skipped."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:
@@ -51,23 +51,23 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> No
 
 
 def keeps_metrics_in_files(logger: Logger) -> bool:
-    """Return whether a logger keeps each metric in a file named by its tag, as MLflow does without a database.
+    """Return True if a logger keeps each metric in a file named by its tag, as MLflow does without a database.
 
-    There `loss/train` makes a directory, and the `loss` that a module logs fails: a file cannot have the same name.
+    There the tag `loss/train` makes a directory `loss`, so that a module's metric `loss` cannot be written as a file.
     """
     uri = getattr(getattr(logger, "experiment", None), "tracking_uri", None)
     return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
 
 
 def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: str | None = None) -> None:
-    """Offer a markdown text to every logger that takes text (TensorBoard, W&B, MLflow, Comet). Rank 0 only.
+    """Write a markdown text to every logger that takes text (TensorBoard, W&B, MLflow, Comet). Rank 0 only.
 
     Args:
         trainer: The Trainer.
         tag: The text's name.
         markdown: The text.
         step: The training step.
-        file: The text's name in a logger that keeps one file for each name and replaces it; None is `<tag>.md`.
+        file: The name of the file in loggers that keep texts as files; None for `<tag>.md`.
     """
     if trainer.is_global_zero:
         name = f"{tag}.md" if file is None else file
@@ -75,7 +75,7 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: 
 
 
 def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
-    """Call `write` with each logger; one that raises is skipped, with one warning for the Trainer's lifetime."""
+    """Call `write` with each logger. For a logger that raises, warn once per Trainer."""
     for logger in trainer.loggers:
         try:
             write(logger)
@@ -93,7 +93,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return an error with its cause: "No space left on device" is below what TensorBoard's writer raises."""
+    """Return an error as text, with its cause, which may say more, such as "No space left on device"."""
     cause = error.__cause__ or error.__context__
     said = f"{type(error).__name__}: {error}"
     return said if cause is None else f"{said}; caused by {type(cause).__name__}: {cause}"
@@ -131,12 +131,12 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step that is ending is one to log, as `self.log` does with the same interval.
+    """Return True if the training step that ends now is to be logged, as `self.log` would with this interval.
 
     Args:
         trainer: The Trainer.
         every_n_steps: The interval; None is the Trainer's own.
-        first_steps: Whether the `FIRST_STEPS` are due too.
+        first_steps: Whether the `FIRST_STEPS` are logged too.
     """
     interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
     if interval == 0 or is_accumulating(trainer):  # log_every_n_steps=0 means never

@@ -1,4 +1,4 @@
-"""The losses among what a training or a validation step returns or logs, and their names."""
+"""Finds the losses among the values that a training or validation step returns or logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USUAL = ("val_loss", "val/loss", "loss/val", "valid_loss", "valid/loss", "valid
 
 
 def scalars_of(outputs: Any) -> dict[str, Tensor]:
-    """Return the one-element tensors of a step's output by name; a tensor alone is the "loss"."""
+    """Return the one-element tensors of a step's output by name. A bare tensor has the name "loss"."""
     if isinstance(outputs, Tensor):
         outputs = {"loss": outputs}
     if not isinstance(outputs, Mapping):
@@ -27,7 +27,7 @@ def scalars_of(outputs: Any) -> dict[str, Tensor]:
 def likely_losses(names: Iterable[str]) -> list[str]:
     """Return the names of losses: the usual name if it is there, else every name that contains "loss".
 
-    With several data loaders, names end with "/dataloader_idx_<i>", and one name may be found for each.
+    With several data loaders, names end with "/dataloader_idx_<i>", and there may be one loss for each.
     """
     names = list(names)
     for usual in _USUAL:
@@ -43,7 +43,7 @@ def without_loader(name: str) -> str:
 
 
 def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Return loss name to tag: the prefix itself for a single loss, `<prefix>/<name>` for several."""
+    """Return the tag of each loss: the prefix itself for a single loss, `<prefix>/<name>` for several."""
     names = list(names)
     if len(names) == 1:
         return {names[0]: prefix}
@@ -53,10 +53,10 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
-    """Return the names of losses that a user gave as one name or several; None to find them.
+    """Return the names of losses that a user gave, as a list; None if the losses are to be found.
 
     Raises:
-        ValueError: There are none, or one is no text.
+        ValueError: The list is empty, or a name is not a str.
     """
     if value is None:
         return None
@@ -72,7 +72,7 @@ def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str]
 def training_losses(
     trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Return the losses of a training step, before the division of gradient accumulation, and the names of all scalars.
+    """Return the losses of a training step, not divided for gradient accumulation, and the names of all scalars.
 
     Args:
         trainer: The Trainer, after the step.
@@ -92,7 +92,7 @@ def training_losses(
 
 
 def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield name, value and weight of the losses that a validation step returned; the weight is the batch size."""
+    """Yield (name, value, weight) of the losses that a validation step returned. The weight is the batch size."""
     returned = scalars_of(outputs)
     weight = (batch_size_in(batch) if returned else None) or 1
     for name in likely_losses(returned) if names is None else names:
@@ -101,6 +101,6 @@ def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> It
 
 
 def loader_suffixes(trainer: Trainer) -> list[str]:
-    """Return what Lightning adds to a metric's name for each validation loader: nothing if there is only one."""
+    """Return the suffix of metrics' names for each validation loader; "" if there is only one."""
     n_loaders = len(trainer.num_val_batches)
     return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]

@@ -1,4 +1,4 @@
-"""Curves of means: each step adds values, which stay on the device, and a point is written every few steps."""
+"""Curves of means: each step adds values, which stay on the device; every few steps their mean is written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MeanCurves:
         return bool(self._ever_seen)
 
     def begin(self) -> None:
-        """Begin a run, without any value of an earlier one. Call it on every rank."""
+        """Start a new run and drop all earlier values. Call it on every rank."""
         self.clear()
         self._posts = RankPosts(f"LossCurves ({self.tag})")
         self._ever_seen = set()
@@ -65,18 +65,18 @@ class MeanCurves:
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def replace(self, name: str, value: Tensor) -> None:
-        """Put one value in the place of those of a name since the last point."""
+        """Replace all values of a name since the last point by one value."""
         self._sums.pop(name, None)
         self._weights.pop(name, None)
         self.add(name, value)
 
     def clear(self) -> None:
-        """Drop all values that are not logged yet."""
+        """Drop all values that were not logged yet."""
         self._sums, self._weights = {}, {}
         self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """End a point; it is written once the values of all ranks have arrived. No rank waits."""
+        """End a point. It is written once the values of all ranks have arrived; no rank waits."""
         device = trainer.strategy.root_device
         values = [value.to(device) for value in self._sums.values()]
         sums: Tensor | list[float] = torch.stack(values) if values else []
@@ -94,14 +94,14 @@ class MeanCurves:
         self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """Drop the values that are still on the device, and end the run; rank 0 waits this long for other ranks."""
+        """End the run, dropping values still on the device. Rank 0 waits up to `patience_s` for other ranks."""
         self.clear()
         posts, self._posts = self._posts, None
         if posts is not None:
             posts.finish(patience_s=patience_s)
 
     def _write(self, trainer: Trainer, step: int, parts: Sequence[Mapping[str, Sequence[float]] | None]) -> None:
-        """Write the weighted means over the parts of all ranks."""
+        """Write the weighted means over the values of all ranks."""
         known = [part for part in parts if part is not None]
         names = list(dict.fromkeys(name for part in known for name in part))
         self._tag_of = self._tag_of or tags_of(self.tag, names)
@@ -112,7 +112,7 @@ class MeanCurves:
         log_scalars(trainer, scalars, step)
 
     def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
-        """Warn, once, of a name that was asked for and never had a value, and list the names that exist."""
+        """Warn once about requested names that never had a value, and list the names that exist."""
         missing = [name for name in self.names or () if name not in self._ever_seen]
         if missing and self._is_first_warning():
             listed = ", ".join(repr(name) for name in sorted(set(existing))) or "no scalar at all"

@@ -118,14 +118,14 @@ class MemoryRun:
         self.enter("train")
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage; training, if it was running, is interrupted."""
+        """Begin a stage. Running training is interrupted."""
         self._is_training = self._is_training or stage == "train"
         self._time_steps(on=stage == "train")
         if self._stages is not None:
             self._stages.enter(stage)
 
     def leave(self, stage: Stage) -> None:
-        """End a stage; training, if it was interrupted, goes on."""
+        """End a stage. Interrupted training goes on."""
         self._is_training = self._is_training and stage != "train"
         self._time_steps(on=self._is_training)
         if self._stages is not None:
@@ -159,7 +159,7 @@ class MemoryRun:
         datasets: Iterable[Any] = (),
         warms_up: bool = False,
     ) -> list[str]:
-        """Add a point, and return new warnings of what comes before running out of memory.
+        """Add a point, and return new warnings that memory may run out.
 
         On rank 0, the scalars over all ranks are written once those of every rank have arrived. Nothing waits for the
         device: sizes and identities of storages are known to the host.
@@ -167,11 +167,11 @@ class MemoryRun:
         Args:
             stage: The stage that the point belongs to.
             step: The training step.
-            model: The model, whose memory has an owner in the composition of the peak.
-            optimizers: The optimizers, likewise.
-            batch: The batch, likewise, where there is one.
+            model: The model, one of the owners of memory in the composition of the peak.
+            optimizers: The optimizers, owners as well.
+            batch: The batch, an owner as well, or None.
             epoch: The epoch of training; None outside of training.
-            datasets: The data sets of the loaders, in which a cause of growing host memory is searched for.
+            datasets: The data sets of the loaders, which may be why host memory grows.
             warms_up: Whether memory still grows to its usual size, which is then no reason for a warning.
         """
         host, warnings = self._host.look(epoch=epoch, datasets=datasets, warms_up=warms_up)
@@ -194,7 +194,7 @@ class MemoryRun:
         return warnings
 
     def _owned_by(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> Owned | None:
-        """Return the memory that has an owner now; None if the device itself knows the composition of its peaks."""
+        """Return the memory by owner; None if the device itself knows the composition of its peaks."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
         owned = owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
@@ -204,7 +204,7 @@ class MemoryRun:
         return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
 
     def _step_scalars(self, step: int) -> dict[str, float]:
-        """Return the times and peaks of training steps since the last point, which ends at this step."""
+        """Return the times and peaks of training steps from the last point to this step."""
         n_steps, self.last_step = step - self.last_step, step
         elapsed = self._step_clock.lap_ms()
         peaks: dict[str, float] = {}
@@ -221,14 +221,14 @@ class MemoryRun:
         return device_scalars(stage, point, since=self._since) | composition_scalars(point)
 
     def write_arrived(self) -> None:
-        """Write the points for which all ranks' scalars have arrived since."""
+        """Write the points for which the scalars of all ranks have arrived by now."""
         self._posts.write_arrived()
 
     def summary(self, *, waits_for_ranks: bool, events: Iterable[str] = ()) -> MemorySummary:
         """Stop measuring, write the points that are left, and return the summary of the call.
 
-        With several ranks, rank 0's has the highest peaks of all of them. A rank whose last figures have not arrived
-        within a few seconds, or at once where `waits_for_ranks` is False, counts with those of its last point.
+        With several ranks, the summary of rank 0 has the highest peaks of all ranks. If a rank's last figures do not
+        arrive within a few seconds (at once if not `waits_for_ranks`), those of its last point count.
         """
         self.close()
         by_rank = self._posts.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, latest=self._peak_sizes())

@@ -17,7 +17,7 @@ class MemorySummary:
     Attributes:
         title: A line with the device, its capacity and the call.
         peaks: The highest peak of each stage; with several ranks, the highest of any rank.
-        capacity: Bytes of the device, where known.
+        capacity: The bytes of the device, if known.
         remarks: Everything else, a line each.
     """
 

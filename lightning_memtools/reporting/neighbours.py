@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class Neighbour:
-    """A callback that other callbacks talk to; each overrides what concerns it.
+    """A callback that other callbacks of the Trainer talk to. Subclasses override what applies to them.
 
     Attributes:
         takes_part_in_trials: False for a callback that BatchSizeTuner's trials leave out. A callback that is not a
             Neighbour may have this attribute too.
         is_in_trial: BatchSizeTuner sets it during a trial.
-        max_splits: The largest number of parts in which a callback runs a batch that does not fit; 1 for none.
+        max_splits: The largest number of parts into which the callback splits a batch that does not fit; 1 for none.
         memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" if nothing happened.
     """
 

@@ -16,6 +16,6 @@ def in_series(parts: Sequence[str]) -> str:
 
 
 def first_of(found: Sequence[object], most: int = 3) -> str:
-    """Return the first ones as text, and the number of the others: "a, b, c and 4 more"."""
+    """Return the first texts and the number of the others, as in "a, b, c and 4 more"."""
     shown = ", ".join(map(str, found[:most]))
     return shown if len(found) <= most else f"{shown} and {len(found) - most:,} more"

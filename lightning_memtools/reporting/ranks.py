@@ -1,4 +1,4 @@
-"""Values of all ranks: left in the process group's store and read when they are there, or exchanged in lockstep."""
+"""Values of all ranks: posted in the process group's store and read later, or exchanged in lockstep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
-    """Use the process group's store; None if there is none, or where the process that held it is gone."""
+    """Return `use(store)` for the process group's store; None if there is no store, or its process has ended."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     try:
@@ -55,14 +55,14 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _key_of(name: str, rank: int) -> str | None:
-    """Return a key that is the same on all ranks for their n-th call with this name; None without a store."""
+    """Return a key for the store: the same on all ranks for the n-th call with a name. None without a store."""
     with_store(lambda store: store.set(_PROCESS.format(rank), json.dumps([_process_table(), os.getpid()])))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
 
 
 def _process_table() -> str:
-    """Return a text that is equal for processes of one machine and container, whose process ids are comparable."""
+    """Return a text that is the same for all processes of one machine and container, which share process ids."""
     try:
         return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux
@@ -70,7 +70,7 @@ def _process_table() -> str:
 
 
 def has_died(rank: int) -> bool:
-    """Return whether a rank's process has ended; False where that is not known, as for ranks on other machines."""
+    """Return True if a rank's process has ended; False if unknown, as for ranks on other machines."""
     text = with_store(partial(_value_of, _PROCESS.format(rank)))
     table, pid = json.loads(text) if text else ("", 0)
     if table != _process_table():
@@ -83,7 +83,7 @@ def has_died(rank: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PostedByRank:
-    """The values that one rank has left, by their labels, and whether it leaves no more."""
+    """The values that one rank has posted, by label, and whether it will post more."""
 
     values: Mapping[str, Any]
     has_ended: bool = False
@@ -102,10 +102,10 @@ class RankPosts:
     With `add`, rank 0 merges and writes points of a curve once the parts of all ranks have arrived. A rank may be late,
     have fewer batches, end early or fail. Its part is then left out, and a warning says so once.
 
-    Make it on every rank or on none, and equally often for each name.
+    Create it on every rank or on none, and equally often for each name.
 
     Args:
-        name: Distinguishes the values from those of others, and names their owner in the warning.
+        name: The owner of the values, used in keys and in the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,7 +120,7 @@ class RankPosts:
             self.rank, self.world_size = 0, 1
 
     def post(self, values: Mapping[str, Any]) -> None:
-        """Leave values, which JSON must be able to hold, under their labels; the oldest labels are dropped."""
+        """Post values, which must be JSON values, under their labels. The oldest labels are dropped."""
         for label, value in values.items():
             self._values.pop(label, None)
             self._values[label] = value
@@ -131,7 +131,7 @@ class RankPosts:
             with_store(lambda store: store.set(f"{self._key}/{self.rank}", text))
 
     def read(self) -> list[PostedByRank]:
-        """Return what every rank has left so far, in the order of ranks."""
+        """Return what every rank has posted by now, in the order of ranks."""
         return [self._read(rank) for rank in range(self.world_size)]
 
     def _read(self, rank: int) -> PostedByRank:
@@ -146,10 +146,10 @@ class RankPosts:
         """Add this rank's part of a point.
 
         Args:
-            label: Names the point; the same on every rank.
-            mine: What JSON can hold.
-            write: Called on rank 0 with the parts that have arrived, in the order of ranks, None for each other one.
-            latest: What `finish` returns, besides the points.
+            label: The name of the point; the same on every rank.
+            mine: This rank's part, a JSON value.
+            write: Called on rank 0 with the parts in the order of ranks; None for a part that has not arrived.
+            latest: This rank's latest value for `finish`.
         """
         if self.world_size == 1:
             write([mine])
@@ -160,7 +160,7 @@ class RankPosts:
             self.write_arrived()
 
     def write_arrived(self) -> None:
-        """Write the points that are complete; the oldest one too, where it has waited for many others."""
+        """Write the points that are complete, and the oldest point if many newer ones wait behind it."""
         while self._waiting:
             posted = self.read()
             is_complete = all(self._waiting[0].label in theirs.values or theirs.has_ended for theirs in posted)
@@ -169,7 +169,7 @@ class RankPosts:
             self._write_first(posted)
 
     def finish(self, *, patience_s: float = PATIENCE_S, latest: Any = None) -> list[Any]:
-        """End: rank 0 writes all points and waits for late parts, all points together, no longer than `patience_s`.
+        """End the run. Rank 0 waits up to `patience_s` in all for late parts, and writes all points that are left.
 
         It does not wait if no point is left and no `latest` is given.
 
@@ -225,11 +225,11 @@ GROUP_LIMIT = timedelta(minutes=30)
 class RankGather:
     """Gathers small values of the host from all ranks, so that no GPU stream is waited for.
 
-    Ranks do wait for each other's host code. Make it, and call its methods, on every rank or on none.
+    Ranks do wait for each other's host code. Create it, and call its methods, on every rank or on none.
 
     Args:
-        timeout: How long a rank waits for the others. A rank that does not answer in time is given up, and is not
-            waited for again; it loses nothing by that, and finds the values of the others when it comes.
+        timeout: How long a rank waits for the others. A rank that does not answer in time is not waited for again. When
+            it comes later, it still finds the values of the others.
     """
 
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
@@ -240,19 +240,19 @@ class RankGather:
         self._lost: set[int] = set()
 
     def objects(self, mine: Any) -> list[Any]:
-        """Return every rank's object, in the order of ranks; a rank that gave None is left out."""
+        """Return the objects of all ranks in the order of ranks, without those that are None."""
         received = (None if self._key is None else self._exchange(self._key, mine)) or {self.rank: mine}
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
-        """Leave: the others no longer wait, and every method returns this rank's own values. Idempotent."""
+        """Leave the exchange: other ranks stop waiting, and all methods return this rank's values only. Idempotent."""
         if self._key is not None:
             key = f"{self._key}/left/{self.rank}"
             with_store(lambda store: store.set(key, "1"))
         self._key = None
 
     def _exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Return the objects of the ranks that answer in time; {} where there is no store any more."""
+        """Return the objects of the ranks that answer in time; {} if the store is gone."""
         n, self._n_calls = self._n_calls, self._n_calls + 1
         keys = {rank: f"{key}/{n}/{rank}" for rank in range(self.world_size)}
         if with_store(lambda store: store.set(keys[self.rank], pickle.dumps(mine)) or True) is None:
@@ -284,7 +284,7 @@ class RankGather:
 
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Have a collective that is started inside raise the error made of its name, where there are several ranks."""
+    """Inside, with several ranks, make each collective raise `error(name)`."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         yield
         return

@@ -1,4 +1,4 @@
-"""A window over recent values, which tells a spike from the noise that is usual there."""
+"""A window over recent values, by which spikes are told from noise."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Spike:
 class SpikeWindow:
     """Judges each value by those before it.
 
-    A value is a spike if its distance from the median of the window is more than `sensitivity` times that of the 95%
-    quantile, on a logarithmic scale, since losses and norms of gradients vary by factors: with normal noise, 4 means
-    6.6 standard deviations. Heavy tails have a wide logarithmic scale: 3 times `sensitivity` times the distance on the
-    linear scale is enough, too. Where the window holds a value that is 0 or negative, the scale is linear. Every value
-    joins the window, so that a level that lasts is accepted once it fills 5% of it.
+    On a logarithmic scale, a value is a spike if its distance from the window's median is more than `sensitivity` times
+    the distance of the 95% quantile: losses and gradient norms vary by factors. With normal noise, 4 means 6.6 standard
+    deviations. With heavy tails that scale is wide, so 3 * `sensitivity` times the distance on a linear scale counts
+    too. If the window holds a value of 0 or below, the scale is linear. Every value joins the window, so that a lasting
+    new level is accepted once it fills 5% of it.
 
     Args:
         size: The number of recent values.
         warm_up: The number of values before the first one is judged.
         sensitivity: See above.
-        least_ratio: A spike is above the median by at least this less one, times the median.
+        least_ratio: A spike is above the median by at least (`least_ratio` - 1) times the median.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SpikeWindow:
         self._sorted: list[float] = []
 
     def judge(self, value: float) -> Spike | None:
-        """Return the spike that a value is, if it is one, and add the value. NaN and infinite values are ignored."""
+        """Return a Spike if the value is one, and add the value to the window. NaN and Inf are ignored."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value) if len(self._sorted) >= self._warm_up else None

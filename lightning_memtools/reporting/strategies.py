@@ -1,7 +1,6 @@
-"""Says which callbacks work under which strategy, and why not.
+"""Tells which callbacks work under which strategy, and why others do not.
 
-Strategies are recognised by the names of their classes: a callback of `lightning` may serve a Trainer of
-`pytorch_lightning`, whose classes are other objects with the same names.
+Strategies are recognised by their class names, which are the same in `lightning` and `pytorch_lightning`.
 """
 
 from __future__ import annotations

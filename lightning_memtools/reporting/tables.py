@@ -1,4 +1,4 @@
-"""Tables of text, for the console (rich) and for reports (markdown); and results as a notebook shows them."""
+"""Tables of text for the console (rich) and reports (markdown), and results for notebooks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _escaped(cells: Sequence[str]) -> list[str]:
 
 
 def _without_markup(cell: str) -> str:
-    """Return a cell whose text shows as it is; what stands between backticks does so already."""
+    """Return a cell with escaped markup, so that its text shows as it is. Text in backticks needs no escapes."""
     parts = cell.split("`")
     if len(parts) % 2 == 0:  # a backtick without a partner
         return _SPECIAL.sub(_as_text, cell).replace("`", "\\`")
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def shown_as(text: Callable[[T], str]) -> Callable[[T], str]:
-    """Return a `_repr_html_` for a class whose text, in markdown, the function returns."""
+    """Return a `_repr_html_` method for a class; the function returns an object's text in markdown."""
 
     def html(result: T) -> str:
         from markdown_it import MarkdownIt  # noqa: PLC0415, only a notebook needs it

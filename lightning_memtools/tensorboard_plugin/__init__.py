@@ -1,1 +1,1 @@
-"""The Memory tab of TensorBoard, which loads it at start-up: it imports neither torch nor lightning."""
+"""The Memory tab of TensorBoard. TensorBoard loads it at start-up, so it imports neither torch nor lightning."""

@@ -1,4 +1,4 @@
-"""Reads the points and texts of this library with TensorBoard's own reader, all of them and not a sample.
+"""Reads all points and texts of this library, with TensorBoard's own reader but without its sampling.
 
 TensorBoard itself keeps 1,000 random points of each curve, and so loses a peak that lasts one step.
 """
@@ -36,7 +36,7 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Add a point. Points at later steps were written by a run that was restarted from before, and are dropped."""
+        """Add a point, and drop points at later steps: a run that was resumed at an earlier step writes them anew."""
         if self.steps and step < self.steps[-1]:
             keep = bisect_left(self.steps, step)
             del self.steps[keep:], self.times[keep:], self.values[keep:]
@@ -52,7 +52,7 @@ class LoggedText:
     Attributes:
         tag: Its tag, such as "memtools/memory_summary".
         step: The step at which it was logged.
-        time: When it was logged, in seconds since 1970.
+        time: The time at which it was logged, in seconds since 1970.
         text: Markdown.
     """
 
@@ -70,7 +70,7 @@ class LoggedRun:
         name: The run's name: the path of its directory below the log directory.
         curves: Tag to curve.
         texts: The reports, in the order in which they were logged.
-        notes: Sentences about what could not be read.
+        notes: Sentences on what could not be read.
     """
 
     name: str
@@ -80,7 +80,7 @@ class LoggedRun:
 
 
 class _RunReader:
-    """Reads one run's directory, again where its event files have grown."""
+    """Reads the directory of a run, and reads it again when its event files have grown."""
 
     def __init__(self, directory: Path, name: str) -> None:
         # Imported here: TensorBoard's start should not wait for it.
@@ -150,7 +150,7 @@ class EventDirectory:
                 self._readers[name].refresh()
 
     def runs(self) -> dict[str, LoggedRun]:
-        """Return the runs that have something of this library, by name."""
+        """Return the runs with points or texts of this library, by name."""
         with self._lock:
             runs = {name: reader.run for name, reader in sorted(self._readers.items())}
         return {name: run for name, run in runs.items() if run.curves or run.texts}

@@ -1,4 +1,4 @@
-"""The Memory tab as TensorBoard's plugin: its routes, and where they read from."""
+"""The Memory tab as a plugin of TensorBoard: its routes and their data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Application = Callable[[Any, Any], Iterable[bytes]]
 
 
 class RequestError(Exception):
-    """A request that cannot be answered: the HTTP status, and a message that is shown to the user."""
+    """Raised if a request cannot be answered. It has the HTTP status and a message for the user."""
 
 
 class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types
-    """TensorBoard's plugin.
+    """The plugin class that TensorBoard loads.
 
     Args:
         context: TensorBoard's own; `logdir` and `data_provider` are used.
@@ -48,7 +48,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
-        """Return path to application."""
+        """Return the application of each path."""
         apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
         return apps | {
             "/runs": self._answer(self._runs),
@@ -58,7 +58,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True where a run has points or texts of this library, as far as TensorBoard has read the logs.
+        """Return True if TensorBoard has read points or texts of this library in any run.
 
         False for a log directory that is not on a disk of this machine, such as ``gs://...``: nothing is read there.
         """
@@ -79,7 +79,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         )
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
-        """Return the tab's name and its module."""
+        """Return the tab's name and its JavaScript module."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
 
     def _all_runs(self) -> Mapping[str, LoggedRun]:

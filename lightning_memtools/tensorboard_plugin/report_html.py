@@ -1,4 +1,4 @@
-"""The Memory tab as one HTML file that needs no server and loads nothing."""
+"""The Memory tab as a single HTML file that needs no server and no other files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _page(title: str, held: Mapping[str, Any], start: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Yield each JavaScript module's name and its source as a data URL; from such a URL it imports by name only."""
+    """Yield (name, data URL) of each JavaScript module. In data URLs, modules can import each other by name only."""
     for path in sorted(_STATIC.glob("*.js")):
         source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
         encoded = base64.b64encode(source.encode()).decode()

@@ -1,4 +1,4 @@
-"""Renders the markdown of a report, which may come from a stranger's logs, as HTML that runs nothing."""
+"""Renders the markdown of a report as HTML. The report may come from a stranger's logs: no script in it may run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def report_as_html(text: str) -> str:
-    """Return a report's markdown as HTML. HTML inside of the text is shown as it is written."""
+    """Return a report's markdown as HTML. HTML in the text is escaped, and so shown as text."""
     parser = _parser()
     tokens = parser.parse(text)
     for token in tokens:

@@ -1,4 +1,4 @@
-"""The figures and curves of a run, as plain values for JSON; curves are thinned so that every peak stays."""
+"""The figures and curves of a run as JSON values. Curves are thinned so that every peak stays."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _DIGITS = 7
 
 
 def run_view(run: LoggedRun) -> dict[str, Any]:
-    """Return everything that the tab draws of a run.
+    """Return everything that the tab shows of a run.
 
-    Steps are divided into `BUCKETS` buckets at most. Of each bucket the point with the highest value of each curve is
-    kept, and for curves that can fall also the lowest.
+    Steps are divided into at most `BUCKETS` buckets. In each bucket the highest point of each curve is kept, and for
+    curves that can fall also the lowest.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -83,7 +83,7 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
-    """Return the points to send: the highest of each curve in each bucket of steps, and the lowest."""
+    """Return the indices of the points to send: in each bucket of steps the highest of each curve, and the lowest."""
     import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
 
     values = np.array([curve.values for curve in curves.values()])
@@ -102,7 +102,7 @@ def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
 
 
 def _is_finite(values: Sequence[float]) -> bool:
-    """Return whether all values are numbers: NaN and infinity go through any sum, which takes no Python per value."""
+    """Return True if no value is NaN or Inf. The sum tells, without a Python loop."""
     return math.isfinite(sum(values))
 
 
@@ -113,7 +113,7 @@ def _json(value: float) -> float | None:
 
 
 def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the events of a run by step: caches emptied, retries, out-of-memory errors, leaks, NaN, loss spikes."""
+    """Return the events of a run by step: emptied caches, retries, out-of-memory errors, leaks, NaN, spikes."""
     marks: list[dict[str, Any]] = []
     freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
     ms_at = dict(zip(took.steps, took.values, strict=True))
@@ -145,7 +145,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
 
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the evaluations within the run: stage, training step, the time of their end and, if logged, seconds."""
+    """Return the evaluations within the run: stage, training step, end time and, if logged, duration in seconds."""
     check = run.curves.get("time/sanity_check_ms", Curve())
     found = [{"stage": "sanity", "step": step, "end": end} for step, end in zip(check.steps, check.times, strict=True)]
     for stage in STAGES[1:]:
@@ -192,9 +192,9 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
 
 
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
-    """Return the figures of the newest runs, numbers in their names in order, and the run to open at.
+    """Return the figures of the newest runs, sorted by name and number, and the run to show first.
 
-    That is the newest that has curves: a run with reports alone, such as one that halted at once, has no chart.
+    That is the newest run with curves: a run with reports alone, such as one that halted at once, has no chart.
     """
     newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
     shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
@@ -207,7 +207,7 @@ def _end(run: LoggedRun) -> float:
 
 
 def _natural_name(run: LoggedRun) -> list[tuple[str, int]]:
-    """Return a key by which version_10 comes after version_9."""
+    """Return a sort key by which version_10 comes after version_9."""
     return [(words, int(digits or 0)) for words, digits in re.findall(r"(\D*)(\d*)", run.name)]
 
 
@@ -240,19 +240,19 @@ def _median(curve: Curve | None) -> float | None:
 
 
 def _headline(run: LoggedRun, tag: str) -> str | None:
-    """Return the first sentence of the latest report of a kind."""
+    """Return the first sentence of the latest report with a tag."""
     return next((_first_sentence(text.text) for text in reversed(run.texts) if text.tag == tag), None)
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first line that is a sentence: a heading repeats the kind of report, and a row says nothing alone."""
+    """Return the first line that is a sentence, not a heading or a row of a table."""
     lines = [line for line in text.splitlines() if line.strip("#* ")]
     lines.sort(key=lambda line: line.startswith(("#", "|")))
     return lines[0].strip("#*- ") if lines else ""
 
 
 def _by_importance(run: LoggedRun) -> list[LoggedText]:
-    """Return the reports: those that ended a run, findings, then the others; of a kind the newest first."""
+    """Return the reports, sorted: reports that ended a run, findings, all others; of the same kind, newest first."""
     newest_first = sorted(run.texts, key=lambda text: text.time, reverse=True)
     return sorted(newest_first, key=_rank)
 
@@ -265,7 +265,7 @@ def _rank(text: LoggedText) -> int:
 
 
 def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report in a line: its title where that says what happened, such as "Out of memory on ...: ..."."""
+    """Return a report as one line: its title if that tells what happened, such as "Out of memory on ...: ..."."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
     if text.tag == "memtools/ended":  # torch's message on memory is a paragraph
@@ -274,5 +274,5 @@ def _said(text: LoggedText) -> dict[str, Any]:
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the reports as HTML, the gravest first."""
+    """Return the reports as HTML, the most important first."""
     return [{**_said(text), "time": text.time, "html": report_as_html(text.text)} for text in _by_importance(run)]

@@ -1,4 +1,4 @@
-"""Reads memory snapshots, torch's own or ours, from files of strangers, and undoes their history."""
+"""Reads memory snapshots, torch's or ours, safely from files of strangers, and reconstructs their initial state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _IN_USE = {"active_allocated", "active_pending_free", "active_awaiting_free"}
 
 
 class NotASnapshotError(Exception):
-    """The file is no memory snapshot; the message says why."""
+    """Raised if a file is not a memory snapshot. The message says why."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads containers, numbers and texts. Anything else, which could run code, is refused."""
+    """Loads containers, numbers and texts. All other types, which could run code, are refused."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")
@@ -56,13 +56,13 @@ def _load(file: BinaryIO) -> dict[str, Any]:
 
 
 class LiveBlock(NamedTuple):
-    """A block that was in use when a history begins.
+    """A block that is in use when a history begins.
 
     Attributes:
-        n_bytes: The bytes that were asked for.
+        n_bytes: The requested bytes.
         stream: Its stream.
         pool: The id of its pool, as the snapshot has it.
-        source: What the snapshot says of it: a block of a segment, or the entry of the history that freed it.
+        source: Its record in the snapshot: a block of a segment, or the history's entry that freed it.
     """
 
     n_bytes: int
@@ -74,7 +74,7 @@ class LiveBlock(NamedTuple):
 def live_at_start(
     snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
 ) -> dict[int, LiveBlock]:
-    """Return each block that was in use when the history begins, by address: the history is undone from its end."""
+    """Return by address the blocks in use when the history begins, by undoing the history from its end."""
     live: dict[int, LiveBlock] = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:

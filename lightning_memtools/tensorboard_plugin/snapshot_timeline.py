@@ -1,4 +1,4 @@
-"""A memory snapshot as a timeline: what the memory consists of after every event, the peak, and each block's stack."""
+"""A memory snapshot as a timeline: the composition of memory after each event, the peak, and the blocks' stacks."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "device": 0, "step": Non
 
 @dataclass(slots=True)
 class BlockLife:
-    """A block from its allocation to its end.
+    """A block from its allocation to its freeing.
 
     Attributes:
-        born: The event that allocated it; 0 for a block that is older.
-        died: The event that freed it; None for a block that was in use at the end.
+        born: The event that allocated it; 0 for an older block.
+        died: The event that freed it; None if it was in use at the end.
         size: Its bytes.
         address: Its address.
         stack: The frames that allocated it, innermost first; empty if they are not known.
-        label: The phase and module that it is labelled with; empty if it is not.
-        part: What it is, by category, or by who allocated it where categories are not known.
+        label: The phase and module of its label; "" without a label.
+        part: Its category, or the line that allocated it if categories are unknown.
         name: The name of its tensor, such as "net.1.weight"; empty if it is not known.
     """
 
@@ -62,15 +62,15 @@ class BlockLife:
 def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
     """Return the timeline of a snapshot in a file, as plain values for JSON.
 
-    An event is an allocation or a freeing. A snapshot that MemoryMonitor took shows its step only, divided into
-    categories; any other shows all of its history, divided by the lines of the program that allocated most.
+    An event is an allocation or a freeing. A snapshot of MemoryMonitor shows one step, divided into categories. Any
+    other snapshot shows its whole history, divided by the lines of code that allocated most.
 
     Args:
         path: The file.
         with_blocks: Also return every block with its stack.
 
     Raises:
-        NotASnapshotError: The file is no snapshot, or its entries make no sense.
+        NotASnapshotError: The file is not a snapshot, or its entries are inconsistent.
     """
     snapshot = read_snapshot(path)
     try:
@@ -126,7 +126,7 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
 
 
 def _marks_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what MemoryMonitor wrote into its snapshot; of another snapshot, the first device that did anything."""
+    """Return the marks that MemoryMonitor wrote into a snapshot; for other snapshots, only the first active device."""
     marks = snapshot.get("memtools")
     if isinstance(marks, dict) and set(_NO_MARKS) <= set(marks):
         return marks
@@ -145,7 +145,7 @@ def _blocks_of(
     device: int,
     owned: Sequence[tuple[int, Mapping[str, Mapping[int, str]]]],
 ) -> list[BlockLife]:
-    """Return all blocks; those that have an owner at one of the moments of `owned` know their part and name."""
+    """Return all blocks. Those with an owner at any moment in `owned` get their part and name."""
     live = {
         address: _block(0, address, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
@@ -181,7 +181,7 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
-    """Return the category of a block without an owner: from the phase that made it, or the line of code that did."""
+    """Return the part of a block without an owner: by the phase or the line of code that allocated it."""
     if not is_marked:
         line = _line_of(block, ("/torch/",))
         return block.label or line or (block.stack[0] if block.stack else "(no stack)")
@@ -189,7 +189,7 @@ def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *,
 
 
 def _line_of(block: BlockLife, libraries: Sequence[str]) -> str:
-    """Return the innermost line that is in none of these libraries; "" for a block without lines."""
+    """Return the innermost line of a block's stack outside of these libraries; "" for a block without a stack."""
     own = (frame for frame in block.stack if ":" in frame and not any(library in frame for library in libraries))
     return next(own, "").rpartition("site-packages/")[2]
 
@@ -209,7 +209,7 @@ def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
 
 
 def _totals(blocks: Iterable[BlockLife], n_events: int) -> list[int]:
-    """Return the bytes in use after each event; the first is before all of them."""
+    """Return the bytes in use before the first event, and after each event."""
     changes = [0] * (n_events + 1)
     for block in blocks:
         changes[block.born] += block.size
@@ -225,7 +225,7 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
 
 
 def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[Any, int]:
-    """Return the bytes of blocks by a key, largest first; blocks whose key is empty are left out."""
+    """Return the bytes of blocks summed by a key, largest first. Blocks with an empty key are left out."""
     held: dict[Any, int] = defaultdict(int)
     for block in blocks:
         if name := key(block):
@@ -234,7 +234,7 @@ def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[
 
 
 def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[str]:
-    """Return the parts to show: the categories, or those that hold most at the peak and a last for the rest."""
+    """Return the names of the parts to show: the categories, or the largest parts at the peak and one for the rest."""
     parts = {block.part for block in blocks}
     if parts <= set(PARTS):
         return [name for name in PARTS if name in parts]
@@ -243,17 +243,16 @@ def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[st
 
 
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
-    """Return the event of each column: of those that share a column, that with most memory, so that no peak is lost."""
+    """Return the event to show in each column: of the events that share it, the one with the most memory."""
     n_columns = min(_COLUMNS, len(shown))
     bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
     return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
 
 
 def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
-    """Return who holds the peak, largest share first, the rest last; together they are the total.
+    """Return the holders of the peak, largest share first and the rest last. Together they are the total.
 
-    Holders are modules, tensors with a name, or lines of the program. Those of one part that hold equally much come
-    together.
+    Holders are modules, named tensors, or lines of code. Holders of one part with equal bytes stand together.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
@@ -271,7 +270,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
 
 def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
-    """Return every block as columns; stacks and labels, which repeat, by their index."""
+    """Return all blocks as columns. Stacks and labels, which repeat, are given by index."""
     stacks: dict[tuple[str, ...], int] = {}
     labels: dict[str, int] = {}
 
@@ -291,7 +290,7 @@ def step_view(run_directory: Path, name: str | None = None) -> dict[str, Any]:
 
     Args:
         run_directory: The directory of the run's event files.
-        name: The one to show; None, or a name that is not among them, for the last step's first rank.
+        name: The snapshot to show; if None or unknown, that of the last step's first rank.
     """
     files = {path.name: path for path in (run_directory / "memtools").glob("memory_snapshot_step*.pickle")}
     matches = [match for file in files if (match := _NAME.fullmatch(file))]

@@ -1,1 +1,1 @@
-"""One verdict on a training run: what limits it, by its measured times and memory, and what to try next."""
+"""One verdict on a training run: what limits its speed, by measured times and memory, and what to try next."""

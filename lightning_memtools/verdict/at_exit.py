@@ -1,4 +1,4 @@
-"""The console at the end of a script: one verdict, however many fits there were."""
+"""Prints one verdict at the end of a script, even after several fits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FITS: list[tuple[str, float, Sequence[str]]] = []
 
 
 def tell_at_exit(limit: str, seconds: float, lines: Sequence[str]) -> None:
-    """Print a fit's verdict when the script ends; at once where nobody would see that end.
+    """Print a fit's verdict when the script ends, or at once where that end would not be seen.
 
-    Of several fits, that of the longest is printed, and the limits of all are counted.
+    After several fits, the verdict on the longest is printed, with a count of all fits' limits.
     """
     if not _FITS:
         atexit.register(_print)

@@ -1,4 +1,4 @@
-"""Compares the summaries of two runs, and holds the second to limits."""
+"""Compares the summaries of two runs, and checks that the second does not exceed limits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHOWN = {"bytes": format_size, "share": "{:.0%}".format, "ms": "{:.4g} ms".form
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """A figure of two runs.
+    """A figure of both runs.
 
     Attributes:
-        name: Its name.
-        unit: "bytes", "ms" or "share"; "" for what has none.
-        before: Its value in the first run; None if unknown.
-        after: Likewise in the second.
+        name: The name of the figure.
+        unit: "bytes", "ms" or "share"; "" without a unit.
+        before: The value in the first run; None if unknown.
+        after: The value in the second run; None if unknown.
     """
 
     name: str
@@ -44,7 +44,7 @@ class FigureChange:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """Return every figure that either of two summaries has."""
+    """Return all figures of two summaries, also those that only one of them has."""
     one, other = _figures(before), _figures(after)
     names = dict.fromkeys([*one, *other])
     return [FigureChange(name, unit, one.get((name, unit)), other.get((name, unit))) for name, unit in names]
@@ -67,12 +67,12 @@ def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def table_of(changes: Sequence[FigureChange]) -> Table:
-    """Return one row a figure."""
+    """Return a table with one row per figure."""
     return Table(("", "before", "after", "change"), [change.row() for change in changes])
 
 
 def exceeded(changes: Sequence[FigureChange], limits: Mapping[str, float]) -> list[str]:
-    """Return a line for each figure that has increased by more than its limit, or that is not known.
+    """Return a line for each figure that has increased by more than its limit, or is unknown.
 
     Args:
         changes: The figures.

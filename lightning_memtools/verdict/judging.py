@@ -38,8 +38,8 @@ class RunVerdict:
     """The verdict on a run.
 
     Attributes:
-        limit: What limits its speed.
-        healthy: Whether it computes without anything in its way, and nothing else is wrong.
+        limit: What limits the run's speed.
+        healthy: True if computing alone limits it, and nothing is wrong.
         lines: The verdict in words, at most ten lines: the limit with its evidence, the next thing to try, figures.
         largest_batch: The largest batch that would fit, by the bytes of a sample; None if unknown.
     """
@@ -71,7 +71,7 @@ def judge(facts: RunFacts) -> RunVerdict:
 
 
 def _limit_of(facts: RunFacts) -> _Reason:
-    """Return what limits a run: the first that applies."""
+    """Return the reason that limits a run: the first one that applies."""
     slow, steps, least = slow_rank(facts.ranks), facts.ranks[0].steps, THRESHOLDS["least steps"]
     if facts.error:
         return _Reason("error", facts.error, "read the error above, and the reports beside summary.json.")
@@ -132,7 +132,7 @@ def _others_ms(slowest: RankFacts, ranks: Sequence[RankFacts]) -> float:
 
 
 def _lead(rank: RankFacts) -> float | None:
-    """Return how many times as long as the host the GPU takes for forward and backward; None without a GPU."""
+    """Return the GPU's time for forward and backward, divided by the host's; None without a GPU."""
     if rank.device_s is None:
         return None
     device, host = (times.get("forward", 0.0) + times.get("backward", 0.0) for times in (rank.device_s, rank.host_s))
@@ -149,8 +149,8 @@ def _faster_loader(facts: RunFacts) -> str:
 def largest_batch(rank: RankFacts) -> int | None:
     """Return the largest batch that would fit, by the bytes that a sample took at training's peak.
 
-    None if the device has no known capacity, its composition is not known, or activations are a small part of it.
-    What does not grow with the batch is counted as if it did, so that the true maximum is rather larger.
+    None if the capacity or the composition is unknown, or activations are a small part of it. Memory that does not grow
+    with the batch is counted as if it did, so the true maximum is somewhat larger.
     """
     composition = rank.composition_bytes or {}
     grows, peak = composition.get("activations", 0) + composition.get("inputs", 0), sum(composition.values())

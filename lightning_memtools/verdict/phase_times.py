@@ -1,4 +1,4 @@
-"""The seconds of each phase of training: by the host's clock, and on a GPU by events that nobody waits for."""
+"""Measures the seconds of each phase of training, by the host's clock and on a GPU by events, without waiting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PhaseTimes:
         self._behind: list[bool] = []
 
     def switch(self, phase: str | None) -> None:
-        """End the phase that is running, and begin another one; None begins none."""
+        """End the current phase and begin the next; None begins none."""
         if phase == self._running:
             return
         self._running = phase
@@ -50,13 +50,13 @@ class PhaseTimes:
         self._read()
 
     def look_at_lead(self) -> None:
-        """Note whether the GPU has begun the step whose backward the host has just queued."""
+        """Note whether the GPU has already begun the step whose backward the host has just queued."""
         if self._forward is not None:
             self._behind.append(not self._forward.query())
             self._forward = None
 
     def forget(self) -> None:
-        """Drop what was measured so far; the phase that is running goes on from now."""
+        """Drop all measurements so far. The current phase counts from now on."""
         self._host.lap_ms()
         self._device_s.clear()
         self._marks = deque(list(self._marks)[-1:])
@@ -68,11 +68,11 @@ class PhaseTimes:
         return sum(self._behind) / max(1, len(self._behind))
 
     def host_s(self) -> dict[str, float]:
-        """Return the host's seconds of each phase, and begin anew."""
+        """Return the host's seconds of each phase, and reset them."""
         return {phase: ms / 1000 for phase, ms in self._host.lap_ms().items()}
 
     def device_s(self) -> dict[str, float] | None:
-        """Return the GPU's seconds of each phase, as far as it has passed them; None if it has no time."""
+        """Return the GPU's seconds of each phase that it has completed; None if there are none."""
         self._read()
         return dict(self._device_s) if any(self._device_s.values()) else None
 
@@ -85,9 +85,9 @@ class PhaseTimes:
 
 
 def watch_fetching(profiler: Any, switch: Callable[[str], None]) -> Callable[[], None]:
-    """Call `switch` with "data" where Lightning fetches a training batch, and with "rest" afterwards.
+    """Call `switch` with "data" when Lightning fetches a training batch, and with "rest" afterwards.
 
-    Lightning has no hook there, but tells the Trainer's profiler, whichever it is. Returns a function that undoes this.
+    Lightning has no hook for that, but calls the Trainer's profiler. Returns a function that undoes this.
     """
     start, stop = profiler.start, profiler.stop
 

@@ -1,4 +1,4 @@
-"""The measurements of a training run that a verdict is given on, and the file summary.json."""
+"""The measurements of a training run, on which its verdict is based, and the file summary.json."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """One rank's measurements of a fit; JSON can hold them.
+    """One rank's measurements of a fit, as JSON values.
 
     Attributes:
-        rank: Its number.
-        steps: Training batches that were measured: all but the first.
+        rank: The number of the rank.
+        steps: The number of training batches that were measured: all but the first.
         host_s: The host's seconds of each phase.
-        device_s: Likewise the GPU's; None without a GPU.
+        device_s: The GPU's seconds of each phase; None without a GPU.
         behind_share: The share of steps that the GPU had not begun when the host had queued their backward.
         peak_bytes: The highest allocated bytes of any stage; None if the device keeps no peaks.
-        reserved_bytes: Likewise reserved.
-        capacity_bytes: The device's.
+        reserved_bytes: The highest reserved bytes of any stage; None if the device keeps no peaks.
+        capacity_bytes: The device's memory in bytes.
         composition_bytes: The composition of training's peak.
-        batch_size: Of the training batches.
+        batch_size: The number of samples of the training batches.
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ class RankFacts:
 
     @property
     def phases_s(self) -> Mapping[str, float]:
-        """The seconds of each phase: the GPU's where there is one."""
+        """The seconds of each phase: the GPU's if there is a GPU, else the host's."""
         return self.device_s or self.host_s
 
     @property
@@ -54,7 +54,7 @@ class RankFacts:
 
     @property
     def step_ms(self) -> float | None:
-        """Milliseconds of a step, with the wait for its data; None if none was measured."""
+        """The milliseconds of a step with the wait for its data; None if no step was measured."""
         return 1000 * self.training_s / self.steps if self.steps else None
 
     def share(self, phase: str) -> float:
@@ -69,17 +69,17 @@ class RunFacts:
     """All measurements of a fit.
 
     Attributes:
-        ranks: Those of each rank that was heard of, rank 0 first.
+        ranks: The measurements of each rank that answered, rank 0 first.
         device: The device's name.
         error: The error that ended the run, in one line; "" for none.
-        num_workers: Of the training loader; None if it is no DataLoader.
-        skipped_steps: Steps that HaltOnNaN has skipped.
-        loss_spikes: Spikes that LossSpikes has found.
-        leaks: Leaks that EmptyCache or the doctor has found.
+        num_workers: The number of workers of the training loader; None if it is no DataLoader.
+        skipped_steps: The number of steps that HaltOnNaN has skipped.
+        loss_spikes: The number of spikes that LossSpikes has found.
+        leaks: The number of leaks that EmptyCache or the doctor has found.
         checks: The number of checks that the doctor made.
         findings: The doctor's serious findings.
-        waits: Places in training_step that wait for the GPU.
-        remarks: What else callbacks say of the run.
+        waits: The lines of training_step that wait for the GPU.
+        remarks: Other remarks of callbacks on the run.
     """
 
     ranks: Sequence[RankFacts]
@@ -131,10 +131,10 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Return the content of a summary.
 
     Args:
-        path: The file, or a folder that holds it, as such or in `memtools/`.
+        path: The file, or a folder that holds it directly or in `memtools/`.
 
     Raises:
-        ValueError: There is none, or it is of another schema.
+        ValueError: There is no summary, or it has another schema.
     """
     places = [path] if not path.is_dir() else [path / "summary.json", path / "memtools" / "summary.json"]
     place = next((each for each in places if each.is_file()), None)

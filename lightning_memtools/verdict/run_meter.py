@@ -1,4 +1,4 @@
-"""Measures one rank's fit: the time of its phases, and the peaks of its stages."""
+"""Measures a fit on one rank: the time of each phase, and the memory peaks of each stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunMeter:
         rank: This rank's number.
 
     Attributes:
-        n_batches: The training batches that have ended.
+        n_batches: The number of training batches that have ended.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -37,7 +37,7 @@ class RunMeter:
         self.n_batches = 0
 
     def enter(self, stage: Any) -> None:
-        """Begin a stage: "train", or "val" within it."""
+        """Begin a stage: "train", or "val" within training."""
         if self._stages is not None:
             self._stages.enter(stage)
         self.times.switch("rest" if stage == "train" else "validation")
@@ -50,7 +50,7 @@ class RunMeter:
             self._stages.leave(stage)
 
     def end_batch(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
-        """End a training batch. Memory is looked at after the 1st, 2nd, 4th, 8th ...."""
+        """End a training batch. After batches 1, 2, 4, 8, ... the composition of memory is read."""
         self.times.switch("rest")
         self.n_batches += 1
         if self.n_batches == 1:

@@ -1,4 +1,4 @@
-"""The lines of a training step that make the host wait for the GPU, such as `.item()`: one step is watched."""
+"""Finds the lines of a training step that make the host wait for the GPU, such as `.item()`, by watching one step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _METHOD = "training_step"
 
 
 def watch_next_step(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
-    """Watch the module's next training_step on a GPU. A compiled one is left alone.
+    """Watch the module's next training_step on a GPU, unless it is compiled.
 
-    PyTorch itself reports what waits, in its mode for that; other warnings of the step are passed on.
+    PyTorch's sync debug mode warns of each wait. Other warnings of the step are passed on.
 
     Returns:
-        The places, such as "train.py:31", which are there after the step, and a function that stops watching.
+        A list of places such as "train.py:31", which is filled during the step, and a function that stops watching.
     """
     places: list[str] = []
     step = getattr(module, _METHOD)

@@ -1,4 +1,4 @@
-"""Searches for batch sizes, puts them into effect, and collects the result."""
+"""Searches for batch sizes, applies them, and collects the result."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _FEW = 2
 
 
 class SizeTuning:
-    """The batch sizes of a Trainer's stages: searches for them, puts them into effect, and knows them for checkpoints.
+    """The batch sizes of a Trainer's stages: searches for them, applies them, and keeps them for checkpoints.
 
     Args:
         settings: The arguments of BatchSizeTuner.
 
     Attributes:
-        found: The sizes that were found, in this run or in the one that is resumed.
-        accumulate: Micro-batches per optimizer step that go with them; None to leave the Trainer's.
+        found: The sizes that were found, in this run or the run that it resumes.
+        accumulate: The micro-batches per optimizer step for these sizes; None to keep the Trainer's setting.
         cache_releaser: Empties the cache between training and validation; None if no size is in effect.
     """
 
@@ -87,7 +87,7 @@ class SizeTuning:
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
-        """Have the loops request their loaders as before. The sizes stay as they were found. Idempotent."""
+        """Restore how the loops request their loaders. The sizes that were found stay set. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = self.cache_releaser = None
@@ -95,7 +95,7 @@ class SizeTuning:
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult:
-        """Search for the sizes of the stages that have data, put them into effect, and report them.
+        """Search for the sizes of the stages that have data, apply them, and report them.
 
         Raises:
             RuntimeError: Not even the smallest size fits.
@@ -156,7 +156,7 @@ class SizeTuning:
         """Return the samples per optimizer step and rank that a fit has to keep; None for any number.
 
         Raises:
-            ValueError: The number that is to be kept is not known, or cannot be shared by the ranks.
+            ValueError: The number to keep is unknown, or cannot be divided by the number of ranks.
         """
         effective = self.settings.effective_batch_size
         if self.settings.keep == "effective":
@@ -202,7 +202,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Write the sizes, and have the loaders, optimizers and schedulers made for them."""
+        """Write the sizes, and have loaders, optimizers and schedulers created for them."""
         for stage in stages:
             # Attributes that several stages share get training's size.
             has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
@@ -224,7 +224,7 @@ class SizeTuning:
         streams.restore()
 
     def _notes_on_search(self, chosen: SizeTrial, trials: Sequence[SizeTrial], limits: SizeLimits) -> list[str]:
-        """Return notes on what other than memory and `max_val` ended the search."""
+        """Return notes if anything but memory and `max_val` ended the search."""
         size, stage, notes = chosen.size, chosen.stage, list[str]()
         if stage == "train" and size == limits.n_samples:
             notes.append(
@@ -244,7 +244,7 @@ class SizeTuning:
         return notes
 
     def _notes_on_steps(self, trainer: Trainer, old: int | None) -> list[str]:
-        """Return notes on the samples per optimizer step, which the learning rate belongs to."""
+        """Return notes on how the samples per optimizer step have changed, as the learning rate depends on them."""
         new, per_size = self.found["train"], trainer.accumulate_grad_batches * trainer.world_size
         if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
@@ -306,7 +306,7 @@ def _can_start(trainer: Trainer) -> bool:
 
 @contextmanager
 def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Keep allocation retries and out-of-memory errors that happen within out of the counts of the run."""
+    """Keep allocation retries and out-of-memory errors that happen inside out of the run's counts."""
     before = MemoryStats() if reader is None else reader.stats()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The batch sizes of a Trainer's stages: where they stand, and loops that ask for loaders of other sizes."""
+"""Reads and sets the batch sizes of a Trainer's stages, and makes loops use loaders of other sizes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lightning_memtools.memory.peaks import Stage
 class StageSizes:
     """The batch sizes of a Trainer's stages, read and set.
 
-    A size stands in attributes or hyperparameters of the model or the data module, which the `*_dataloader` hooks read,
-    or in the DataLoaders that were passed to the Trainer. Passed loaders are resized. A hook is called while its
+    A size is an attribute or hyperparameter of the model or the data module, which the `*_dataloader` hooks read, or it
+    is that of the DataLoaders passed to the Trainer. Passed loaders are resized. A hook is called while its
     attribute holds the stage's size, so that training and validation can have different sizes under the same name.
 
     Args:
-        trainer: In a call of `fit`.
+        trainer: The Trainer, within a call of `fit`.
         names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
 
     Attributes:
-        configured: The size of each stage, as it was at first; without those that are not known.
-        of_hooks: Those of them whose loaders come from a hook, which reads an attribute that other stages may share.
+        configured: The size of each stage before any change, as far as known.
+        of_hooks: The stages whose loaders come from a hook, which reads an attribute that other stages may share.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class StageSizes:
             )
 
     def names_for(self, stage: Stage) -> list[str]:
-        """Return the names that hold a stage's size: its own, or else the general ones."""
+        """Return the names that hold a stage's size: those for the stage alone, or else the general ones."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
@@ -89,7 +89,7 @@ class StageSizes:
                 correct_logged_hparam(owner, name, size)
 
     def set(self, stage: Stage, size: int) -> None:
-        """Give the stage's loop loaders of this size, the next time that it asks for them.
+        """Make the stage's loop get loaders of this size, the next time that it requests loaders.
 
         Raises:
             CannotResizeError: A loader that was passed does not determine its batch size itself.
@@ -105,7 +105,7 @@ class StageSizes:
             raise CannotResizeError(f"{error}{hint_to_leave_out(stage)}") from None
 
     def undo(self) -> None:
-        """Have the loops ask for their loaders as before. Idempotent."""
+        """Restore how the loops request their loaders. Idempotent."""
         for source, loaders in self._passed.values():
             source.instance = loaders
         self._passed.clear()
@@ -114,7 +114,7 @@ class StageSizes:
 
     @contextmanager
     def written(self, stage: Stage, size: int) -> Iterator[None]:
-        """Set the attributes of a stage to this size, and restore them at the end."""
+        """Inside, set the attributes of a stage to this size; restore them on exit."""
         holders = [(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
         before = [getattr(holder, name) for holder, name in holders]
         self.write(stage, size)
@@ -161,7 +161,7 @@ def hint_to_leave_out(stage: Stage) -> str:
 
 
 def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a collection of loaders of the same structure, each changed."""
+    """Apply a function to each loader in a nested collection, and return the collection of results."""
     kind: Any = type(loaders)
     if issubclass(kind, part_of_lightning("utilities").CombinedLoader):
         return kind(_map_loaders(loaders.iterables, change), mode_of(loaders))

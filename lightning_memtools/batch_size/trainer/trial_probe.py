@@ -1,4 +1,4 @@
-"""Measures the memory of a trial, ends it when enough was measured, and says why it failed."""
+"""Measures the memory of a trial, ends the trial when enough was measured, and tells why it failed."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ ANOTHER_ERROR = "another error"
 
 
 class TrialOver(BaseException):
-    """Ends a trial from inside the loops. Not an Exception, so that a user's `except Exception` does not catch it."""
+    """Raised to end a trial from inside the loops. Not an Exception: a user's `except Exception` must not catch it."""
 
 
 class CollectiveInTrialError(RuntimeError):
-    """Raised where a rank starts a collective in the middle of a trial."""
+    """Raised if a rank starts a collective in the middle of a trial."""
 
 
 class TrialProbe(EitherCallback):
     """Measures the memory of a trial, and ends it when enough was measured. Must be the last callback.
 
-    Training ends after two steps of every optimizer. Where it takes more than half of what it may, it goes on until
-    reserved memory has not grown for three steps: blocks of a cache that is not yet settled may not serve a later step.
-    Where it takes more than it may, cached segments are released once, as the allocator of a smaller device would do,
-    and what is reserved from then on counts.
+    Training ends after two steps of every optimizer. If it takes more than half of the limit, it goes on until reserved
+    memory has not grown for three steps, because cached blocks may not serve a later step yet. If it takes more than
+    the limit, cached segments are released once, as the allocator of a smaller device would do, and what is reserved
+    from then on counts.
 
     Args:
         reader: Reads the device's memory; None if it cannot be read.
@@ -55,11 +55,11 @@ class TrialProbe(EitherCallback):
     Attributes:
         stage: The stage that runs.
         peaks: The highest use of the device by each stage.
-        batch: The same for training until backward has ended, without what the optimizer allocates for its step.
+        batch: The highest use in training before the optimizer's step, which allocates memory of its own.
         base_allocated: Bytes allocated before a batch, for each stage, from its second batch on.
         batch_shapes: The shapes of each stage's batches, without the number of samples.
         observed_size: The number of samples in each stage's first batch.
-        batches: How many batches of each stage have run to their end.
+        batches: The number of completed batches of each stage.
     """
 
     def __init__(self, reader: MemoryReader | None, limit: int | None, *, validates: bool) -> None:
@@ -100,13 +100,13 @@ class TrialProbe(EitherCallback):
             self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure what is allocated besides the batch, which does not depend on its size."""
+        """Measure the memory without the batch, which does not depend on the batch size."""
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Exclude what the optimizer allocates for its step, which does not depend on the batch either."""
+        """Note the peak before the optimizer's step, whose own memory does not depend on the batch size."""
         self._has_stepped = True
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         # With manual optimization another network's forward may follow.
@@ -116,7 +116,7 @@ class TrialProbe(EitherCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End once each optimizer has made two steps, two more have followed validation, and memory is steady."""
+        """End the trial once it is complete: two steps per optimizer, two more after validation, and steady memory."""
         self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False
@@ -128,13 +128,13 @@ class TrialProbe(EitherCallback):
             self._release()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure validation apart from training."""
+        """Measure validation separately from training."""
         self.stage = "val"
         if self._watch is not None:
             self._watch.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure training again."""
+        """Go on measuring training."""
         if self._watch is not None:
             self._watch.point("val")
             self._watch.leave("val")
@@ -144,7 +144,7 @@ class TrialProbe(EitherCallback):
         self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        """Measure what is allocated besides the batch."""
+        """Measure the memory without the batch."""
         self._inspect(batch)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
@@ -174,7 +174,7 @@ class TrialProbe(EitherCallback):
         return enough and len(self._reserved) >= STEPS
 
     def _is_steady(self) -> bool:
-        """Return True once the reserved memory of a large batch no longer grows."""
+        """Return True if reserved memory no longer grows, or is far below the limit."""
         last = self._reserved[-_STEADY_STEPS - 1 :]
         is_small = self._limit is None or last[-1] < _VERIFIED_FROM * self._limit
         return is_small or (len(last) > _STEADY_STEPS and len(set(last)) == 1)
@@ -187,7 +187,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Release cached segments, and measure training anew, for some more steps."""
+        """Release cached segments, and measure a few more training steps from there."""
         assert self._reader is not None
         self.end()
         self._has_released = True
@@ -204,9 +204,9 @@ def failure_of(  # noqa: PLR0911, one return for each reason
     Args:
         probe: The probe that watched the trial.
         stage: The stage that is tuned.
-        error: What ended the trial, if anything.
+        error: The error that ended the trial, or None.
         before: The device's statistics before the trial, empty if they cannot be read.
-        now: The same after it.
+        now: The device's statistics after the trial.
         limit: The most bytes of the device that may be used.
     """
     where = "" if probe.stage == stage else _IN_STAGE[probe.stage]

@@ -70,10 +70,10 @@ def takes_part(callback: Callback) -> bool:
 
 
 class CacheReleaser(EitherCallback):
-    """Empties the allocator's cache between training and validation, as blocks of one stage do not fit the other's.
+    """Empties the allocator's cache between training and validation: cached blocks of one may not fit the other.
 
     Args:
-        reader: Reads the device's memory; with None nothing is done.
+        reader: Reads the device's memory; if None, nothing is emptied.
     """
 
     def __init__(self, reader: MemoryReader | None) -> None:
@@ -87,7 +87,7 @@ class CacheReleaser(EitherCallback):
             self._has_validated = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache before training goes on: the last validation batch is freed only now."""
+        """Empty the cache before training continues; only now is the last validation batch freed."""
         if self._reader is not None and self._has_validated:
             self._reader.empty_cache()
             self._has_validated = False
@@ -96,23 +96,23 @@ class CacheReleaser(EitherCallback):
 class TrialRunner:
     """Runs trials of batch sizes, and restores the model, the Trainer and the random streams after each.
 
-    A trial consists of what a fit does: the sanity check, training, validation, and training again. So a stage that
-    leaves too little memory to another is noticed.
+    A trial runs what a fit runs: the sanity check, training, validation, and training again. It thus finds a stage that
+    leaves another too little memory.
 
     Args:
         trainer: The Trainer, in the hook that comes before a loop's work.
         settings: The arguments of BatchSizeTuner.
-        batch_sizes: Gives the loops loaders of other sizes.
+        batch_sizes: The StageSizes, which give the loops loaders of other sizes.
         per_rank: Samples per optimizer step and rank, which accumulation keeps; None for any number.
         hooks: Functions that are called before the loop, as in a real run.
         root: A directory for files that hooks write during trials.
         not_restored: The type of objects that are not restored, since they keep the results of trials.
 
     Attributes:
-        sizes: The size of each stage; where none is given, the loaders keep theirs.
+        sizes: The size of each stage. Loaders of other stages keep their size.
         sample_sizes: The sizes of samples, by stage and the loader's position.
         batch_shapes: The shapes of the stages' batches without their first dimension.
-        doing: The trial that is run, in words.
+        doing: The trial that runs now, in words.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class TrialRunner:
             stage: The stage that is tuned.
             size: The batch size.
             limits: The admitted sizes.
-            is_bound: True if an error that is not about memory is a failure of this size, since a smaller one has run:
-                an index or a kernel's grid may be too large. False raises it.
+            is_bound: True if any error counts as a failure of this size, because a smaller size has run: an index or a
+                kernel's grid may be too large. If False, errors that are not about memory are raised.
             configured: The size that was set before the search.
 
         Raises:
@@ -213,7 +213,7 @@ class TrialRunner:
         return SizeTrial(stage=stage, size=ran, readings=readings, is_configured=ran == configured)
 
     def _run_trial(self, stage: Stage, probe: TrialProbe, limits: SizeLimits) -> BaseException | None:
-        """Run the loops until the probe has measured enough; return the error that ended them, if one did."""
+        """Run the loops until the probe has measured enough. Return the error that ended them, or None."""
         try:
             # Warnings about the sizes of a trial, and what callbacks print in it, are no use to the user.
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -247,7 +247,7 @@ class TrialRunner:
         return MemoryStats() if self._reader is None else self._reader.stats()
 
     def _prepare(self, probe: TrialProbe) -> None:
-        """Set the Trainer up for a trial. The snapshot restores all of it."""
+        """Set the Trainer up for a trial. The snapshot restores all changes."""
         trainer = self.trainer
         # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
         # snapshot holds the wrapper, and restores it.
@@ -274,7 +274,7 @@ class TrialRunner:
             hook()
 
     def _set_up_data(self, stage: Stage, limits: SizeLimits) -> None:
-        """Make the loaders, on all ranks at once; again with a smaller size if there are fewer samples."""
+        """Create the loaders, on all ranks together; again with a smaller size if there are fewer samples."""
         asked = self.sizes[stage]
         for _ in range(2):
             for other in self._stages:
@@ -311,7 +311,7 @@ class TrialRunner:
         trainer.limit_val_batches, trainer.val_check_interval = limit, interval
 
     def _take_largest(self, stage: Stage) -> None:
-        """Have each of a stage's loaders give the batch that takes the most memory, now that ranks have shared them."""
+        """Make each loader of a stage yield its batch that takes the most memory, on every rank."""
         position = itertools.count()
 
         def change(loader: Any) -> Any:
@@ -341,7 +341,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Note the size that the batches really had: a stream that yields smaller batches has no larger ones."""
+        """Note the size that batches really had: for a stream with smaller batches, larger sizes change nothing."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
@@ -360,7 +360,7 @@ class TrialRunner:
 
 
 def _may_depend_on_size(error: BaseException | None) -> bool:
-    """Return True for an error that a smaller batch may avoid; after one of CUDA itself, no kernel runs any more."""
+    """Return True for an error that a smaller batch may avoid. After an error of CUDA itself, no kernel can run."""
     never = CollectiveInTrialError | CannotResizeError | torch.AcceleratorError
     return isinstance(error, Exception) and not isinstance(error, never)
 

@@ -1,1 +1,1 @@
-"""The dry run: an unchanged training script on PyTorch's CUDA code, without a GPU. `api.dry_run` is the way in."""
+"""The dry run: an unchanged training script runs on PyTorch's CUDA code without a GPU. Call `api.dry_run`."""

@@ -1,4 +1,4 @@
-"""`dry_run`: run a training script on PyTorch's CUDA code without a GPU, and return what it needs."""
+"""`dry_run`: runs a training script on PyTorch's CUDA code without a GPU, and returns the memory that it needs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _RANKS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunSpec:
-    """The task of the child process: arguments of `dry_run`, as JSON carries them there.
+    """The task of the child process: the arguments of `dry_run`, as JSON values.
 
     Attributes:
-        checks_seconds: The processor's time for the advice of an out-of-memory report; None for its own.
-        strategy: The strategy of Trainers that name none; None for Lightning's choice.
+        checks_seconds: The processor time for the checks of an out-of-memory report; None for the default.
+        strategy: The strategy for Trainers that are given none; None for Lightning's choice.
     """
 
     program: str
@@ -62,7 +62,7 @@ def dry_run(
     directory: str | os.PathLike[str] | None = None,
     output: IO[Any] | None = None,
 ) -> DryRunResult:
-    """Run a training script on a CUDA device that computes nothing, and return what it needs.
+    """Run a training script on a CUDA device that computes nothing, and return the memory that it needs.
 
     The script runs unchanged in a child process, on PyTorch's own CUDA code: the real caching allocator, the real
     optimizers, autograd and autocast. Only NVIDIA's libraries are stubs. Everything that is read back from the device
@@ -74,10 +74,10 @@ def dry_run(
         module: Whether ``program`` is a module's name.
         gpu: The GPU that the device is like, such as "RTX 4090". By default an A100 with 1 TiB, which nothing fills.
         capacity: Another capacity than the GPU's, such as "24GiB".
-        devices: How many devices there are; one rank is run for all of them.
-        rank: The rank that is run.
+        devices: The number of devices; only one of their ranks is run.
+        rank: The rank to run.
         steps: Optimizer steps of each training run, and batches of each evaluation run; None for the script's own.
-        advise: Where memory runs out in a Trainer, spend up to two minutes of a processor on trying changes, and then
+        advise: If memory runs out in a Trainer, spend up to two minutes of processor time on trying changes, and then
             dry-run the script under FSDP on 2, 4 and 8 devices.
         snapshot: A file for torch's memory snapshot, for pytorch.org/memory_viz.
         directory: The folder for logs and checkpoints of the run; by default a temporary one.
@@ -86,7 +86,7 @@ def dry_run(
     Raises:
         DryRunError: There is no CUDA build of torch, no compiler, or this is not Linux; or the process died.
         FileNotFoundError: The script or module does not exist.
-        ValueError: A GPU's name is not known, or a number is out of its range.
+        ValueError: A GPU's name is unknown, or a number is out of its range.
     """
     if isinstance(arguments, str) or not all(isinstance(one, str) for one in arguments):
         raise ValueError(f"arguments={arguments!r} is not a list of texts, such as ['--batch-size', '64'].")
@@ -127,7 +127,7 @@ def _check_there_is(program: str, *, module: bool) -> None:
 
 
 def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | int | None) -> DryRunResult:
-    """Run the task in a process of its own, and end all that it started."""
+    """Run the task in a child process, and end all processes that it started."""
     place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
     wanted, result, users = (place / name for name in ("dry_run_spec.json", "dry_run.json", "processes.txt"))
@@ -163,7 +163,7 @@ def _end_session(child: subprocess.Popen[bytes]) -> None:
 
 
 def _sharded(spec: DryRunSpec, device: NullDevices) -> list[DryRunAdvice]:
-    """Dry-run the script under FSDP on more and more devices, until it fits. What it prints is dropped."""
+    """Dry-run the script under FSDP on 2, 4 and 8 devices until it fits. Its output is dropped."""
     tried: list[DryRunAdvice] = []
     for ranks in _RANKS:
         place = str(Path(spec.directory) / f"fsdp-{ranks}")

@@ -1,4 +1,4 @@
-"""The process of a dry run: runs the user's script and writes down what the device saw."""
+"""The child process of a dry run: runs the user's script, and writes the memory that it took to a file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main(path: str) -> None:
 
 @contextmanager
 def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
-    """Make this process one rank of several within, as torchrun would start it."""
+    """Inside, make this process one rank of several, as torchrun would start it."""
     _run_one_of(spec)
     if spec.devices == 1:
         yield
@@ -100,7 +100,7 @@ def _run_one_of(spec: DryRunSpec) -> None:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Follow the values of the data within, until the script compiles something: compiled code skips dispatch modes."""
+    """Inside, follow the values of data, until the script compiles something: compiled code skips dispatch modes."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
@@ -121,7 +121,7 @@ def _values_followed() -> Iterator[KnownValues]:
 
 
 def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `trunc_normal_` with one round of its sampling, which would wait for values that nobody computes."""
+    """Return `trunc_normal_` with one round of sampling: it would repeat forever, since nothing computes the values."""
 
     def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_cuda:
@@ -195,7 +195,7 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
 
 
 def _run_program(spec: DryRunSpec) -> dict[str, Any]:
-    """Run the program and return its global variables: holding them keeps its models and tensors alive."""
+    """Run the program and return its global variables, which keep its models and tensors alive."""
     sys.argv = [spec.program, *spec.arguments]
     if spec.module:
         sys.path.insert(0, str(Path.cwd()))
@@ -220,7 +220,7 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 
 
 def _other_processes() -> int:
-    """Return how many other processes have taken memory of the devices."""
+    """Return the number of other processes that have taken memory of the devices."""
     users = Path(os.environ[USERS])
     return len(set(users.read_text(encoding="ascii").split()) - {str(os.getpid())}) if users.exists() else 0
 
@@ -236,7 +236,7 @@ def _end_here() -> None:
 
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
-    """Return the stages with what their peaks consist of, unless the history of allocations was too long to keep."""
+    """Return the stages with the composition of their peaks, unless the history of allocations was too long to keep."""
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
     holders = observer.owners.holders(entries)
@@ -273,7 +273,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
 
 
 def _advice(observer: RunObserver) -> list[DryRunAdvice]:
-    """Return the changes that the last out-of-memory report of a Trainer has tried; none where there is no report."""
+    """Return the changes that the last out-of-memory report of a Trainer has tried; [] without a report."""
     tried = next((one.advice for one in reversed(observer.reporting) if one.advice), ())
     fits = {Outcome.ENOUGH: True, Outcome.NOT_ENOUGH: False, Outcome.USELESS: False}
     return [

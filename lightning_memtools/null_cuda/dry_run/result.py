@@ -1,4 +1,4 @@
-"""The result of a dry run in plain values, which the process of the script hands over as JSON."""
+"""The result of a dry run as plain values, which the child process passes on as JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class DryRunStage:
         stage: train, val, test or predict; "script" for a program without a Trainer.
         peak_allocated_bytes: The most that tensors took at one moment.
         peak_reserved_bytes: The most that PyTorch's allocator held.
-        peak_at: The moment of the peak of allocated memory, such as "backward, in encoder.3". It is empty, as the
-            figures below are, where nothing is known of a model, or the history of allocations was too long to keep.
+        peak_at: The moment of the peak of allocated memory, such as "backward, in encoder.3". It and the figures below
+            are empty if no model is known, or the history of allocations was too long to keep.
         bytes_by_category: Parameters, buffers, gradients, optimizer state and inputs at the moment of the peak;
             "activations" is the rest: activations and temporary tensors.
-        bytes_by_module: Each module's own parameters, gradients and optimizer state, and what its operators have made.
-            What belongs to no module has an empty name.
-        bytes_by_line: What each line of code has asked for, such as "model.py:48: x = self.norm(x)".
+        bytes_by_module: Each module's own parameters, gradients and optimizer state, and what its operators allocated.
+            Bytes of no module have an empty name.
+        bytes_by_line: The bytes that each line of code has allocated, such as "model.py:48: x = self.norm(x)".
     """
 
     stage: str
@@ -41,15 +41,15 @@ class DryRunStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunAdvice:
-    """A change of a run that ran out of memory, as it was tried.
+    """A change to a run that ran out of memory, and the result of trying it.
 
     Attributes:
         title: The change in a few words.
         code: The code to write in the program.
-        fits: Whether it is enough by itself; None if unknown.
-        peak_bytes: The step's peak with it; None if no step was traced.
-        price: The computation that it costs, in words; "" for none.
-        detail: The result of the check in sentences; where it was not checked, the reason.
+        fits: True if the run fits with this change alone; None if unknown.
+        peak_bytes: The peak of the changed step; None if no step was traced.
+        price: The additional computation, in words; "" for none.
+        detail: The result of the check in sentences, or the reason why it was not checked.
     """
 
     title: str
@@ -68,20 +68,20 @@ class DryRunResult:
         device: The name of the pretended device.
         capacity_bytes: The memory of the device.
         status: 0 if the run fits, 3 if it ran out of memory, 1 if the program ended with an error of its own.
-        error: The error's message, if there was one.
+        error: The message of the error that ended the run, or None.
         report: The file of the out-of-memory report, if one was written.
         stages: The peaks of each stage.
-        smallest_fitting: An estimate by the requests of this run, though another GPU may run other kernels: the names
-            of the largest known GPU that does not fit (or None) and of the smallest that does (or None).
-        notes: What the reader should know of this run.
-        assumed: The lines that read a value that nobody computed, each with what was assumed for it. The run fits if
-            these assumptions hold.
+        smallest_fitting: The names of the largest known GPU that does not fit the run, and of the smallest that does,
+            or None for either. An estimate by this run's requests: another GPU may run other kernels.
+        notes: Sentences that the reader should know about this run.
+        assumed: The lines of code that read a value that was not computed, with the value assumed instead. The verdict
+            depends on these assumptions.
         optimizer_steps: The number of optimizer steps that ran; None if the script has no optimizer.
         rank: The rank that was run.
-        devices: How many ranks there are.
-        directory: Where the run's files are.
+        devices: The number of ranks.
+        directory: The folder of the run's files.
         torch: The version of torch.
-        advice: Where memory ran out in a Trainer: the changes that were tried, the best first.
+        advice: If memory ran out in a Trainer, the changes that were tried, the best first.
     """
 
     device: str
@@ -102,12 +102,12 @@ class DryRunResult:
 
     @property
     def fits(self) -> bool:
-        """Return whether the run came to its end within the capacity, and trained if it has an optimizer."""
+        """Return True if the run ended without errors within the capacity, and trained if it has an optimizer."""
         return self.status == FITS and self.optimizer_steps != 0
 
     @property
     def verdict(self) -> str:
-        """A sentence that says whether the run fits, and on which assumptions that depends."""
+        """A sentence on whether the run fits, with the assumptions on which that depends."""
         if self.status == OUT_OF_MEMORY:
             return f"It runs out of memory. {self.error}"
         if self.status == FAILED:
@@ -140,7 +140,7 @@ class DryRunResult:
         )
 
     def table(self) -> Table:
-        """Return one row for each stage."""
+        """Return a table with one row for each stage."""
         rows = [
             (
                 one.stage + (f" ({one.peak_at})" if one.peak_at else ""),
@@ -153,7 +153,7 @@ class DryRunResult:
         return Table(("stage", "peak allocated", "peak reserved", "at the peak"), rows)
 
     def advice_table(self) -> Table:
-        """Return a row for the script as it is, and one for each change that was tried."""
+        """Return a table with a row for the unchanged script, and a row for each change that was tried."""
         said = {True: "yes", False: "no", None: "not known"}
         rows = [("", "as it is", said[self.fits], format_size(self.peak.allocated) if self.fits else "", "")]
         for number, one in enumerate(self.advice, start=1):
@@ -169,7 +169,7 @@ class DryRunResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DryRunResult:
-        """Return the result from what `dataclasses.asdict` made of it."""
+        """Return the result from the dict that `dataclasses.asdict` made of it."""
         made = {
             "stages": [DryRunStage(**one) for one in content["stages"]],
             "smallest_fitting": tuple(content["smallest_fitting"]),

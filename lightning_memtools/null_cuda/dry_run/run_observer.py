@@ -1,4 +1,4 @@
-"""Observes a run: the peaks of its stages, and who owns which block meanwhile."""
+"""Observes a run: the peaks of its stages, and the owners of memory blocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WHOLE_SCRIPT = "script"
 
 
 class RunObserver:
-    """Collects the peaks of each stage, and notes the owners of blocks. It knows no Lightning.
+    """Collects the peaks of each stage, and the owners of memory blocks. It does not depend on Lightning.
 
     Attributes:
         notes: Sentences for the result.
         stages: The peaks of each stage that a Trainer has run.
-        owners: The owners of blocks, to be read beside the allocator's history.
+        owners: The owners of blocks over time, to be matched with the allocator's history.
         files: The files of the script.
         reporting: The OOMReports of all Trainers.
     """
@@ -60,7 +60,7 @@ class RunObserver:
             self.notes.append(text)
 
     def _let_script_reset_peaks(self) -> None:
-        """Take in the device's peaks before the script resets them."""
+        """Read the device's peaks before the script resets them."""
 
         def make(reset: Callable[..., None]) -> Callable[..., None]:
             def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
@@ -108,12 +108,12 @@ class RunObserver:
             labels.enter_phase(phase or "")
 
     def see(self, model: nn.Module, optimizers: Sequence[Any], batch: Any) -> None:
-        """Note which blocks model, optimizers and batch own; the batch is on the device."""
+        """Note the blocks that the model, the optimizers and the batch on the device own."""
         running = self._watch.running if self._watch is not None else WHOLE_SCRIPT
         self.owners.note(running, model, optimizers, batch)
 
     def label_modules(self, model: nn.Module) -> None:
-        """Label what the allocator is asked for with the module that asks, from now to the end of the Trainer."""
+        """Label allocations with the module that makes them, until the Trainer's call ends."""
         self._labels.append(ModuleLabels(model))
 
     def end(self) -> None:
@@ -140,13 +140,13 @@ class RunObserver:
 
 
 class LoopWatch:
-    """Notes the owners of blocks after each step of an optimizer, unless a Trainer runs, which is observed itself.
+    """Notes the owners of blocks after each optimizer step of a script's own loop, not while a Trainer runs.
 
     Args:
-        observer: Is told what is found.
+        observer: The RunObserver that gets the notes.
 
     Attributes:
-        n_steps: The number of optimizer steps so far, those of Trainers included.
+        n_steps: The number of optimizer steps so far, also those in Trainers.
     """
 
     def __init__(self, observer: RunObserver) -> None:
@@ -171,7 +171,7 @@ class LoopWatch:
         self._note()
 
     def look(self) -> None:
-        """Note models if the script ended with an error before an optimizer made a step."""
+        """Note the owners of blocks if the script failed before the first optimizer step."""
         if not self._observer.is_watching and not self._optimizers:
             self._models.update(outermost(instances_of(nn.Module)))
             self._note()

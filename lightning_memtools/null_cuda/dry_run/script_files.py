@@ -1,4 +1,4 @@
-"""The files that a script writes in a dry run: the user's are kept, and large tensors take no disk space."""
+"""The files that a script writes in a dry run: existing files stay, and large tensors take no disk space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScriptFiles:
         self._new: set[Path] = set()
 
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return where a file is written: at the script's path, unless that is an existing file of the user's."""
+        """Return the path to write a file to: the script's path, or another one if that file of the user exists."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
@@ -45,7 +45,7 @@ class ScriptFiles:
         return path
 
     def to_read(self, file: Any) -> Any:
-        """Return the script's own file where it was moved; else the path or open file that is given."""
+        """Return the path to which a file of the script was moved; if it was not, the given path or open file."""
         path = getattr(file, "name", file)  # Lightning opens files itself
         return self._moved.get(Path(path).resolve(), file) if isinstance(path, (str, os.PathLike)) else file
 
@@ -76,7 +76,7 @@ class ScriptFiles:
 
 
 def _changed(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of dicts, lists and tuples with their plain tensors changed; anything else is left as it is."""
+    """Return a copy of dicts, lists and tuples in which `change` was applied to plain tensors."""
     if type(thing) is Tensor:
         return change(thing)
     if isinstance(thing, dict):

@@ -24,7 +24,7 @@ _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 def cut_trainers_when_imported(observer: RunObserver) -> None:
-    """Cut the Trainers of Lightning short, under whichever of its two names the script imports it."""
+    """Cut Trainers short, whether the script imports `lightning` or `pytorch_lightning`."""
 
     def cut(package: str, module: ModuleType) -> None:
         _cut_trainer(observer, module.Trainer, importlib.import_module(package))
@@ -42,7 +42,7 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """An import hook: calls a function with a module when the script imports it."""
+    """An import hook that calls a function with a module when the script imports the module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
         self._functions = dict(functions)
@@ -87,7 +87,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
 
 def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Trainer's method that uses the model as it is where the run did not write the checkpoint it asks for."""
+    """Return a Trainer's method that uses the model as it is if the run did not write the needed checkpoint."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
@@ -106,7 +106,7 @@ def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any
 
 
 def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleType) -> dict[str, Any]:
-    """Return a Trainer's arguments for a dry run."""
+    """Return a Trainer's arguments, changed for a dry run."""
     from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
 
     spec, limited = observer.spec, dict(options)
@@ -144,7 +144,7 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
 
 
 def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
-    """Note it if a Trainer asks for another number of devices than there are."""
+    """Add a note if a Trainer asks for another number of devices than there are."""
     wanted = options.get("devices")
     per_node = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
     count = per_node * int(options.get("num_nodes") or 1) if isinstance(per_node, int) else 0
@@ -156,7 +156,7 @@ def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
 
 
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
-    """Return the loggers, which write into the run's folder; those that write elsewhere are replaced by a dummy."""
+    """Return loggers that write into the run's folder; loggers that write elsewhere are replaced by a dummy."""
     if given is None or isinstance(given, bool):
         return given
     loggers = lightning.pytorch.loggers if hasattr(lightning, "pytorch") else lightning.loggers
@@ -172,7 +172,7 @@ def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
 
 
 class _LargestLast:
-    """A training loader cut to a few batches, the last of which is the largest that the whole loader can give."""
+    """A training loader cut to a few batches. The last one is the largest that the whole loader can yield."""
 
     def __init__(self, loader: Any, largest: Any, length: int) -> None:
         self._loader, self._largest, self._length = loader, largest, length

@@ -1,1 +1,1 @@
-"""The verdict in a Trainer: the callback that measures a fit, and the callbacks that `memtools run` is asked for."""
+"""The verdict in a Trainer: the callback that measures a fit, and the callbacks that `memtools run` adds."""

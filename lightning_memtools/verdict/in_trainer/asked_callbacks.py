@@ -1,4 +1,4 @@
-"""The callbacks that the options of `memtools run` ask for, checked before a script starts."""
+"""The callbacks that the options of `memtools run` select, validated before a script starts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_memtools.callbacks.presets import default_callbacks
 def asked_callbacks(
     *, add: Sequence[str] = (), leave_out: Sequence[str] = (), arguments: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Callback]:
-    """Return `default_callbacks()` with changes.
+    """Return `default_callbacks()` with some added, left out or given other arguments.
 
     Args:
         add: The names of other callbacks of ours.
-        leave_out: The names of those to leave out.
-        arguments: By a callback's name its arguments.
+        leave_out: The names of default callbacks to leave out.
+        arguments: The arguments of callbacks, by the callback's name.
 
     Raises:
-        ValueError: A name is unknown, or a callback does not take a value. The message says which names come near.
+        ValueError: A name is unknown, or a callback refuses an argument. The message suggests similar names.
     """
     public = {name: getattr(lightning_memtools, name) for name in lightning_memtools.__all__}
     every = {name: kind for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, Callback)}

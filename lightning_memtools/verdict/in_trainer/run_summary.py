@@ -1,4 +1,4 @@
-"""RunSummary: what `memtools run` puts into a Trainer: the callbacks that are asked for, and a verdict at the end."""
+"""RunSummary, the callback with which `memtools run` adds callbacks to a Trainer and gives a verdict at the end."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _WATCHED_BATCH = 2  # the first ones choose kernels
 
 
 class RunSummary(WatchingCallback):
-    """Adds the callbacks that are asked for to its Trainer, and ends each fit with a verdict and `summary.json`.
+    """Adds the selected callbacks to its Trainer, and ends each fit with a verdict and `summary.json`.
 
-    Lightning's entry points make it (autoload.py). A callback that the Trainer or its module already has is not added.
+    Lightning's entry points create it (autoload.py). Callbacks that the Trainer or its module has are not added again.
     """
 
     page = "run"
@@ -57,11 +57,11 @@ class RunSummary(WatchingCallback):
 
     @classmethod
     def asked_for(cls, text: str) -> RunSummary:
-        """Return the callback for a value of MEMTOOLS: JSON of the options, or "1"."""
+        """Return the callback for a value of the variable MEMTOOLS: the options as JSON, or "1"."""
         return cls(tuple(asked_callbacks(**json.loads(text) if text.startswith("{") else {})))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the callbacks, whose own setup follows, and begin a summary of a fit."""
+        """Add the callbacks, whose setup Lightning calls next, and start the summary of a fit."""
         self.stop_watching()
         present = callbacks_of(trainer)
         is_ours = type(trainer).__module__.startswith("lightning_memtools.")
@@ -96,7 +96,7 @@ class RunSummary(WatchingCallback):
                 self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._switch(after)).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward; in one step, watch what waits for the GPU."""
+        """Begin the forward phase. In one step, watch for lines that wait for the GPU."""
         if self._meter is not None and self._undo is not None:
             if trainer.strategy.root_device.type == "cuda" and self._meter.n_batches == _WATCHED_BATCH:
                 self._waits, stop = watch_next_step(pl_module)
@@ -104,17 +104,17 @@ class RunSummary(WatchingCallback):
             self._meter.times.switch("forward")
 
     def on_before_backward(self, *args: Any) -> None:
-        """Begin the backward."""
+        """Begin the backward phase."""
         self._switch("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward; in manual optimization, what follows is forward until an optimizer steps."""
+        """End the backward phase. In manual optimization, forward follows until an optimizer steps."""
         if self._meter is not None:
             self._meter.times.look_at_lead()
             self._switch("rest" if pl_module.automatic_optimization else "forward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Begin the optimizer."""
+        """Begin the optimizer's phase."""
         self._switch("optimizer")
 
     def on_train_batch_end(
@@ -130,7 +130,7 @@ class RunSummary(WatchingCallback):
             self._meter.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End it."""
+        """End a validation within training."""
         if self._meter is not None and not trainer.sanity_checking:
             self._meter.leave("val")
 
@@ -158,7 +158,7 @@ class RunSummary(WatchingCallback):
             self._meter.times.switch(phase)
 
     def _conclude(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Stop measuring, exchange what ranks have measured, and on rank 0 write the verdict. Idempotent."""
+        """Stop measuring, gather the measurements of all ranks, and write the verdict on rank 0. Idempotent."""
         if self._meter is None:
             return
         reader, mine = self._meter.reader, self._meter.close()
@@ -191,7 +191,7 @@ class RunSummary(WatchingCallback):
 
 
 def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return what the callbacks beside it have found, as arguments of RunFacts."""
+    """Return the findings of the other callbacks, as arguments of RunFacts."""
     report = next((each.report for each in callbacks if isinstance(each, TrainingDoctor)), DoctorReport())
     remarks = [each.memory_remark for each in callbacks if isinstance(each, Neighbour)]
     return {
@@ -202,6 +202,6 @@ def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def _free(path: Path) -> Path:
-    """Return a path at which nothing is yet: this one, or with _2, _3 ... at the end of its name."""
+    """Return a path that does not exist yet: the given one, or with _2, _3, ... added to its name."""
     others = (path.with_stem(f"{path.stem}_{n}") for n in count(2))
     return next(each for each in chain([path], others) if not each.exists())
