@@ -30,17 +30,17 @@ _MOST_BATCHES = 1000
 
 
 class CannotResizeError(ValueError):
-    """Raised for a loader whose batch size cannot be set from outside; the message says why, and what to change."""
+    """The batch size of a loader cannot be set from outside. The message says why, and what to change."""
 
 
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     """Return a copy of a DataLoader that yields batches of `size`.
 
-    Everything else is shared: the data set, the sampler and its generator, the collate function, the workers' settings
-    and a subclass's attributes.
+    The copy shares everything else with the original: the data set, the sampler and its generator, the collate
+    function, the workers' settings and a subclass's attributes.
 
     Raises:
-        CannotResizeError: The loader does not determine its batch size itself.
+        CannotResizeError: It is no DataLoader, or its data set or a batch sampler fixes the batch size.
     """
     if not isinstance(loader, DataLoader):
         raise CannotResizeError(
@@ -62,17 +62,17 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples, as far as they could be read; None if they are not needed."""
+    """Read the sizes of a loader's samples; None if its samples cannot be chosen or its data set names the largest."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     return _measured(loader.dataset)
 
 
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
-    """Return a loader whose batches consist of the samples that take the most memory; the same loader if unknown.
+    """Return a copy of a loader with the samples that take the most memory in every batch.
 
-    The batches are made by the loader's own collate function and workers. The largest samples come from a method
-    `worst_case(n)` of the data set, or from the sizes.
+    The loader's own collate function and workers make the batches. The data set's method `worst_case(n)` names the
+    largest samples, or else `sizes` does. If neither does, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -89,13 +89,13 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
 
 
 def _chooses_samples(loader: Any) -> bool:
-    """Return True for a DataLoader whose batches can be made of any samples of its data set."""
+    """Return True for a DataLoader that can be given a list of indices: not of a stream, nor of ready batches."""
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     return is_map and loader.batch_sampler is not None
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a copy of a user's batch sampler with a new size."""
+    """Return a copy of a user's batch sampler that gives batches of `size`; raise CannotResizeError if it cannot."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
@@ -125,7 +125,7 @@ class SampleSizes:
 
     Attributes:
         of: The number of values of each sample, by its index.
-        shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are missing.
+        shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are left out.
         n_samples: The number of samples in the data set.
     """
 
@@ -135,7 +135,7 @@ class SampleSizes:
 
     @property
     def vary(self) -> bool:
-        """True if not all samples that were read have the same size."""
+        """True if the samples that were read differ in size or shape."""
         return len(set(self.of.values())) > 1 or len(set(self.shapes.values())) > 1
 
     @property
@@ -144,9 +144,10 @@ class SampleSizes:
         return len(self.of) >= self.n_samples
 
     def largest(self, n: int) -> list[int]:
-        """Return the indices of the n largest samples, the largest first.
+        """Return the indices of the n largest samples.
 
-        Samples that are the largest in one dimension come before all others: a batch is padded in each of them.
+        First come the samples that are largest in one dimension, since a batch is padded in each dimension; then all
+        samples by their number of values, largest first.
         """
         n_dims = {len(shape) for shape in self.shapes.values()}
         dims = range(n_dims.pop()) if len(n_dims) == 1 else ()
@@ -161,7 +162,7 @@ class SampleSizes:
 
 
 def _measured(dataset: Any) -> SampleSizes | None:
-    """Read samples in random order for a limited time, and return their sizes; None if no sample can be read.
+    """Read samples in random order for at most a second, and return their sizes; None if reading one fails.
 
     Random streams are restored. The samples take no memory of a VirtualDevice.
     """
@@ -198,7 +199,7 @@ def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
 
 
 def _values_of(leaf: Any) -> int:
-    """Return the length of a text, the number of values of an array or of an image's points; 1 for anything else."""
+    """Return the length of a text, the number of values of an array, or the pixels of an image; 1 for other types."""
     if isinstance(leaf, str | bytes):
         return len(leaf)
     size = getattr(leaf, "size", None)

@@ -1,4 +1,4 @@
-"""Makes a layer that runs twice have the effects of running once, and names the layers for which that is impossible."""
+"""Runs layers twice with the effects of a single run, and names the layers for which that is impossible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 @contextmanager
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, write running statistics to copies, so that the real ones stay as they are.
+    """Have modules write running statistics to copies in this context, so that the real ones stay as they are.
 
     In training a batch is normalized by its own statistics, so the output is the same. A momentum of 0 instead of
     copies would turn an infinite activation into 0 * inf = NaN.
@@ -91,8 +91,8 @@ class DrawnStreams:
     """The random streams that layers may draw from, besides torch's default generators.
 
     Args:
-        modules: The layers. Generators are found in their attributes, in lists and dictionaries among these, and in the
-            names that their forward uses. A generator that a layer makes later is not found.
+        modules: The layers. Generators are found in their attributes, in lists and dictionaries that are attributes,
+            and among the variables that their forward names. A generator that a layer makes later is not found.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -100,14 +100,14 @@ class DrawnStreams:
         self._own = list(found.values())
 
     def now(self) -> list[tuple[Stream, Any]]:
-        """Read the state of every stream."""
+        """Return every stream with its present state."""
         streams = [*_global_streams(), *self._own]
         return [(stream, generator_state(stream)) for stream in streams]
 
 
 @contextmanager
 def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
-    """Set streams to these states inside the context; on exit, restore them to where they were on entry."""
+    """Set streams to these states, and on exit restore the states that they had on entry."""
     present = [(stream, generator_state(stream)) for stream, _ in states]
     _set(states)
     try:
@@ -157,7 +157,7 @@ class _RunLog:
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
-        """Note the output of the next layer; in a later run, raise if it differs from the first."""
+        """Note the output of the next layer. In a later run, raise if it differs from that of the first run."""
         seen = ", ".join(
             f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
             for each in tensors_in(out)
@@ -175,7 +175,7 @@ class _RunLog:
 
 
 class _LaterRun:
-    """The context of a range's later runs: running statistics stay as they are, and random numbers are the same.
+    """The context of a range's later runs. It keeps running statistics, and gives the random numbers of the first run.
 
     It can be entered many times, since each backward pass through a range runs it again.
 

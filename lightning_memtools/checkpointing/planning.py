@@ -52,7 +52,7 @@ _CostOf = Callable[[_Chains], StepCost]
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
-    """Raised if no plan fits the memory budget. `reachable_bytes` is the lowest peak of any plan."""
+    """No plan fits the memory budget. `reachable_bytes` is the lowest peak of any plan."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:
         super().__init__(message, reachable_bytes)
@@ -92,8 +92,8 @@ def plan_checkpoints(
         include: Patterns of module names to take instead of choosing among all modules. A match that is no Sequential
             becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
-        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
-            that lowers the peak and nothing else takes the output; with "keep", all at once.
+        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
+            that lowers the peak and nothing else reads the output; with "keep", all at once.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
@@ -105,7 +105,7 @@ def plan_checkpoints(
 
 
 class StepPlanner:
-    """Plans one training step, for any number of options. Most measurements are shared between them.
+    """Makes plans for one training step. Plans with different options share most measurements.
 
     The step must not change between plans.
 
@@ -166,7 +166,7 @@ class StepPlanner:
         return self._in_chunks
 
     def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
-        """Return the best of the traced plans, with the loss in chunks if `loss` is given."""
+        """Return the best plan for these options, with the loss in chunks if `loss` is given."""
         heads = () if loss is None else loss.names
         options = replace(options, exclude=(*options.exclude, *heads))
         chains = find_chains(self._step.model, options)
@@ -189,7 +189,7 @@ class StepPlanner:
         return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
-        """Measure the units of the step, once for all plans of these chains."""
+        """Measure the units of the step, or return those measured before for the same chains."""
         heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
         key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
@@ -197,7 +197,7 @@ class StepPlanner:
         return self._measured[key]
 
     def _with_dropout(self, options: CheckpointOptions) -> str:
-        """Return a sentence on the plan that would be possible if BatchNorm and Dropout layers might run twice."""
+        """Return a sentence on the peak that `bn_dropout="recompute"` would give."""
         plan = self._best(replace(options, bn_dropout="recompute"), None, nearest=False)
         result = (
             "no lower peak either"
@@ -209,9 +209,9 @@ class StepPlanner:
 
 @contextmanager
 def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
-    """Yield a function that traces the step under a plan with the loss of `heads` in chunks, unless it is in `known`.
+    """Yield a function that traces the step under a plan and returns its cost, unless that is in `known`.
 
-    The fake model is made once, when it is first needed.
+    The loss of the layers `heads` is computed in chunks. The fake model is made once, when it is first needed.
     """
     traces: list[StepTrace] = []
     with ExitStack() as stack:
@@ -238,7 +238,7 @@ def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] =
 
 @dataclass(frozen=True, slots=True)
 class _PlanSearch:
-    """Searches the plan that the options ask for among the proposals of a dynamic program.
+    """Searches for the plan that the options ask for, among proposals of a dynamic program.
 
     Attributes:
         options: The options.
@@ -255,7 +255,7 @@ class _PlanSearch:
     cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan. If none is worth its cost, return a plan without ranges that gives the reason."""
+        """Return the plan. If none is worth its cost, return a plan that recomputes nothing and says why."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
         # A little above the plain peak, because sizes are rounded.
@@ -266,11 +266,11 @@ class _PlanSearch:
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
     def _plan(self, chains: _Chains) -> CheckpointPlan:
-        """Trace the step with these ranges, and return it as a plan."""
+        """Return a plan that recomputes these ranges, with its cost from a trace of the step."""
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan; if it does not lower the peak by `least_saving`, a plan without ranges that says so."""
+        """Return the plan of these ranges if it lowers the peak by `least_saving`, else one that recomputes nothing."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
@@ -282,7 +282,7 @@ class _PlanSearch:
         return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
-        """Return the ranges with the lowest product of memory and operations among the few that are traced."""
+        """Trace the best few proposals, and return the ranges with the lowest product of memory and operations."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:

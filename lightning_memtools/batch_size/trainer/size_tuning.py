@@ -1,4 +1,4 @@
-"""Searches for batch sizes, applies them, and collects the result."""
+"""Searches for batch sizes before a fit, has the fit use them, and reports them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _FEW = 2
 
 
 class SizeTuning:
-    """The batch sizes of a Trainer's stages: searches for them, applies them, and keeps them for checkpoints.
+    """Searches for the batch sizes of a fit's stages, has the fit use them, and keeps them for checkpoints.
 
     Args:
         settings: The arguments of BatchSizeTuner.
 
     Attributes:
-        found: The sizes that were found, in this run or the run that it resumes.
+        found: The size found for each stage, in this run or the run that it resumes.
         accumulate: The micro-batches per optimizer step for these sizes; None to keep the Trainer's setting.
-        cache_releaser: Empties the cache between training and validation; None if no size is in effect.
+        cache_releaser: Empties the cache between training and validation; None until a fit uses found sizes.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
@@ -56,11 +56,11 @@ class SizeTuning:
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
-        """Search before a fit trains, or use the sizes that are known; return the result of a search.
+        """Search for batch sizes and return the result, or use the sizes that a resumed run found and return None.
 
         Args:
-            trainer: The Trainer, in the hook that comes before a fit.
-            later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
+            trainer: The Trainer, in `on_fit_start`.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet; each trial calls it first.
         """
         if not _can_start(trainer):
             return None
@@ -80,14 +80,14 @@ class SizeTuning:
         return result
 
     def give_up(self, trainer: Trainer) -> None:
-        """Have the fit go on as if there had been no search."""
+        """Restore the configured batch sizes, so that the fit goes on without a search."""
         self.undo()
         put_on_device(trainer.lightning_module, trainer.optimizers)
         for stage in STAGES:
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
-        """Restore how the loops request their loaders. The sizes that were found stay set. Idempotent."""
+        """Restore how the loops request their loaders. Attributes keep the sizes that were found. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = self.cache_releaser = None
@@ -95,11 +95,11 @@ class SizeTuning:
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult:
-        """Search for the sizes of the stages that have data, apply them, and report them.
+        """Search for the sizes of those stages that have data, apply and report them, and return the result.
 
         Raises:
             RuntimeError: Not even the smallest size fits.
-            ValueError: No attribute holds the size, or the loaders do not follow it.
+            ValueError: No attribute holds the size, or the loaders ignore it.
         """
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
@@ -153,10 +153,10 @@ class SizeTuning:
         return result
 
     def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
-        """Return the samples per optimizer step and rank that a fit has to keep; None for any number.
+        """Return the samples per optimizer step and rank that the settings ask for; None if any number will do.
 
         Raises:
-            ValueError: The number to keep is unknown, or cannot be divided by the number of ranks.
+            ValueError: The configured batch size is unknown, or the ranks cannot share the samples evenly.
         """
         effective = self.settings.effective_batch_size
         if self.settings.keep == "effective":
@@ -202,7 +202,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Write the sizes, and have loaders, optimizers and schedulers created for them."""
+        """Write the found sizes to their attributes, and make loaders, optimizers and schedulers anew for them."""
         for stage in stages:
             # Attributes that several stages share get training's size.
             has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
@@ -224,7 +224,7 @@ class SizeTuning:
         streams.restore()
 
     def _notes_on_search(self, chosen: SizeTrial, trials: Sequence[SizeTrial], limits: SizeLimits) -> list[str]:
-        """Return notes if anything but memory and `max_val` ended the search."""
+        """Return sentences on what limited the chosen size, if it was neither free memory nor `max_val`."""
         size, stage, notes = chosen.size, chosen.stage, list[str]()
         if stage == "train" and size == limits.n_samples:
             notes.append(
@@ -244,7 +244,7 @@ class SizeTuning:
         return notes
 
     def _notes_on_steps(self, trainer: Trainer, old: int | None) -> list[str]:
-        """Return notes on how the samples per optimizer step have changed, as the learning rate depends on them."""
+        """Return a sentence on how the samples per optimizer step changed, since the learning rate depends on them."""
         new, per_size = self.found["train"], trainer.accumulate_grad_batches * trainer.world_size
         if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
@@ -256,7 +256,7 @@ class SizeTuning:
 
 
 def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
-    """Return notes on data whose sizes vary, and on how to make the result certain."""
+    """Return sentences on samples that vary in size, and on how to make sure that the largest batch fits."""
     known = [sizes for (other, _), sizes in runner.sample_sizes.items() if other == stage and sizes is not None]
     vary = [sizes for sizes in known if sizes.vary]
     exact = "Give the data set a method worst_case(n) to have the largest batch for certain."
@@ -274,7 +274,7 @@ def is_learning_rate_finder(callback: Callback) -> bool:
 
 
 def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why no trial can be run with this strategy and model; None if trials can be run."""
+    """Return why trials cannot run with this strategy and model; None if they can."""
     if trainer.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return (
             "SyncBatchNorm exchanges statistics in every forward, and a rank that runs out of memory in a trial would "
@@ -285,7 +285,7 @@ def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Return True if trials of batch sizes can run. If not, print the reason.
+    """Return True if trials can run; print why not if the run is one of `fast_dev_run` or has no memory statistics.
 
     Raises:
         RuntimeError: The strategy or the model does not allow trials.
@@ -306,7 +306,7 @@ def _can_start(trainer: Trainer) -> bool:
 
 @contextmanager
 def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Keep allocation retries and out-of-memory errors that happen inside out of the run's counts."""
+    """Subtract the allocation retries and out-of-memory errors of this context from the counts that callbacks log."""
     before = MemoryStats() if reader is None else reader.stats()
     try:
         yield
