@@ -84,7 +84,7 @@ class SizeTrial:
 
     @property
     def outcome(self) -> str:
-        """ "fits", or the reason why the size does not fit, with the rank on which it failed."""
+        """The word "fits", or the reason why the size does not fit, with the rank on which it failed."""
         if self.fits:
             return "fits, with less than the margin left" if self.is_within_margin else "fits"
         reading = self.tightest
