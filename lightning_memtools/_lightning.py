@@ -430,12 +430,6 @@ def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
             iter(loop._data_fetcher)
 
 
-def batches_in_evaluation(loop: Any) -> int:
-    """Return the number of batches that an evaluation or prediction loop will run, over all its loaders."""
-    limits: Any = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
-    return int(min(sum(limits), 2**31))
-
-
 def mode_of(loaders: Any) -> Any:
     """Return how a CombinedLoader combines its loaders, such as "max_size_cycle": it has no public attribute for it."""
     return loaders._mode

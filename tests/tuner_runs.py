@@ -52,21 +52,11 @@ class Small(L.LightningModule):
         hold = [batch.tanh() for _ in range(self.val_factor)]
         self.log("val_loss", sum((x.mean() for x in hold), torch.zeros(())), batch_size=len(batch))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(len(batch))
-        self.loss(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(len(batch))
-        return self.loss(batch)
-
     def train_dataloader(self) -> Any:
         return DataLoader(Data(self.hparams["n"]), batch_size=self.hparams["batch_size"], shuffle=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Data(self.hparams["n"]), batch_size=self.hparams["batch_size"])
-
-    test_dataloader = predict_dataloader = val_dataloader
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Results of single trials and of a whole search, for programs and for readers."""
+"""The results of a batch size search and of each of its trials, as data and as a markdown report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class RankReading:
     """The memory of one rank's device during a trial. Sizes in bytes; None if the device does not report them.
 
     Attributes:
-        peak: The most that this process's allocator had reserved.
-        limit: The most that it may reserve: the capacity minus the margin, and minus memory held outside of the
-            allocator (by other processes, and by the CUDA context).
+        peak: The peak of the memory that this process's allocator reserved.
+        limit: The most that the allocator may reserve: the capacity minus the margin, and minus memory held outside of
+            the allocator (by other processes, and by the CUDA context).
         spare: The bytes below the limit that tensors have to leave free, for a margin smaller than a segment.
-        peak_allocated: The most that tensors held.
-        batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
-            An optimizer that makes temporary copies has a peak of its own, which does not.
-        base_allocated: Held before the second batch was fetched: weights, gradients and optimizer state.
+        peak_allocated: The peak of the memory that tensors held.
+        batch_allocated: The same peak up to the end of the backward pass. It depends on the batch size; the peak of an
+            optimizer that makes temporary copies in its step does not.
+        base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
         failure: Why this rank could not run the size; empty if it could.
     """
 
@@ -47,14 +47,14 @@ class RankReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeTrial:
-    """One batch size, run on every rank.
+    """The trial of one batch size on every rank.
 
     Attributes:
-        stage: train, val, test or predict.
+        stage: train or val.
         size: Samples per batch and rank.
-        readings: One for each rank.
-        is_configured: True for the size that was set before the search. It fits if it runs to its end, also where it
-            leaves less than the margin.
+        readings: The memory of each rank during the trial.
+        is_configured: True for the size that was set before the search. It fits if it runs to its end, even if it
+            leaves less than the margin free.
     """
 
     stage: str
@@ -64,7 +64,7 @@ class SizeTrial:
 
     @property
     def ended(self) -> bool:
-        """True if every rank ran the size to its end, within its limit or not."""
+        """True if every rank ran the size to its end, even if over its memory limit."""
         return not any(reading.failure for reading in self.readings)
 
     @property
@@ -79,12 +79,12 @@ class SizeTrial:
 
     @property
     def tightest(self) -> RankReading:
-        """The first rank that failed, or the one with the least memory left."""
+        """The reading of the first rank that failed; if none did, of the rank with the least memory left."""
         return min(self.readings, key=lambda r: (not r.failure, (r.limit or 0) - (r.peak or 0)))
 
     @property
     def outcome(self) -> str:
-        """Return "fits", or the reason why the size does not fit, with the rank."""
+        """The word "fits", or the reason why the size does not fit, with the rank on which it failed."""
         if self.fits:
             return "fits, with less than the margin left" if self.is_within_margin else "fits"
         reading = self.tightest
@@ -94,17 +94,17 @@ class SizeTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizeResult:
-    """The batch sizes that a search found, and its trials.
+    """The batch sizes that a search found, and the trials that led to them.
 
     Attributes:
-        sizes: Samples per batch and rank, for each stage that was tuned. Each of them was run.
+        sizes: Samples per batch and rank, for each stage that was tuned. Each size was run in a trial.
         trials: Every trial, in order.
-        peaks: For each stage, the peak of reserved memory at the size found, on the tightest rank, in bytes.
+        peaks: The peak of reserved bytes in each stage at its size, on the rank with the least memory left.
         accumulate: Micro-batches per optimizer step.
-        seconds: Duration of the search.
+        seconds: The duration of the search.
         device: A sentence that names the device and says if it is simulated.
-        n_ranks: Number of ranks that train together.
-        notes: Sentences about limits and the learning rate.
+        n_ranks: The number of ranks that train together.
+        notes: Sentences about what limited the sizes, and about the learning rate.
     """
 
     sizes: Mapping[str, int]
@@ -132,7 +132,7 @@ class BatchSizeResult:
         return markdown_table(Table(heads, rows, align="lrlrr"))
 
     def summary(self) -> str:
-        """Return the sizes, the cost of the search and the effective batch size in one sentence."""
+        """Return a line with the sizes found, the trials and seconds of the search, and the effective batch size."""
         sizes = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
         text = f"Batch size: {sizes} (in {counted(len(self.trials), 'trial', 'trials')}, {self.seconds:.1f} s)"
         if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
@@ -141,14 +141,14 @@ class BatchSizeResult:
         return f"{text}. {self.device}"
 
     def markdown(self) -> str:
-        """Return the whole report."""
+        """Return the whole report in markdown: the summary, the table of trials, and the notes."""
         return "\n\n".join(["# Batch size", self.summary(), self.table(), *self.notes]) + "\n"
 
     _repr_html_ = shown_as(markdown)
 
 
 def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
-    """Return the error message if not even the smallest size fits: what it needs, and what to change."""
+    """Return the error message for a stage in which no batch size fits: the memory it needs, and what to change."""
     smallest = min(trials, key=lambda trial: trial.size)
     needs = [trial.tightest.peak for trial in trials if trial.tightest.peak is not None]
     text = f"No batch size fits for {stage}: not even {smallest.size} fits ({smallest.outcome}"
@@ -163,6 +163,6 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
 
 
 def _peak_in_words(reading: RankReading) -> str:
-    """Return the peak as text; a trial that ran out of memory needed more than it had reserved."""
+    """Return the reserved peak as text, as "over ..." if the trial ran out of memory and so needed more."""
     is_cut_off = reading.failure.startswith(OUT_OF_MEMORY) and reading.peak is not None
     return f"over {format_size(reading.peak)}" if is_cut_off else format_size(reading.peak)

@@ -7,7 +7,7 @@ import heapq
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +28,19 @@ _SECONDS = 1.0
 # More than any trial runs.
 _MOST_BATCHES = 1000
 
-WorstCase = Callable[[Any, int], Sequence[int]]
-"""Return the indices of the n samples of a data set that take the most memory, largest first."""
-
 
 class CannotResizeError(ValueError):
-    """Raised for a loader whose batch size cannot be set from outside; the message says why, and what to change."""
+    """The batch size of a loader cannot be set from outside. The message says why, and what to change."""
 
 
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     """Return a copy of a DataLoader that yields batches of `size`.
 
-    Everything else is shared: the data set, the sampler and its generator, the collate function, the workers' settings
-    and a subclass's attributes.
+    The copy shares everything else with the original: the data set, the sampler and its generator, the collate
+    function, the workers' settings and a subclass's attributes.
 
     Raises:
-        CannotResizeError: The loader does not determine its batch size itself.
+        CannotResizeError: It is no DataLoader, or its data set or a batch sampler fixes the batch size.
     """
     if not isinstance(loader, DataLoader):
         raise CannotResizeError(
@@ -64,29 +61,25 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size, described), None)
 
 
-def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
-    """Return the sizes of a loader's samples, as far as they could be read; None if they are not needed."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
+def known_sizes(loader: Any) -> SampleSizes | None:
+    """Read the sizes of a loader's samples; None if its samples cannot be chosen or its data set names the largest."""
+    if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     return _measured(loader.dataset)
 
 
-def worst_first(loader: Any, worst_case: WorstCase | None, sizes: SampleSizes | None) -> Any:
-    """Return a loader whose batches consist of the samples that take the most memory; the same loader if unknown.
+def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
+    """Return a copy of a loader with the samples that take the most memory in every batch.
 
-    The batches are made by the loader's own collate function and workers. The largest samples come from the
-    `worst_case` function, from a method `worst_case(n)` of the data set, or from the sizes.
+    The loader's own collate function and workers make the batches. The data set's method `worst_case(n)` names the
+    largest samples, or else `sizes` does. If neither does, return the loader itself.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    n = batch_size_of(loader)
+    if n is None or not _chooses_samples(loader):
         return loader
-    dataset, n = loader.dataset, batch_size_of(loader)
-    if loader.batch_sampler is None or n is None:
-        return loader
-    method = getattr(dataset, "worst_case", None)
-    if worst_case is not None or callable(method):
-        indices = [int(index) for index in (method(n) if worst_case is None else worst_case(dataset, n))]  # type: ignore[misc]
+    method = getattr(loader.dataset, "worst_case", None)
+    if callable(method):
+        indices = [int(index) for index in method(n)]
     else:
         indices = sizes.largest(n) if sizes is not None and sizes.vary else []
     if not indices:
@@ -95,8 +88,14 @@ def worst_first(loader: Any, worst_case: WorstCase | None, sizes: SampleSizes | 
     return loader_with_batch_sampler(loader, [indices[:n]] * n_batches, n)
 
 
+def _chooses_samples(loader: Any) -> bool:
+    """Return True for a DataLoader that can be given a list of indices: not of a stream, nor of ready batches."""
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return is_map and loader.batch_sampler is not None
+
+
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a copy of a user's batch sampler with a new size."""
+    """Return a copy of a user's batch sampler that gives batches of `size`; raise CannotResizeError if it cannot."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
@@ -126,7 +125,7 @@ class SampleSizes:
 
     Attributes:
         of: The number of values of each sample, by its index.
-        shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are missing.
+        shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are left out.
         n_samples: The number of samples in the data set.
     """
 
@@ -136,7 +135,7 @@ class SampleSizes:
 
     @property
     def vary(self) -> bool:
-        """True if not all samples that were read have the same size."""
+        """True if the samples that were read differ in size or shape."""
         return len(set(self.of.values())) > 1 or len(set(self.shapes.values())) > 1
 
     @property
@@ -145,9 +144,10 @@ class SampleSizes:
         return len(self.of) >= self.n_samples
 
     def largest(self, n: int) -> list[int]:
-        """Return the indices of the n largest samples, the largest first.
+        """Return the indices of the n largest samples.
 
-        Samples that are the largest in one dimension come before all others: a batch is padded in each of them.
+        First come the samples that are largest in one dimension, since a batch is padded in each dimension; then all
+        samples by their number of values, largest first.
         """
         n_dims = {len(shape) for shape in self.shapes.values()}
         dims = range(n_dims.pop()) if len(n_dims) == 1 else ()
@@ -162,7 +162,7 @@ class SampleSizes:
 
 
 def _measured(dataset: Any) -> SampleSizes | None:
-    """Read samples in random order for a limited time, and return their sizes; None if no sample can be read.
+    """Read samples in random order for at most a second, and return their sizes; None if reading one fails.
 
     Random streams are restored. The samples take no memory of a VirtualDevice.
     """
@@ -199,7 +199,7 @@ def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
 
 
 def _values_of(leaf: Any) -> int:
-    """Return the length of a text, the number of values of an array or of an image's points; 1 for anything else."""
+    """Return the length of a text, the number of values of an array, or the pixels of an image; 1 for other types."""
     if isinstance(leaf, str | bytes):
         return len(leaf)
     size = getattr(leaf, "size", None)

@@ -1,4 +1,4 @@
-"""The validated arguments of BatchSizeTuner, and the batch sizes that they and the data admit."""
+"""Checks the arguments of BatchSizeTuner, and says which batch sizes these and the data admit."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from lightning_memtools.batch_size.resized_loaders import WorstCase
-from lightning_memtools.memory.peaks import STAGES
+from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.memory.stats import MemoryReader
 
 SEGMENT_BYTES = 20 * 2**20
 """The size of most segments of CUDA's caching allocator (kLargeBuffer in c10/core/AllocatorConfig.h)."""
+STAGES: tuple[Stage, ...] = ("train", "val")
+"""The stages that can be tuned: those of a fit."""
 _CHOICES = {"keep": ("learning_rate", "effective"), "on_failure": ("raise", "warn")}
 
 
 @dataclass(slots=True, kw_only=True)
 class SizeLimits:
-    """The admitted batch sizes of one stage. The attributes that depend on the data are set once the data are known.
+    """The batch sizes that one stage admits. A trial sets `n_samples` and `drop_last` once it has made the loaders.
 
     Attributes:
         max_val: No larger size is admitted.
         multiple_of: Only multiples of this are admitted.
-        per_rank: With an effective batch size: samples per optimizer step and rank, a multiple of each admitted size.
+        per_rank: Samples per optimizer step and rank, which each admitted size must divide; None for any number.
         n_samples: Samples per rank and epoch; None if unknown.
-        min_batches: The fewest batches of an epoch with which the Trainer's own settings still work.
+        min_batches: The fewest batches per epoch that the Trainer's settings need, such as `val_check_interval`.
         drop_last: True if the loader leaves out an incomplete last batch.
-        avoid_single: True if no batch may have a single sample: BatchNorm raises on it in training.
+        avoid_single: True if no batch may have a single sample, on which BatchNorm raises in training.
     """
 
     max_val: int | None = None
@@ -40,7 +41,7 @@ class SizeLimits:
     avoid_single: bool = False
 
     def round_down(self, size: float) -> int:
-        """Return the largest admitted size at or below `size`; 0 if there is none. Infinity gives at most 2^62."""
+        """Return the largest admitted size of at most `size`; 0 if there is none. For infinity, at most 2^62."""
         highest = min(size, self.max_val or math.inf, self._most_by_data, self.per_rank or math.inf, 2**62)
         candidate = max(int(highest), 0) // self.multiple_of * self.multiple_of
         while candidate > 0 and (self._splits_unevenly(candidate) or self._leaves_single_sample(candidate)):
@@ -73,9 +74,9 @@ class SizeLimits:
         return self.avoid_single and (size == 1 or rest == 1)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSettings:
-    """The arguments of BatchSizeTuner; its docstring describes each.
+    """The arguments of BatchSizeTuner, checked. Its docstring describes each.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -91,7 +92,6 @@ class TunerSettings:
     max_trials: int
     keep: str
     on_failure: str
-    worst_case: WorstCase | None = None
 
     def __post_init__(self) -> None:
         for name in ("init_val", "max_val", "multiple_of", "effective_batch_size", "max_trials"):
@@ -114,7 +114,7 @@ class TunerSettings:
 
     @property
     def names(self) -> list[str]:
-        """The attributes that hold a batch size."""
+        """The names of the attributes that hold a batch size: `batch_arg_name` as a list."""
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
@@ -137,7 +137,7 @@ class TunerSettings:
 
 
 def samples_per_rank(effective_batch_size: int, n_ranks: int) -> int:
-    """Return the samples per optimizer step of each rank.
+    """Return the number of samples that each rank contributes to an optimizer step.
 
     Raises:
         ValueError: The effective batch size is not a multiple of the number of ranks.

@@ -1,6 +1,6 @@
 """The search for the largest batch that fits: two sizes, a line through their peaks, its prediction, then bisection.
 
-Nothing is run here: `next_size` decides which size comes next, from what the trials before it have measured.
+It measures nothing itself: `next_size` chooses the next batch size from the measurements of earlier trials.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _BEND = 1.05
 def find_largest(
     run: Callable[[int], SizeTrial], *, start: Sequence[int], limits: SizeLimits, max_trials: int
 ) -> list[SizeTrial]:
-    """Run trials until the largest size that fits is known well enough; return all of them, in order.
+    """Run trials until the largest size that fits is known to within 5%; return all trials, in order.
 
     Args:
-        run: Runs a size. It may run and report a smaller one, where the data turn out to have fewer samples.
-        start: The first sizes. A size that earlier trials have already decided is skipped.
-        limits: The admitted sizes. A trial may reveal more of them.
+        run: Runs a trial of a size. If the data have fewer samples, it may run and report a smaller size.
+        start: The sizes to run first. A size is skipped if earlier trials show whether it fits.
+        limits: The admitted sizes. A trial may narrow them, once it knows the number of samples.
         max_trials: The most trials to run.
     """
     trials: list[SizeTrial] = []
@@ -58,7 +58,7 @@ def largest_that_fits(trials: Sequence[SizeTrial]) -> SizeTrial | None:
 
 
 def next_size(trials: Sequence[SizeTrial], limits: SizeLimits, *, left: int) -> int | None:
-    """Return the size to run next; None when the search is over."""
+    """Return the size to run next, or None if the search is over. `left` is the number of trials that may still run."""
     largest = largest_that_fits(trials)
     lower = 0 if largest is None else largest.size
     upper = min((trial.size for trial in trials if not trial.fits and trial.size > lower), default=math.inf)
@@ -77,7 +77,7 @@ def next_size(trials: Sequence[SizeTrial], limits: SizeLimits, *, left: int) -> 
 
 
 def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float, ceiling: int) -> float:
-    """Return the size to try, as a real number: the predicted one, or the middle of what is left."""
+    """Return the size to try next, not yet rounded: near `predicted`, or between the bounds `lower` and `upper`."""
     aim = _AIM * predicted
     if lower > 0 and sum(trial.ended for trial in trials) == 1 and ceiling > _NEAR * predicted:
         aim = max(_SECOND * predicted, 2 * lower)
@@ -97,13 +97,13 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if a trial measures precisely: a segment of the allocator is small beside a batch's memory."""
+    """Return True if the memory left for batches is so large that a segment of the allocator hardly counts in it."""
     rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
     return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
 
 
 def _predict(trials: Sequence[SizeTrial]) -> float:
-    """Return the size at which a rank first reaches its limit; infinity if no peak was seen to grow."""
+    """Predict the size at which the first rank reaches its memory limit; infinity if no peak was seen to grow."""
     ended = sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.size)
     if not ended:
         return math.inf
@@ -113,9 +113,10 @@ def _predict(trials: Sequence[SizeTrial]) -> float:
 
 
 def _reaches_limit(before: Sequence[SizeTrial], last: SizeTrial, rank: int) -> float:
-    """Return the size at which a rank reaches its limit, by a line through the last trial and a smaller one (or 0).
+    """Predict the size at which a rank reaches its memory limit, by a line through the last trial and an earlier one.
 
-    If the slope was smaller before, it is expected to keep growing.
+    Without an earlier trial the line begins at size 0. If it is steeper than up to the earlier trial, it is expected to
+    go on getting steeper.
     """
     reading = last.readings[rank]
     if reading.limit is None or reading.batch_allocated is None:

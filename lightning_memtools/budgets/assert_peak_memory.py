@@ -45,12 +45,12 @@ def assert_peak_memory(
 ) -> PeakMemory | PeakMemoryBudget:
     """Fail if a training step, or the code in a `with` statement, takes more memory than its budget. Needs no GPU.
 
-    With a model and a batch, the steps are estimated as by `estimate_memory`, whose arguments it takes: nothing is
-    computed, and a model on the meta device needs no memory. Without them it is a context manager that runs and
-    measures the code within: on this process's CUDA device, which may be that of a dry run (``python -m
-    lightning_memtools.null_cuda -m pytest``), or else on a simulated device.
+    Given a model and a batch, it estimates steps as `estimate_memory` does: nothing is computed, and a model on the
+    meta device needs no memory. Without a model it returns a context manager that measures the code within: on this
+    process's CUDA device, which may be that of a dry run (``python -m lightning_memtools.null_cuda -m pytest``), or
+    else on a simulated device.
 
-    Under pytest the peak is also compared with the recorded one.
+    Under pytest the peak is also compared with the recorded peak of the test.
 
     Args:
         model: The model; None for a context manager.
@@ -58,15 +58,15 @@ def assert_peak_memory(
         at_most: The budget for the peak of allocated memory, such as "8GiB". It can be left out in a test whose peak is
             recorded.
         gpu: The GPU that the budget is for, such as "A100 80GB": workspaces of kernels differ between GPUs.
-        stage: "train": at least one optimizer step has to run. "val", "test" or "predict" ask for none.
-        options: With a model: step, optimizer, precision, steps, accumulate, clip and the other arguments of
-            `estimate_memory`.
+        stage: "train", in which at least one optimizer step has to run, or "val", "test" or "predict".
+        options: With a model, the other arguments of `estimate_memory`: step, optimizer, precision, steps, accumulate,
+            clip and so on.
 
     Returns:
-        The peak with its composition by category, module and line of code; without a model the context manager.
+        The peak with its composition by category, module and line of code; without a model, the context manager.
 
     Raises:
-        AssertionError: The peak is over the budget, or above the recorded one by more than the tolerance.
+        AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.
         ValueError: The budget is no size, the GPU is unknown, there is neither a budget nor a recorded peak, or nothing
             was trained or allocated.
     """
@@ -89,7 +89,7 @@ class PeakMemoryBudget:
     """The context manager of `assert_peak_memory`.
 
     Attributes:
-        peak: The peak, once the code has ended; None before.
+        peak: The peak of the code in the `with` statement; None until it has ended.
     """
 
     def __init__(self, budget: int | None, *, gpu: str | None, stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""The test that runs now, as pytest's plugin knows it: its name, its recorded peaks and its measured ones."""
+"""The test that pytest is running: its name, the settings of the plugin, and the peaks that it has measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BudgetSettings:
     Attributes:
         file: The file of recorded peaks.
         root: The root of the tests, to which the paths of lines of code are relative.
-        records: Whether peaks are recorded anew.
+        records: True to record peaks anew instead of comparing them.
         tolerance: The share by which a peak may exceed the recorded one.
     """
 
@@ -50,7 +50,7 @@ class CurrentTest:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the test that runs now."""
+        """Make this test the one that `current_test` returns, until the context ends."""
         token = _current.set(self)
         try:
             yield
@@ -62,5 +62,5 @@ _current: ContextVar[CurrentTest | None] = ContextVar("current_test", default=No
 
 
 def current_test() -> CurrentTest | None:
-    """Return the test that runs now; None outside of pytest, or where the plugin is switched off."""
+    """Return the test that pytest is running; None outside of pytest, or if the plugin is switched off."""
     return _current.get()

@@ -13,10 +13,10 @@ _MOST = 8
 
 
 def parse_budget(at_most: object, *, what: str = "at_most") -> int:
-    """Return a budget in bytes.
+    """Return a budget such as "8GiB" in bytes; `what` names it in error messages.
 
     Raises:
-        ValueError: It is no size with a unit, or not above zero.
+        ValueError: The budget is no size with a unit, or not above zero.
     """
     __tracebackhide__ = True
     try:
@@ -29,7 +29,7 @@ def parse_budget(at_most: object, *, what: str = "at_most") -> int:
 
 
 def judge(peak: PeakMemory, at_most: int | None) -> None:
-    """Compare a peak with its budget and, within a test, with the recorded peak, or record it.
+    """Compare a peak with its budget. Within a test, compare it with the recorded peak as well, or record it.
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.
@@ -83,7 +83,7 @@ def _compare(test: CurrentTest, name: str, recorded: PeakMemory, peak: PeakMemor
 
 
 def over_budget(peak: PeakMemory, at_most: int, recorded: PeakMemory | None = None) -> str:
-    """Return the message for a peak over its budget: when it occurs, and what grew since it was recorded."""
+    """Return the message for a peak over its budget: when it occurs, and what grew since the recorded peak."""
     over, size = format_size(peak.allocated - at_most), format_size(peak.allocated)
     lines = [
         f"the peak of allocated memory is {size}, {over} over the budget of {format_size(at_most)}.",

@@ -43,7 +43,7 @@ _STAGE = "code"
 
 
 def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory:
-    """Return the peak of an estimate."""
+    """Return the peak of an estimate as a PeakMemory."""
     return PeakMemory(
         allocated=estimate.peak_allocated,
         reserved=estimate.peak_reserved,
@@ -60,7 +60,7 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
 
 @contextmanager
 def measured_code(gpu: str | None) -> Iterator[Measuring]:
-    """Measure the code within.
+    """Measure the peak memory of the code in the context.
 
     Earlier allocations do not count, and garbage is collected after each optimizer step and at no other time, so that
     the peak depends on the code alone.
@@ -102,7 +102,7 @@ def _check_device(gpu: str | None) -> None:
 
 @contextmanager
 def _used_objects(measuring: Measuring) -> Iterator[None]:
-    """Inside, tell a measurement of used modules and optimizers, which may be older than the code, as fixtures are."""
+    """Report modules that run and optimizers that step to a measurement, even if they existed before the context."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     roots: list[weakref.ref[nn.Module]] = []
     used: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -127,7 +127,7 @@ def _used_objects(measuring: Measuring) -> Iterator[None]:
 
 
 class _OnVirtualDevice:
-    """The measurement on a simulated device."""
+    """Measures code on a simulated device."""
 
     def __init__(self, gpu: str | None) -> None:
         self._gpu = gpu or ""
@@ -174,7 +174,7 @@ class _OnVirtualDevice:
 
 
 class _Phases(DeviceListener):
-    """Passes a device's events to a recorder, with the phase of training that it infers from them."""
+    """Passes a device's events to a recorder, and infers from them if forward, backward or the optimizer is running."""
 
     def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
@@ -199,7 +199,7 @@ class _Phases(DeviceListener):
 
 
 class _OnCuda:
-    """The measurement on this process's CUDA device: the code's requests are replayed on an empty allocator."""
+    """Measures code on this process's CUDA device: its requests are replayed on an empty allocator."""
 
     def __init__(self, gpu: str | None) -> None:
         here = torch.cuda.get_device_name().removesuffix(" (dry run)")
@@ -258,7 +258,7 @@ class _OnCuda:
 
 
 def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a history without the frees of blocks that were allocated before it began."""
+    """Return an allocation history without the frees of blocks that were allocated before it began."""
     made: set[int] = set()
     kept = []
     for entry in entries:
@@ -274,4 +274,4 @@ def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 Measuring = _OnCuda | _OnVirtualDevice
-"""A measurement of the code within a `with` statement."""
+"""Measures the code in a `with` statement."""

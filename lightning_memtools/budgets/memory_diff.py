@@ -15,12 +15,12 @@ _MOST_ROWS = 15
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A figure of both results, in bytes; 0 if a result does not have it.
+    """The bytes of one category, module or line of code in two peaks; 0 if it is not part of a peak.
 
     Attributes:
         name: A category, the path of a module, or a line of code.
-        before: The bytes in the first result.
-        after: The bytes in the second result.
+        before: The bytes in the first peak.
+        after: The bytes in the second peak.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def difference(self) -> int:
-        """The bytes by which the figure grew."""
+        """The bytes by which it grew; negative if it fell."""
         return self.after - self.before
 
     @property
@@ -78,18 +78,18 @@ class MemoryDiff:
 
     @property
     def modules(self) -> list[Change]:
-        """The modules that changed, largest change first; members of a list are one, as "layers.*.norm"."""
+        """The modules that changed, largest change first. Modules of a list are summed, as "layers.*.norm"."""
         return _changes(by_pattern(self.before.modules), by_pattern(self.after.modules))
 
     @property
     def lines(self) -> list[Change]:
-        """The lines of code that changed, largest change first. A line that only moved is the same line."""
+        """The lines of code whose bytes changed, largest change first. A line that only moved has not changed."""
         changes = _changes(self.before.lines, self.after.lines, key=without_number)
         return [one for one in changes if one.name]
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences that say why the two are hard to compare: another engine, torch or GPU."""
+        """Sentences on why the two peaks are hard to compare: they differ in engine, version of torch or GPU."""
         pairs = ((name, getattr(self.before, name), getattr(self.after, name)) for name in ("engine", "torch", "gpu"))
         return [
             f"The two were not made alike: {name} {before or 'not known'} and {after or 'not known'}."
@@ -98,7 +98,7 @@ class MemoryDiff:
         ]
 
     def tables(self) -> Iterator[Table]:
-        """Yield the tables in which something changed. Those of modules and lines have the largest changes only."""
+        """Yield a table of totals, and one each of changed categories, modules and lines, as far as any changed."""
         yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
         for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
             if changes:
@@ -122,7 +122,7 @@ class MemoryDiff:
 
     @property
     def moments(self) -> list[str]:
-        """The moments of the two peaks, as far as known."""
+        """Sentences on when the two peaks occurred, as far as known."""
         moments = (self.before.peak_at, self.after.peak_at)
         if moments[0] == moments[1]:
             return [f"Both peaks are at {moments[0]}."] if moments[0] else []
@@ -141,7 +141,7 @@ class MemoryDiff:
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[[str], str] = str) -> list[Change]:
-    """Return the changed figures. `key` maps names that mean the same to one key; the second result's name is shown."""
+    """Return the changes, largest first. Names of both sides with the same `key` are one; the later name is shown."""
     found: dict[str, Change] = {}
     for name, size in before.items():
         known = found.get(key(name), Change(name, 0, 0))

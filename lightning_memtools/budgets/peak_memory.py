@@ -20,15 +20,15 @@ class PeakMemory:
     """The peak memory of a step or a run, with its composition. Sizes in bytes.
 
     Attributes:
-        allocated: The most that tensors held at one moment.
-        reserved: The most that PyTorch's allocator held of the device.
+        allocated: The peak of the memory that tensors held.
+        reserved: The peak of the device's memory that PyTorch's allocator reserved.
         engine: The source of the figures: "simulation", "cuda" for PyTorch's CUDA code, or a word from the file.
-        torch: The version of torch; empty if it is not known.
+        torch: The version of torch; "" if unknown.
         gpu: The GPU that was measured or simulated; "" for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".
         categories: The bytes of parameters, gradients, activations and so on at the peak.
         modules: The bytes of each module at the peak.
-        lines: The bytes that each line of code had asked for, such as "model.py:48: x = self.norm(x)".
+        lines: The bytes at the peak that each line of code allocated, such as "model.py:48: x = self.norm(x)".
         notes: Sentences on how the peak was measured.
     """
 
@@ -49,10 +49,10 @@ class PeakMemory:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return the peak from what `as_json` returned.
+        """Return the peak that `as_json` returned as plain values.
 
         Raises:
-            TypeError: A peak is missing.
+            TypeError: `allocated` or `reserved` is missing.
         """
         known = {one.name for one in fields(cls)}
         made = cls(**{name: value for name, value in content.items() if name in known})
@@ -78,7 +78,7 @@ def _named_from(line: str, root: Path) -> str:
 
 
 def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of modules, summed over modules in a list: numbers in their paths become "*"."""
+    """Return the bytes of modules with the modules of a list summed: numbers in their paths become "*"."""
     sizes: Counter[str] = Counter()
     for name, size in modules.items():
         sizes[_NUMBER.sub("*", name)] += size
@@ -116,7 +116,7 @@ def read_recorded(file: Path) -> dict[str, PeakMemory]:
 
 
 def write_recorded(file: Path, new: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write peaks, as from `PeakMemory.as_json`, to the file of recorded peaks, replacing those of the same names."""
+    """Add `new` peaks, each as from `PeakMemory.as_json`, to the file, in place of peaks with the same names."""
     known = {name: peak.as_json() for name, peak in read_recorded(file).items()}
     content = {"about": _ABOUT, "format": FORMAT, "tests": {**known, **new}}
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run a test under its budget."""
+    """Run a test, under the budget of its mark if it has one."""
     test = item.stash[_TEST] = CurrentTest(item.nodeid, item.config.stash[_SETTINGS])
     mark = item.get_closest_marker(_MARK)
     with test.running():
@@ -83,7 +83,7 @@ _T = TypeVar("_T")
 
 
 def _without_frames(run: Callable[[], _T]) -> _T:
-    """Run the start or end of a marked test. Its errors are shown without the frames of this package."""
+    """Call a function, and report its errors as failures of the test, without the frames of this package."""
     try:
         return run()
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def _budget_of(mark: pytest.Mark) -> PeakMemoryBudget:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Put the peaks into the report of the test's call, which xdist carries to its controller."""
+    """Add the peaks to the report of the test's call, which xdist sends to its controller."""
     report = yield
     test = item.stash.get(_TEST, None)
     if call.when == "call" and test is not None and (test.peaks or test.notes):
@@ -114,7 +114,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 class _Results:
-    """Collects the peaks of all tests, in the process that reports."""
+    """Collects the peaks of all tests in pytest's main process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_call, running_stage
+from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_call
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
-from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
 from lightning_memtools.memory.error_frames import in_one_line
@@ -24,51 +22,49 @@ from lightning_memtools.warning_categories import DegradedWarning
 class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch that fits, before training begins.
 
-    It runs the configured size, and never takes a smaller one if that runs. The peaks of two sizes predict the largest
-    that fits; it is run, and what is left is bisected: only sizes that were run are used. A trial is a few steps of
-    every optimizer (or two evaluation batches) in the Trainer's own loops, with the largest samples and the callbacks
-    that take part in training. After each, weights, optimizer, random streams, loops, data loaders and attributes are
-    restored bit for bit. A LearningRateFinder runs afterwards, wherever either stands in the list of callbacks.
+    It runs the configured size first, and takes no smaller size if that runs. The peaks of two sizes predict the
+    largest that fits. That one is run, and the sizes between one that fits and one that does not are bisected: the
+    result has always been run. A trial is a few steps of every optimizer, and two validation batches, in the Trainer's
+    own loops, with the largest samples and the callbacks that take part in training. After each trial, weights,
+    optimizer, random streams, loops, data loaders and attributes are restored bit for bit. A LearningRateFinder runs
+    after the search, wherever it stands in the list of callbacks.
 
     On a device without memory statistics (a CPU outside of a VirtualDevice) the size is left as it is.
 
     | logged | where | when |
     | --- | --- | --- |
     | `memtools/batch_size` | text: the sizes and every trial, to each logger that takes text | after a search |
-    | `<log_dir>/memtools/batch_size.md` | the same, as a file | after a search |
+    | `<log_dir>/memtools/batch_size.md` | the same text, as a file | after a search |
     | the batch size among the hyperparameters | loggers that take hyperparameters | when the fit logs them |
 
     Args:
-        batch_arg_name: The attribute or hyperparameter of the model or the data module that the `*_dataloader` hooks
-            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. DataLoaders
-            passed to the Trainer need none: they are rebuilt with the new size.
+        batch_arg_name: The name, or names, of the attribute or hyperparameter of the model or the data module that the
+            `*_dataloader` hooks read. A name that begins with a stage ("val_batch_size") is for that stage alone.
+            DataLoaders passed to the Trainer need no name: they are rebuilt with the new size.
         margin: The part of the device that stays free: a share of its capacity, or a size such as "1GiB".
-        init_val: The first size that is tried; None for the configured one.
-        max_val: No larger size is tried; None for no such limit.
+        init_val: The first size to try; None for the configured one.
+        max_val: The largest size to try; None for no limit.
         multiple_of: Only multiples of this are tried.
         effective_batch_size: Samples per optimizer step over all ranks. The largest micro-batch that divides it and
             fits is chosen, and `accumulate_grad_batches` is set so that micro-batch x accumulation x ranks is exactly
             this.
-        stages: The stages to tune: train, val, test, predict. Within fit, val is tuned beside training's memory.
+        stages: The stages to tune: "train", "val" or both. Validation is tuned beside the memory that training holds.
         max_trials: The most trials per stage.
-        keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" keeps the
-            samples per optimizer step that are configured (batch size x `accumulate_grad_batches` x ranks), as
-            `effective_batch_size` does with a number.
-        on_failure: "raise" ends the fit if no search can be run or no size fits; "warn" warns, and trains with the
-            configured size.
+        keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" takes the
+            configured samples per optimizer step (batch size x `accumulate_grad_batches` x ranks) as the
+            `effective_batch_size`.
+        on_failure: What to do if no search can run or no size fits. "raise" ends the fit; "warn" warns, and trains
+            with the configured size.
 
     Raises:
         ValueError: An argument is out of its range.
     """
 
-    worst_case: WorstCase | None = None
-    """A function (data set, n) -> indices of the n samples that take the most memory; trials use these samples."""
-
     stages: Sequence[str]
     takes_part_in_trials = False
 
     ends_before_training = False
-    """End the fit once the sizes are found, as `tune_batch_size` does."""
+    """True to end the fit once the sizes are found, as `tune_batch_size` does."""
 
     def __init__(
         self,
@@ -90,7 +86,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._tuning = SizeTuning(TunerSettings(**given))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move before the first LearningRateFinder, whose rate then belongs to the batch size that is found."""
+        """Move this callback before the first LearningRateFinder, which then runs with the batch size that is found."""
         self._tuning.undo()
         callbacks = callbacks_of(trainer)
         finders = [index for index, callback in enumerate(callbacks) if is_learning_rate_finder(callback)]
@@ -99,26 +95,32 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             trainer.callbacks = [*others[: finders[0]], self, *others[finders[0] :]]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search the batch sizes, or take them from the checkpoint of a resumed run."""
+        """Search for the batch sizes, or use those that the checkpoint of a resumed run holds."""
         put_on_device(pl_module, trainer.optimizers)
         callbacks = callbacks_of(trainer)
-        self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
+        try:
+            self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
+        except Exception as error:
+            if self._tuning.settings.on_failure == "raise":
+                raise
+            self._tuning.give_up(trainer)
+            warnings.warn(
+                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
+                DegradedWarning,
+                stacklevel=2,
+            )
         if self.ends_before_training:
             raise end_the_call()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """After a validation, empty the cache for training if both would not fit."""
+        """Empty the cache before the first training batch after a validation."""
         if self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of an evaluation; within fit, empty the cache for validation if both would not fit."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._run(self._tuning.begin_evaluation, trainer, running_stage(trainer))
-        elif self._tuning.cache_releaser is not None:
+        """Empty the cache before validation."""
+        if self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
-
-    on_test_start = on_predict_start = on_validation_start
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore how the loops request their loaders. The batch sizes that were found stay set."""
@@ -135,20 +137,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._tuning.found = dict(state_dict.get("sizes", {}))
         self._tuning.accumulate = state_dict.get("accumulate")
 
-    def _run(self, search: Callable[..., BatchSizeResult | None], trainer: Trainer, *arguments: Any) -> None:
-        self._tuning.settings.worst_case = self.worst_case
-        try:
-            self.result = search(trainer, *arguments) or self.result
-        except Exception as error:
-            if self._tuning.settings.on_failure == "raise":
-                raise
-            self._tuning.give_up(trainer)
-            warnings.warn(
-                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
-                DegradedWarning,
-                stacklevel=2,
-            )
-
 
 def tune_batch_size(
     trainer: Trainer,
@@ -157,13 +145,12 @@ def tune_batch_size(
     *,
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
-    worst_case: WorstCase | None = None,
     **arguments: Any,
 ) -> BatchSizeResult:
-    """Find the largest batch that fits without training; model, Trainer and data are ready for a fit afterwards.
+    """Find the largest batch that fits, without training. Model, Trainer and data are ready for a fit afterwards.
 
-    The sizes are written to the attributes that hold them, as BatchSizeTuner does. DataLoaders that are passed are not
-    changed: make new ones with `result.sizes`.
+    The sizes are written to the attributes that `batch_arg_name` names. DataLoaders that are passed are not changed:
+    make new ones with `result.sizes`.
 
     Args:
         trainer: The Trainer that would train. Its callbacks take part in the trials.
@@ -171,14 +158,13 @@ def tune_batch_size(
         datamodule: As for `trainer.fit`.
         train_dataloaders: As for `trainer.fit`.
         val_dataloaders: As for `trainer.fit`.
-        worst_case: A function (data set, n) -> indices of the n samples that take the most memory.
-        **arguments: Those of BatchSizeTuner.
+        **arguments: The arguments of BatchSizeTuner.
 
     Raises:
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
     """
     tuner = BatchSizeTuner(**arguments)
-    tuner.worst_case, tuner.ends_before_training = worst_case, True
+    tuner.ends_before_training = True
     callbacks, streams = callbacks_of(trainer), StateSnapshot([train_dataloaders, val_dataloaders])
     trainer.callbacks = [*callbacks, tuner]  # type: ignore[attr-defined]
     try:

@@ -55,11 +55,11 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     | It writes | content |
     | --- | --- |
     | `memtools/checkpoint_plan` (text, to loggers that take it) | what is recomputed, what is left out, bytes, peaks |
-    | `<log_dir>/memtools/checkpoint_plan.md` | the same |
-    | console, rank 0 | the same |
+    | `<log_dir>/memtools/checkpoint_plan.md` | the same text |
+    | console, rank 0 | what is recomputed, bytes, peaks |
 
-    After the third step the measured peak is added to the predicted one. In the first step every recomputed range runs
-    two more times, to prove that it repeats itself bit for bit; a layer that does not is left out of the plan.
+    After the third step the measured peak is written beside the predicted one. In the first step every recomputed range
+    runs two more times, to prove that it gives the same values bit for bit. A layer that does not is left out.
 
     Forward hooks on layers within recomputed ranges fire again in backward. Under FSDP 2 (ModelParallelStrategy) every
     range lies within one sharded module, and a budget has to be a share. Compiled models, and models under FSDP 1 and
@@ -76,8 +76,8 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
             that is no Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
-        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
-            that lowers the peak and nothing else takes the output; with "keep", all at once. The loss and its gradients
+        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
+            that lowers the peak and nothing else reads the output; with "keep", all at once. The loss and its gradients
             are the same within rounding.
 
     Raises:
@@ -108,13 +108,13 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._run: _CheckpointingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo the plan of an earlier fit, if one is still applied, and start anew."""
+        """Undo the plan of an earlier fit, if it is still applied, and prepare for a new plan."""
         self._undo()
         if stage == "fit":
             self._run = _CheckpointingRun(trainer, self._options)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan on the first batch that gives a loss; measure the peak of a later step."""
+        """Make and apply a plan on the first batch that gives a loss. Begin to measure the peak of a later step."""
         if self._run is not None:
             self._run.is_in_trial = self.is_in_trial
             self._run.begin_step(pl_module, batch, batch_idx)
@@ -123,7 +123,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the measured peak beside the predicted one."""
+        """Write the measured peak beside the predicted one, once it is known."""
         if self._run is not None:
             # For a step that gives no loss, which Lightning skips, it has no outputs.
             self._run.end_step(gave_loss=bool(outputs) or not pl_module.automatic_optimization)
@@ -151,7 +151,7 @@ class _CheckpointingRun:
 
     Attributes:
         plan: The plan of this fit; None until one is made.
-        is_in_trial: Whether this is a trial of BatchSizeTuner, whose batch may be too small for a share to be reached.
+        is_in_trial: True in a trial of BatchSizeTuner, whose batch may be too small to reach a budget that is a share.
     """
 
     def __init__(self, trainer: Trainer, options: CheckpointOptions) -> None:
@@ -165,7 +165,7 @@ class _CheckpointingRun:
         self.is_in_trial = False
 
     def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan on the first batch that gives a loss and apply the plan; begin to measure the peak of a later step.
+        """Make and apply a plan on the first batch that gives a loss. Begin to measure the peak of a later step.
 
         Collective until there is a plan.
 
@@ -211,7 +211,7 @@ class _CheckpointingRun:
         self._applied = self._window = None
 
     def _drop_what_failed(self, applied: AppliedPlan) -> None:
-        """Undo the plan if a layer did not repeat itself, or the loss cannot be in chunks: a new plan follows."""
+        """Undo the plan if a layer gave other values, or the loss cannot be in chunks, so that a new plan is made."""
         differing = self._options.differing | applied.differing.keys()
         loss_head = "keep" if any(head.is_off for head in applied.heads.values()) else self._options.loss_head
         options = replace(self._options, differing=differing, loss_head=loss_head)
@@ -223,8 +223,8 @@ class _CheckpointingRun:
     def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Make a plan and apply it, or warn that there is none.
 
-        Rank 0 plans for all, and its failures are broadcast too, so that no rank is left waiting. A second plan is made
-        by each rank for itself: plans may differ between ranks, gradients do not.
+        Rank 0 plans for all ranks, and its failures are broadcast too, so that no rank is left waiting. Each rank makes
+        a second plan for itself: plans may differ between ranks, gradients do not.
         """
         made: _Made | None = _why_unplanned(self._trainer, module)
         if made is None and not self._is_planned_again:
@@ -252,9 +252,9 @@ class _CheckpointingRun:
             warnings.warn(text, DegradedWarning, stacklevel=2)
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
-        """Plan on this rank. Return the plan, or our own error that planning raised, or any other error as text.
+        """Make a plan on this rank. Return it, or one of our own errors if planning raised it, or other errors as text.
 
-        An error of the user's own class is not sent to other ranks: it may not survive pickling.
+        An error of the user's own class is not returned, since it may not survive pickling on its way to other ranks.
         """
         step = TracedStep(
             module,
@@ -288,7 +288,7 @@ class _CheckpointingRun:
 
 
 def _held_by_callbacks(trainer: Trainer, model: LightningModule) -> int:
-    """Return the bytes of modules that callbacks hold on the device, such as Lightning's WeightAveraging."""
+    """Return the bytes of the modules on the device that callbacks hold, as Lightning's WeightAveraging does."""
     own = set(map(id, (*model.parameters(), *model.buffers())))
     held = {
         id(tensor): tensor.nbytes
@@ -302,7 +302,7 @@ def _held_by_callbacks(trainer: Trainer, model: LightningModule) -> int:
 
 
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why the model cannot be planned; None if it can."""
+    """Return why GradientCheckpointing cannot make a plan for this strategy and model; None if it can."""
     reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
     if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
         return (

@@ -13,8 +13,7 @@ from torch import nn
 
 from lightning_memtools._torch import StatisticsNorm
 from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
-from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
-from lightning_memtools.checkpointing.exact_recomputation import recomputed, updates_statistics
+from lightning_memtools.checkpointing.exact_recomputation import DrawnStreams, recomputed, updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import WithoutCaches, holds_cache, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.checkpointing.repetition_proof import (
@@ -38,7 +37,7 @@ class ChainPlan:
     Attributes:
         name: The qualified name of the Sequential or module.
         layers: The qualified names of its layers.
-        ranges: The layers that are recomputed; the others run as usual.
+        ranges: The ranges of layers that are recomputed. All other layers run as usual.
         is_module: True for a single module with its own forward, which is then its only layer.
     """
 
@@ -49,21 +48,21 @@ class ChainPlan:
 
 
 class AppliedPlan:
-    """A plan that is applied to a model. `remove` undoes it, as does leaving it as a context manager.
+    """Applies a plan to a model. `remove` undoes the plan, and so does leaving this as a context manager.
 
     Copies and pickles that are made under the plan are of the plain model. Calls in evaluation mode or without
     gradients run as usual.
 
     Args:
         model: The model.
-        plans: What to recompute.
-        heads: The linear layers whose loss is computed in chunks.
-        prove: Run every range two more times at its first call, and compare all values bit for bit: a range that does
-            not repeat itself runs as usual from then on, with a warning that names the layer.
+        plans: The ranges to recompute, by Sequential or module.
+        heads: The names of the linear layers whose loss is computed in chunks.
+        prove: Run every range two more times at its first call, and compare all values bit for bit. A range that gives
+            other values runs as usual from then on, with a warning that names the layer.
 
     Attributes:
         heads: The forwards of the layers whose loss is computed in chunks, by name.
-        differing: The layers that did not repeat themselves, with the evidence.
+        differing: The layers that gave other values when they ran again, by name, with the evidence.
     """
 
     def __init__(
@@ -110,14 +109,14 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """The forward of a Sequential or module under a plan. A range is recomputed only if it repeats itself.
+    """The forward of a Sequential or module under a plan. It recomputes a range only if that gives the same values.
 
     Args:
         module: The Sequential or module.
-        plan: What to recompute of it.
+        plan: The ranges of its layers to recompute.
         layers: Its layers.
-        differing: A mapping to which layers that do not repeat themselves are added, with the evidence.
-        prove: Whether to prove that ranges repeat themselves.
+        differing: Layers that give other values when they run again are added here, by name, with the evidence.
+        prove: Run each range two more times at its first call, to see whether it gives the same values.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class _PlannedForward:
         return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run calls one after the other, the first with the given arguments. They run again in backward."""
+        """Run the layers of a range one after the other, the first with the arguments, and again in backward."""
         layers, names = self._layers[which.start : which.stop], self._plan.layers[which.start : which.stop]
         norms: list[nn.Module] = [
             part for of_layer in self._norms[which.start : which.stop] for part in of_layer if updates_statistics(part)
@@ -218,7 +217,7 @@ def _submodule(model: nn.Module, name: str, planned: str) -> nn.Module:
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:
-    """Yield a chain's layers as the plan names them. A nested Sequential is one layer if `known`, else several."""
+    """Yield a chain's layers, with those of nested Sequentials, but not of Sequentials whose id is in `known`."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child

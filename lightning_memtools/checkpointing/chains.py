@@ -41,15 +41,15 @@ class Chain:
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class, not that of the instance. It may be a static method."""
+    """Return the forward of a module's class, to be called without the module, even if it is a static method."""
     own = getattr_static(type(module), "forward")
     return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return True if a call is not recomputed: without gradients, in evaluation, or under a compiler.
+    """Return True if a call of a planned module runs as usual: without gradients, in eval mode, or under a compiler.
 
-    `trained` is the mode in which the plan was applied. A model that trains in eval mode is recomputed in eval mode.
+    `trained` is the module's mode when the plan was applied. If it was eval mode, calls in eval mode are recomputed.
     """
     return (
         not torch.is_grad_enabled()
@@ -60,7 +60,7 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
 
 
 class NothingToApplyTo(DegradedWarning):
-    """Raised if the model has no chain that can be recomputed."""
+    """Warns that the model has no chain that can be recomputed."""
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -110,7 +110,7 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 
 
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
-    """Return the modules that can be recomputed as a whole, besides layers of chains. Each is a chain of its own.
+    """Return the modules besides layers of chains that can be recomputed as a whole, each as a chain of its own.
 
     They have their own forward, such as blocks in a ModuleList and modules inside of these, or FSDP 2 shards them: what
     runs again inside one sharded module finds its parameters gathered. Whether they run at all, and can run again, is
@@ -168,7 +168,7 @@ def outermost(chains: Sequence[Chain]) -> list[Chain]:
 
 
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
-    """Return the message for a model without chains: what was searched for, and what to do."""
+    """Return the message for a model in which nothing can be recomputed: what was searched for, and what to do."""
     looked_for = (
         "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
         if options.include is None

@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """Raised if the options do not suit the model. All other ValueErrors of planning come from the user's step."""
+    """The options do not suit the model. Any other ValueError of planning comes from the user's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class CheckpointOptions:
         budget_share: The share of the plain step's activation memory that the plan may have; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: What may happen to BatchNorm and Dropout layers.
-        include: Patterns of the modules to take; None to choose among all.
+        include: Patterns of the modules to recompute; None to choose among all modules.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
         differing: Names of layers that returned other values when they ran again.
@@ -53,7 +53,7 @@ class CheckpointOptions:
         """Check the arguments of `plan_checkpoints`, and return them as options.
 
         Raises:
-            ValueError: A value is not among those accepted; the message names both.
+            ValueError: A value is not accepted. The message names it and the accepted values.
         """
         if bn_dropout not in get_args(BnDropout):
             raise ValueError(f'bn_dropout={bn_dropout!r} is neither "skip" nor "recompute".')

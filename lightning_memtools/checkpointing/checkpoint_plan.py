@@ -1,4 +1,4 @@
-"""A checkpoint plan as data, and as a page of a few lines."""
+"""A checkpoint plan as data, and as a short report in markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The layers of a model to recompute, and the memory that one training step is predicted to need, simulated.
+    """The layers of a model to recompute, and the memory that a training step then needs, as a simulation predicts.
 
     Attributes:
         chains: The Sequentials and modules that are recomputed in part or as a whole.
@@ -60,17 +60,17 @@ class CheckpointPlan:
         """Apply the plan to the module that it was made for, or to one built the same.
 
         Returns a handle: `remove()` undoes the plan, and so does leaving it as a context manager. At its first call
-        every range runs two more times, to prove that it repeats itself bit for bit.
+        every range runs two more times, to prove that it gives the same values bit for bit.
         """
         return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
 
     def recomputed(self, most: int = _MOST_NAMES) -> str:
-        """Return which modules are recomputed, such as "blocks.0-40, head.mlp"; "nothing" if none is."""
+        """Return the names of at most `most` recomputed modules, as "blocks.0-40, head.mlp"; "nothing" if none is."""
         names = [layer for chain in self.chains for one in chain.ranges for layer in chain.layers[one.start : one.stop]]
         return first_of(collapsed(names), most) or "nothing"
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
-        """Return lines on what the plan saves and costs; the last is on the measured peak, if that is given."""
+        """Return lines on what the plan saves and costs, the last one on the measured peak if that is given."""
         if self.plain is None or self.planned is None:
             return []
         plain, planned = self.plain, self.planned
@@ -94,7 +94,7 @@ class CheckpointPlan:
         return f"Recompute {self.recomputed()}; keep the others."
 
     def page(self, measured_bytes: int | None = None) -> str:
-        """Return the plan in markdown: what is recomputed, the figures, and what is left out."""
+        """Return the plan in markdown: what is recomputed, what it saves and costs, and which layers are left out."""
         by_reason: dict[str, list[str]] = {}
         for name, why in self.left_out.items():
             by_reason.setdefault(why, []).append(name)

@@ -14,10 +14,10 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 
 
 def chunk_rows(width: int) -> int:
-    """Return the number of rows per chunk for a layer with `width` inputs: the logits take half as much as the weights.
+    """Return the rows per chunk for a layer with `width` inputs: a chunk's logits take half as much as the weights.
 
-    A chunk holds its logits and their probabilities. With smaller chunks, the weights and their gradient would be read
-    and written more often than the logits.
+    Logits and their probabilities exist at the same time. With smaller chunks, the weights and their gradient would be
+    read and written more often than the logits.
     """
     return max(width // 2, _LEAST_ROWS)
 
@@ -27,12 +27,12 @@ class ChunkedCrossEntropy:
     """The cross-entropy of a linear layer's output, with the arguments of `F.cross_entropy`.
 
     If the loss is one number, the layer's backward pass runs within the forward pass, chunk by chunk, so that nothing
-    is computed twice. In float16, where a gradient that is not scaled would vanish, and for a loss per row, whose
-    upstream gradient is not known yet, the logits are computed again in backward.
+    is computed twice. In two cases the logits are computed again in backward: in float16, in which a gradient that is
+    not scaled would vanish, and for a loss per row, whose upstream gradient is not known yet.
 
     Attributes:
         target: The class of each row.
-        steps: The elementwise operations between the layer and the loss.
+        steps: The elementwise operations on the logits between the layer and the loss.
         dtype: The dtype that the layer computes in.
         class_weight: A weight for each class, or None.
         reduction: "mean", "sum" or "none".
@@ -62,7 +62,7 @@ class ChunkedCrossEntropy:
         return loss
 
     def at_once(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the same loss from all logits at once, without chunks; autograd differentiates it."""
+        """Return the same loss, computed from all logits at once in a way that autograd can differentiate."""
         cast = [None if one is None else one.to(self.dtype) for one in (source, weight, bias)]
         losses = self._losses(F.linear(*cast), self.target)  # type: ignore[arg-type]
         return (
@@ -101,7 +101,7 @@ class ChunkedCrossEntropy:
         return self._reduced(torch.stack(losses).sum(), found.dtype), gradients
 
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses of rows and the gradient of their logits, with two copies of the logits; torch has four.
+        """Return the loss of each row and the gradient of the logits, with two copies of the logits; torch makes four.
 
         With label smoothing e, the target has the share 1 - e and every class e / classes, times the class weight. The
         gradient is the probabilities times the sum of the shares, minus the shares.
@@ -150,7 +150,7 @@ class ChunkedCrossEntropy:
         return (total if self.reduction == "sum" else total / self._n_counted()).to(dtype)
 
     def _n_counted(self) -> Tensor:
-        """Return the number of rows that are not ignored, or the sum of their class weights."""
+        """Return the divisor of the mean: the number of rows that are not ignored, or the sum of their weights."""
         counted = self.target != self.ignore_index
         if self.class_weight is None:
             return counted.sum()
@@ -164,7 +164,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _add_products(
     gradients: Sequence[Tensor | None], rows: slice, source: Tensor, weight: Tensor, logits: Tensor
 ) -> None:
-    """Add a chunk's share to the gradients of the layer's input, weight and bias, given the logits' gradient."""
+    """Add a chunk's share to the gradients of the layer's input, weight and bias. `logits` is the logits' gradient."""
     of_source, of_weight, of_bias = gradients
     if of_source is not None:
         of_source[rows] = logits @ weight
@@ -179,7 +179,7 @@ def _add_products(
 class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: ChunkedCrossEntropy, *inputs: Any) -> Tensor:
-        """Return the loss."""
+        """Return the loss, and keep the gradients of the inputs if they can be computed already."""
         ctx.loss, ctx.gradients = loss, None
         ctx.device_type = inputs[0].device.type
         ctx.autocast = torch.is_autocast_enabled(ctx.device_type), torch.get_autocast_dtype(ctx.device_type)
@@ -192,7 +192,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        """Return the gradients: first those that the forward pass computed, and in later calls new ones."""
+        """Return the gradients of the inputs: those from the forward pass if they are still there, or else new ones."""
         gradients, ctx.gradients = ctx.gradients, None
         needed = ctx.needs_input_grad[1:]
         inputs = ctx.saved_tensors

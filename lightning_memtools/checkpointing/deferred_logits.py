@@ -1,4 +1,4 @@
-"""The output of a language model's last layer, which is not computed yet, so that its loss can be in chunks."""
+"""The output of a language model's last layer, not computed yet, so that cross-entropy can compute it in chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class DeferredLogits(Tensor):
-    """Logits of a linear layer that are computed only when they are read, and never if only their loss is.
+    """Logits of a linear layer that are computed only when they are read, and never if only cross-entropy needs them.
 
     `F.cross_entropy` computes its loss from the layer's input. Changes of shape and elementwise operations such as
     `float()` are deferred as well. Any other function gets the real logits.
@@ -32,7 +32,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a function about shapes at once; defer it if possible; else call it with the real logits."""
+        """Call a function of shapes as it is; defer a function if possible; call any other with the real logits."""
         del types
         kwargs = kwargs or {}
         if _asks_for_no_values(func) or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
@@ -51,7 +51,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator that was called from below Python with the real logits. Autograd is above it already."""
+        """Run an operator that torch's C++ code calls with the real logits. Autograd has already recorded the call."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
 
@@ -65,7 +65,7 @@ class _Recipe:
         source: The input, in the shape of the logits but with features in the dimension of the classes.
         class_dim: The index of the dimension of the classes.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
-        head: The layer's forward, which is told if the logits are read or go into a loss.
+        head: The layer's forward, which notes if the logits are read or go into a loss.
         version: The version counter of the layer's weights.
         autocast: Whether autocast was on, and its dtype.
         steps: The elementwise operations since the layer.
@@ -99,7 +99,7 @@ class _Recipe:
         return self.real is not None or (self.parent is not None and self.parent.is_real)
 
     def all_logits(self) -> Tensor:
-        """Return the logits as the layer computes them, with their gradient.
+        """Return the real logits, with a graph for their gradient; compute them at the first call.
 
         Raises:
             RuntimeError: The weights have changed since the layer was called.
@@ -134,7 +134,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: The layer's forward, which is told if the output is read or goes into a loss.
+        head: The layer's forward, which notes if the output is read or goes into a loss.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -171,15 +171,15 @@ def _asks_for_no_values(func: Any) -> bool:
 
 
 def _is_our_own(hook: Any) -> bool:
-    """Return True if a gradient hook is our own, which only notes when a layer's backward begins.
+    """Return True if a gradient hook is from this package: such a hook only notes when a layer's backward begins.
 
-    Logits whose loss is computed in chunks have no gradient; our own hooks do not need it.
+    It may be skipped, as deferred logits whose loss is computed in chunks have no gradient.
     """
     return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:
-    """Return `values` in which real logits replace deferred ones."""
+    """Return arguments of a function with real logits in place of deferred ones, at any depth."""
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
@@ -272,9 +272,9 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return deferred logits after an elementwise operation; None if it moves them to another device.
+    """Return the deferred result of an elementwise operation; None if it would change the device or not be floating.
 
-    `type()` without arguments returns a name.
+    For `type()` without arguments, return the name of the type.
     """
     step = partial(_call, func, args, kwargs)
     empty = step(torch.empty(0, dtype=recipe.dtypes[1], device=recipe.source.device))

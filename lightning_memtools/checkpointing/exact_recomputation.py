@@ -1,8 +1,10 @@
-"""Makes a layer that runs twice have the effects of running once, and names the layers for which that is impossible."""
+"""Runs layers twice with the effects of a single run, and names the layers for which that is impossible."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -18,12 +20,16 @@ from lightning_memtools._torch import (
     tree_flatten,
     tree_unflatten,
 )
-from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, Stream, streams_set_to
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.reachable_variables import values_named_in_steps
+from lightning_memtools.state.random_state import generator_state, set_generator_state
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
 _DROPOUTS_BY_NAME = {"StochasticDepth", "DropPath", "DropBlock2d", "PatchDropout", "DropBlock"}
 _RATES = ("p", "drop_prob")
+
+Stream = Any
+"""A random generator of torch, Python or NumPy."""
 
 Run = Callable[[Callable[[Any], None], Any, Any], Any]
 """Runs layers one after the other: calls its first argument with the output of each, and gives the first the others."""
@@ -61,7 +67,7 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 @contextmanager
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, write running statistics to copies, so that the real ones stay as they are.
+    """Have modules write running statistics to copies in this context, so that the real ones stay as they are.
 
     In training a batch is normalized by its own statistics, so the output is the same. A momentum of 0 instead of
     copies would turn an infinite activation into 0 * inf = NaN.
@@ -81,6 +87,59 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
                 setattr(module, name, tensor)
 
 
+class DrawnStreams:
+    """The random streams that layers may draw from, besides torch's default generators.
+
+    Args:
+        modules: The layers. Generators are found in their attributes, in lists and dictionaries that are attributes,
+            and among the variables that their forward names. A generator that a layer makes later is not found.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = {id(one): one for one in _values_of(modules) if generator_state(one) is not None}
+        self._own = list(found.values())
+
+    def now(self) -> list[tuple[Stream, Any]]:
+        """Return every stream with its present state."""
+        streams = [*_global_streams(), *self._own]
+        return [(stream, generator_state(stream)) for stream in streams]
+
+
+@contextmanager
+def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
+    """Set streams to these states, and on exit restore the states that they had on entry."""
+    present = [(stream, generator_state(stream)) for stream, _ in states]
+    _set(states)
+    try:
+        yield
+    finally:
+        _set(present)
+
+
+def _set(states: Iterable[tuple[Stream, Any]]) -> None:
+    for stream, state in states:
+        set_generator_state(stream, state)
+
+
+def _global_streams() -> Iterator[Stream]:
+    # The functions of each module are methods of one generator.
+    python: Any = random
+    yield python.getstate.__self__
+    if "numpy" in sys.modules:
+        yield sys.modules["numpy"].random.get_state.__self__
+
+
+def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    kinds: set[type] = set()
+    for module in modules:
+        for value in vars(module).values():
+            yield value
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if type(module) not in kinds:
+            kinds.add(type(module))
+            yield from values_named_in_steps(type(module))
+
+
 class _RunLog:
     """Compares what each layer of a range returns in the second run with what it returned in the first.
 
@@ -98,7 +157,7 @@ class _RunLog:
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
-        """Note the output of the next layer; in a later run, raise if it differs from the first."""
+        """Note the output of the next layer. In a later run, raise if it differs from that of the first run."""
         seen = ", ".join(
             f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
             for each in tensors_in(out)
@@ -116,7 +175,7 @@ class _RunLog:
 
 
 class _LaterRun:
-    """The context of a range's later runs: running statistics stay as they are, and random numbers are the same.
+    """The context of a range's later runs. It keeps running statistics, and gives the random numbers of the first run.
 
     It can be entered many times, since each backward pass through a range runs it again.
 

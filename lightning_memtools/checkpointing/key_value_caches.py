@@ -16,7 +16,7 @@ from lightning_memtools.checkpointing.chains import forward_of_class, passes_thr
 
 
 class WithoutCaches:
-    """A model's forward that switches its caches of keys and values off in training."""
+    """Replaces the forward of a model, to switch off its caches of keys and values in training."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -26,17 +26,11 @@ class WithoutCaches:
         self.__signature__ = signature(forward_of_class(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, in training without caches."""
+        """Run the model; in training, without caches of keys and values."""
         if passes_through(self._module, trained=self._trained):
             return self._inner(*args, **kwargs)
         with caches_off(self._module):
             return self._inner(*args, **kwargs)
-
-
-def configs_with_caches(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model and its modules whose `use_cache` is on, each once."""
-    configs = {id(config): config for part in model.modules() if _uses_cache(config := vars(part).get("config"))}
-    return list(configs.values())
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
@@ -51,8 +45,8 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
-    """Inside, switch `use_cache` off in all configurations of a model."""
-    configs = configs_with_caches(model)
+    """Switch off `use_cache` in all configurations of a model until the context ends."""
+    configs: list[Any] = [config for part in model.modules() if _uses_cache(config := vars(part).get("config"))]
     for config in configs:
         config.use_cache = False
     try:
@@ -63,7 +57,7 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call gets a cache of keys and values as an argument: transformers' Cache or a similar object."""
+    """Return True if an argument of a call is a cache of keys and values: transformers' Cache or a similar object."""
     return any(
         callable(getattr(type(each), "get_seq_length", None)) and callable(getattr(type(each), "update", None))
         for each in (*args, *kwargs.values())

@@ -31,14 +31,14 @@ Layer = tuple[int, Span]
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The parts of a step that may run twice: consecutive layers of a Sequential, and modules.
+    """The parts of a training step that may run twice: consecutive layers of a Sequential, and whole modules.
 
     Attributes:
-        spans: Spans of units, each with the index of its chain and its layers.
+        spans: The spans of units that may run twice, each with the index of its chain and the range of its layers.
         forced: The spans that must run twice.
-        left_out: By the name of a layer, the reason why it may not run twice.
-        chains: The chains.
-        rows: For each chain, groups of consecutive layers that may all run twice.
+        left_out: The reasons why layers may not run twice, by the layer's name.
+        chains: The chains of the model.
+        rows: For each chain, its groups of consecutive layers that may all run twice.
         step: The units of the step.
     """
 
@@ -51,7 +51,7 @@ class StepParts:
 
     @staticmethod
     def of(step: StepUnits, chains: Sequence[Chain]) -> StepParts:
-        """Return the parts of a step. For a chain that is called twice, the first call counts."""
+        """Return the parts of a step that may run twice. If a chain is called twice, only its first call counts."""
         work = [0, *itertools.accumulate(unit.operations for unit in step.units)]
         own = {chain.name for chain in chains if chain.is_module}  # a layer that FSDP 2 shards is a module of its own
         parts = StepParts({}, [], {}, chains, [], step)
@@ -93,7 +93,7 @@ class StepParts:
         return tuple(plans)
 
     def plans(self, spans: Sequence[Span]) -> tuple[ChainPlan, ...]:
-        """Return spans of units as ranges of each chain's layers."""
+        """Return a plan for each chain that has layers in these spans of units."""
         ranges: dict[int, list[Range]] = {}
         for span in spans:
             index, layers = self.spans[span]
@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return where ranges may begin and end: by layer and unit. If many, only those with small passed tensors."""
+    """Return the (layer, unit) at which ranges may begin and end. If there are many, take those with small inputs."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)
@@ -162,7 +162,7 @@ class LeastRecomputation:
                 self._table[at, int(held)] = np.min([costs for _, costs in self._choices(at, held=held)], axis=0)
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Return (peak in bytes, extra operations) of all choices that no other beats, highest peak first."""
+        """Return the Pareto front of peak and recomputation as (bytes, extra operations), highest peak first."""
         costs = self._table[0, 1]
         return [
             (int(slot * self._slot) + 1, int(costs[slot]))
@@ -171,7 +171,7 @@ class LeastRecomputation:
         ]
 
     def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
-        """Return the ranges with the least recomputation whose peak is within a limit; None if no choice is."""
+        """Return the ranges with the least recomputation whose peak is within a limit; None if there are none."""
         left, at, held = min(int(limit_bytes / self._slot), _SLOTS), 0, True
         if left < 0 or self._table[0, 1, left] == _INFINITE:
             return None
@@ -184,7 +184,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield the choices of a unit, (end of its span, memory used, is the output held), with their costs."""
+        """Yield each choice of a unit, as (end of its span or None, slots used, is its output held), with its costs."""
         unit = self._units[at]
         size = 0 if held else self._between[at]
         if at not in self._forced:
@@ -217,9 +217,9 @@ def _boundaries(units: Sequence[Unit]) -> list[int]:
 def _needs(
     units: Sequence[Unit], between: Sequence[int], start: int, stops: set[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """For spans from one start, yield (end, bytes kept later anyway, bytes to run again, operations to run again).
+    """For each span from `start`, yield its end, and the memory and operations that it needs if it runs again.
 
-    The bytes to run again do not include the input.
+    These are the bytes that later units keep anyway, the bytes to run again besides the input, and the operations.
     """
     kept, held, first, forward, backward, operations, again = 0, True, 0, 0, 0, 0, 0
     shared: list[tuple[int, int, int]] = []

@@ -30,7 +30,7 @@ _LEAST_TOLERANCE = 1e-5
 
 
 class LossHeadWarning(DegradedWarning):
-    """Given when a loss is no longer computed in chunks."""
+    """Warns that a loss is no longer computed in chunks."""
 
 
 def possible_heads(model: nn.Module) -> list[str]:
@@ -48,7 +48,7 @@ def possible_heads(model: nn.Module) -> list[str]:
 
 
 class DeferredHead:
-    """A linear layer's forward that defers its output until it is read; cross-entropy needs no output at all.
+    """Replaces the forward of a linear layer, to compute its output only if anything but cross-entropy reads it.
 
     If anything else reads the output, the layer runs as usual from then on.
 
@@ -56,15 +56,15 @@ class DeferredHead:
         name: The layer's name.
         module: The layer.
         check: Compare the first loss and its gradients with those of all logits at once, over the rows of one chunk and
-            one more. They may differ by four times the rounding of the type that the layer computes in (and by 1e-5),
-            as the length of a vector. Warn if they differ by more, and where the output is read.
+            one more row. The norm of the difference may be four roundings of the layer's dtype plus 1e-5, relative to
+            the norm. Warn if it is more, and if anything reads the output.
 
     Attributes:
         n_losses: The number of calls of cross-entropy.
         read_by: The function that read the output, and its line; "" if none did.
         chunk_rows: The number of rows per chunk.
         is_off: True if the layer runs as usual.
-        logits: The number of predictions, the number of classes and the bytes of all logits, once.
+        logits: The number of predictions, the number of classes, and the bytes of one copy of all logits.
     """
 
     def __init__(self, name: str, module: nn.Linear, *, check: bool) -> None:
@@ -88,7 +88,7 @@ class DeferredHead:
         return made
 
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss, computed in chunks. The first time, check it first."""
+        """Return the loss, computed in chunks. Check it at the first call, and use all logits at once if that fails."""
         if self._checks and not holds_fake_tensors((source, weight)):
             self._checks = False
             if not _is_alike(loss, (source, weight, bias)):
@@ -115,7 +115,7 @@ class DeferredHead:
 
 
 def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return True if a loss in chunks and its gradients equal those of all logits at once. Waits for the device."""
+    """Return True if the loss and gradients in chunks equal those of all logits at once. Waits for the device."""
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [

@@ -17,7 +17,7 @@ class LossInChunks:
 
     Attributes:
         names: The linear layers whose output only cross-entropy reads.
-        logits: The number of predictions, the number of classes and the bytes of the largest logits, once.
+        logits: The number of predictions, the number of classes, and the bytes of one copy of the largest logits.
         chunk_rows: The number of rows per chunk of these logits.
         read_by: The function that reads the largest logits, whose layer is then not in `names`; "" if none does.
         plain: The memory and operations of the unchanged step.
@@ -45,8 +45,8 @@ class LossInChunks:
 def loss_in_chunks(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> LossInChunks | None:
     """Trace the step under a plan with its loss in chunks; return None if no loss can be in chunks.
 
-    Needed is a linear layer with at least 1,024 outputs, and between it and cross-entropy nothing but changes of dtype
-    or shape and elementwise operations.
+    The logits must come from a linear layer with at least 1,024 outputs, and reach cross-entropy by nothing but changes
+    of dtype or shape and elementwise operations.
 
     Raises:
         Exception: Whatever the step raises on fake tensors.

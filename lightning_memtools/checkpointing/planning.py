@@ -47,12 +47,12 @@ _SHARDED = (
     "gradients and optimizer state, and the same activations"
 )
 
-Traced = Callable[[Sequence[ChainPlan], Sequence[str]], StepCost]
-"""Traces a step under a plan, with the loss of the named layers in chunks."""
+_Chains = tuple[ChainPlan, ...]
+_CostOf = Callable[[_Chains], StepCost]
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
-    """Raised if no plan fits the memory budget. `reachable_bytes` is the lowest peak of any plan."""
+    """No plan fits the memory budget. `reachable_bytes` is the lowest peak of any plan."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:
         super().__init__(message, reachable_bytes)
@@ -92,8 +92,8 @@ def plan_checkpoints(
         include: Patterns of module names to take instead of choosing among all modules. A match that is no Sequential
             becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
-        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
-            that lowers the peak and nothing else takes the output; with "keep", all at once.
+        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
+            that lowers the peak and nothing else reads the output; with "keep", all at once.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
@@ -105,7 +105,7 @@ def plan_checkpoints(
 
 
 class StepPlanner:
-    """Plans one training step, for any number of options. Most measurements are shared between them.
+    """Makes plans for one training step. Plans with different options share most measurements.
 
     The step must not change between plans.
 
@@ -117,7 +117,7 @@ class StepPlanner:
     def __init__(self, step: TracedStep) -> None:
         self._step = step
         self._measured: dict[tuple[Any, ...], StepUnits] = {}
-        self._costs: dict[tuple[str, ...], dict[tuple[ChainPlan, ...], StepCost]] = {}
+        self._costs: dict[tuple[str, ...], dict[_Chains, StepCost]] = {}
         self._in_chunks: LossInChunks | None = None
         self._looked_for_head = False
 
@@ -166,7 +166,7 @@ class StepPlanner:
         return self._in_chunks
 
     def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
-        """Return the best of the traced plans, with the loss in chunks if `loss` is given."""
+        """Return the best plan for these options, with the loss in chunks if `loss` is given."""
         heads = () if loss is None else loss.names
         options = replace(options, exclude=(*options.exclude, *heads))
         chains = find_chains(self._step.model, options)
@@ -183,15 +183,13 @@ class StepPlanner:
         if options.segments is None and options.fits(plain):
             reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
             return CheckpointPlan((), plain, plain, reason, left_out=parts.left_out)
-        known = self._costs.setdefault(heads, {(): start})
-        with planned_traces(self._step) as traced:
-            search = _PlanSearch(options, heads, plain, start, parts, traced, known)
-            plan = search.plan(nearest=nearest)
+        with _cost_of_plans(self._step, heads, self._costs.setdefault(heads, {(): start})) as cost_of:
+            plan = _PlanSearch(options, plain, start, parts, cost_of).plan(nearest=nearest)
         hints = plan.refused is not None and not heads and options.bn_dropout == "skip" and options.segments is None
         return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
-        """Measure the units of the step, once for all plans of these chains."""
+        """Measure the units of the step, or return those measured before for the same chains."""
         heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
         key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
@@ -199,7 +197,7 @@ class StepPlanner:
         return self._measured[key]
 
     def _with_dropout(self, options: CheckpointOptions) -> str:
-        """Return a sentence on the plan that would be possible if BatchNorm and Dropout layers might run twice."""
+        """Return a sentence on the peak that `bn_dropout="recompute"` would give."""
         plan = self._best(replace(options, bn_dropout="recompute"), None, nearest=False)
         result = (
             "no lower peak either"
@@ -210,53 +208,54 @@ class StepPlanner:
 
 
 @contextmanager
-def planned_traces(step: TracedStep) -> Iterator[Traced]:
-    """Yield a function that traces the step under a plan. The fake model is made once, when it is first needed."""
+def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
+    """Yield a function that traces the step under a plan and returns its cost, unless that is in `known`.
+
+    The loss of the layers `heads` is computed in chunks. The fake model is made once, when it is first needed.
+    """
     traces: list[StepTrace] = []
     with ExitStack() as stack:
 
-        def traced(plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
-            is_first = not traces
-            if is_first:
-                traces.append(stack.enter_context(tracing(step)))
-            with AppliedPlan(traces[0].model, plans, heads=heads):
-                if is_first:  # it leaves the memory as a later step finds it
-                    traces[0].run()
-                return traces[0].run()
+        def cost_of(plans: _Chains) -> StepCost:
+            if plans not in known:
+                is_first = not traces
+                if is_first:
+                    traces.append(stack.enter_context(tracing(step)))
+                with AppliedPlan(traces[0].model, plans, heads=heads):
+                    if is_first:  # it leaves the memory as a later step finds it
+                        traces[0].run()
+                    known[plans] = traces[0].run()
+            return known[plans]
 
-        yield traced
+        yield cost_of
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
     """Return the memory and operations of a step under a plan; without plans, those of the plain step."""
-    with planned_traces(step) as traced:
-        return traced(plans, heads)
+    with _cost_of_plans(step, heads, {}) as cost_of:
+        return cost_of(tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)
 class _PlanSearch:
-    """Searches the plan that the options ask for among the proposals of a dynamic program.
+    """Searches for the plan that the options ask for, among proposals of a dynamic program.
 
     Attributes:
         options: The options.
-        heads: The layers whose loss is computed in chunks.
         plain: The memory and operations of the plain step.
         start: The memory and operations without recomputation, but with the loss in chunks if that is used.
         parts: The parts of the step that may run twice.
-        traced: A function that traces the step under a plan.
-        known: The costs of plans that were traced.
+        cost_of: A function that traces the step under a plan.
     """
 
     options: CheckpointOptions
-    heads: tuple[str, ...]
     plain: StepCost
     start: StepCost
     parts: StepParts
-    traced: Traced
-    known: dict[tuple[ChainPlan, ...], StepCost]
+    cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan. If none is worth its cost, return a plan without ranges that gives the reason."""
+        """Return the plan. If none is worth its cost, return a plan that recomputes nothing and says why."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
         # A little above the plain peak, because sizes are rounded.
@@ -266,14 +265,12 @@ class _PlanSearch:
             return self._fitting(limit, least, nearest=nearest)
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
-    def _plan(self, chains: tuple[ChainPlan, ...]) -> CheckpointPlan:
-        """Trace the step with these ranges, and return it as a plan."""
-        if chains not in self.known:
-            self.known[chains] = self.traced(chains, self.heads)
-        return CheckpointPlan(chains, self.plain, self.known[chains], left_out=self.parts.left_out)
+    def _plan(self, chains: _Chains) -> CheckpointPlan:
+        """Return a plan that recomputes these ranges, with its cost from a trace of the step."""
+        return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
-    def _or_refused(self, chains: tuple[ChainPlan, ...], least_saving: float) -> CheckpointPlan:
-        """Return the plan; if it does not lower the peak by `least_saving`, a plan without ranges that says so."""
+    def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
+        """Return the plan of these ranges if it lowers the peak by `least_saving`, else one that recomputes nothing."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
@@ -284,8 +281,8 @@ class _PlanSearch:
             reason = f"The plan {does}: {format_size(was)} without it, {format_size(now)} with it."
         return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
 
-    def _lowest_product(self, least: LeastRecomputation) -> tuple[ChainPlan, ...]:
-        """Return the ranges with the lowest product of memory and operations among the few that are traced."""
+    def _lowest_product(self, least: LeastRecomputation) -> _Chains:
+        """Trace the best few proposals, and return the ranges with the lowest product of memory and operations."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:
@@ -293,7 +290,7 @@ class _PlanSearch:
 
         points = [(peak, self.plain.operations + extra) for peak, extra in least.frontier()]
         allowed = [point for point in points if point[1] <= most] or points[:1]
-        best: tuple[ChainPlan, ...] = ()
+        best: _Chains = ()
         lowest, tried = product(self.start.peak_bytes, self.plain.operations), list[int]()
         for peak, _ in sorted(allowed, key=lambda point: (product(*point), point[0])):
             if len(tried) == _MOST_TRACED:
@@ -302,8 +299,7 @@ class _PlanSearch:
                 continue
             tried.append(peak)
             chains = least.best(peak) or ()
-            cost = self._plan(chains).planned
-            assert cost is not None
+            cost = self.cost_of(chains)
             value = product(cost.peak_bytes, cost.operations)
             if value < lowest and cost.operations <= most:
                 best, lowest = chains, value

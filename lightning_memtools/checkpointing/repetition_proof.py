@@ -9,27 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import FakeTensor, tree_flatten, tree_unflatten
-from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, streams_set_to
-from lightning_memtools.checkpointing.exact_recomputation import Run, statistics_untouched
-from lightning_memtools.checkpointing.fingerprints import fingerprint
+from lightning_memtools._torch import FakeTensor, has_readable_values, tree_flatten, tree_unflatten
+from lightning_memtools.checkpointing.exact_recomputation import (
+    DrawnStreams,
+    Run,
+    statistics_untouched,
+    streams_set_to,
+)
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.warning_categories import DegradedWarning
 
+_CHUNK = 2**17
+_STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
+
 
 class RecomputationDiffersWarning(DegradedWarning):
-    """Given when a range is not recomputed, because a layer in it gave other values in the second run."""
+    """Warns that a range is not recomputed, because a layer in it gave other values in the second run."""
 
 
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
 ) -> tuple[int, str] | None:
-    """Run layers twice, and return the first that does not repeat itself, with the evidence; None if all do.
+    """Run layers twice, and return the index of the first that gives other values, with the evidence, or None.
 
-    Outputs and the tensors that are kept for backward are compared bit for bit, by a hash of each: nothing is kept,
-    so that this needs no more memory than the forward pass of the range. Random streams, buffers and running
-    statistics are left as they were. Waits for the device.
+    Outputs and the tensors that are kept for backward are compared bit for bit, by a hash of each. As only hashes are
+    kept, this needs no more memory than the forward pass of the range. Random streams, buffers and running statistics
+    are left as they were. Waits for the device.
     """
     seen: list[list[tuple[int, str, Tensor]]] = []
     for _ in range(2):
@@ -57,9 +63,9 @@ def holds_fake_tensors(value: Any) -> bool:
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers; return hashes of all tensors that they return or keep, and the layers that changed a buffer.
+    """Run layers, and return the tensors that they return or keep for backward, and the buffers that they change.
 
-    A tensor is (layer's index, description, hash), a changed buffer (layer's index, description).
+    Each tensor is (layer's index, description, hash), and each changed buffer (layer's index, description).
     """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
@@ -98,16 +104,16 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 
 
 def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return True if a tensor is what oneDNN or cuDNN reserve for a recurrent layer, parts of which are uninitialized.
+    """Return True if a tensor is the reserve of oneDNN or cuDNN for a recurrent layer, which is partly uninitialized.
 
-    The output tells whether such a layer repeats itself.
+    Whether such a layer gives the same values is seen in its output.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Restore all buffers on exit, and add to the yielded list the layers that changed any but running statistics."""
+    """Restore buffers on exit, and yield a list that then holds the layers that changed one. Leave out `norms`."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())
@@ -140,3 +146,44 @@ def _autocast_cache_off() -> Iterator[None]:
 
 def _shown(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return a number that differs, for practical purposes, if any bit or the order of the elements differs.
+
+    It is a sum modulo 2^64: every 8 bytes times a fixed random odd number (multilinear hashing, Carter and Wegman
+    1979). One element that differs always changes it. `torch.hash_tensor` would be the same for elements in another
+    order, and for any even number of equal elements. It is 0 for tensors whose values cannot be read.
+    """
+    if not has_readable_values(tensor):
+        return torch.zeros((), dtype=torch.int64)
+    with torch.no_grad():
+        try:
+            if tensor.is_quantized:  # to read such a tensor under another type ends the process
+                tensor = tensor.int_repr()
+            values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+            octets = values.view(torch.uint8)
+            if octets.storage_offset() % 8:  # such a view cannot be read as 8-byte numbers
+                octets = octets.clone()
+            n_whole = len(octets) // 8 * 8
+            total = _hash(octets[:n_whole].view(torch.int64))
+            return total.mul_(_STEP).add_(_hash(octets[n_whole:].to(torch.int64)))
+        except (NotImplementedError, RuntimeError, TypeError):  # sparse and nested tensors
+            return torch.zeros((), dtype=torch.int64)
+
+
+def _hash(bits: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    weights = _weights(min(_CHUNK, len(bits)), bits.device)
+    for start in range(0, len(bits), _CHUNK):  # in chunks, which take little memory
+        part = bits[start : start + _CHUNK]
+        # The high half is added to the low one first: two signs that change would cancel modulo 2^64.
+        folded = (part >> 32).bitwise_xor_(part)
+        total.mul_(_STEP).add_(folded.mul_(weights[: len(part)]).sum())
+    return total
+
+
+def _weights(n: int, device: torch.device) -> Tensor:
+    """Return n random odd numbers, the same in every call. No random stream of the user is drawn from."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)

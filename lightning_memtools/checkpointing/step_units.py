@@ -17,7 +17,7 @@ from lightning_memtools._torch import node_sequence_number, write_count
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import updates_statistics
-from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
+from lightning_memtools.checkpointing.key_value_caches import caches_off, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
@@ -35,14 +35,14 @@ class Unit:
 
     Attributes:
         own_bytes: The bytes that the unit keeps for backward, besides its input and output.
-        in_kept: Bytes of its input that it keeps.
-        out_kept: Bytes of its output that it keeps and that are not its input's.
+        in_kept: The bytes of its input that it keeps.
+        out_kept: The bytes of its output that it keeps, without those in its input's storage.
         out_held: True if this unit or earlier units keep its output.
         out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
         same_storage: True if its output and its input share a storage.
         may_start: True if a recomputed range may begin with it, because nothing overwrites its input.
         operations: The operations of its forward pass.
-        again: Those operations up to the last kept tensor, where recomputation stops. None if it keeps nothing.
+        again: Its operations up to the last tensor that it keeps, where recomputation stops. None if it keeps nothing.
         forward_bytes: The peak of its forward pass, above what was allocated when it began.
         forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
@@ -67,7 +67,7 @@ class Unit:
     shared: tuple[tuple[int, int, bool, bool], ...]
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
-        """Return the bytes added if the unit keeps its tensors, and whether its output is then held."""
+        """Return the bytes that the unit adds if it keeps its tensors, and True if its output is then held."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         return added, input_held or self.in_kept > 0 if self.same_storage else self.out_held
 
@@ -80,7 +80,7 @@ class StepUnits:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
         spans: For each layer in its first call, its first unit and the index after its last.
-        changed: By layer, the reason why it must not run twice, as seen by running it.
+        changed: The reasons why layers must not run twice, as seen when they ran.
     """
 
     units: tuple[Unit, ...]
@@ -102,7 +102,7 @@ def units_of_step(
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
-        if plain is None and configs_with_caches(trace.model):
+        if plain is None and modules_with_caches(trace.model):
             plain = trace.run()
         with closing(_Recorder(trace, chains)) as recorder:
             with caches_off(trace.model):
@@ -114,7 +114,7 @@ def units_of_step(
 
 @dataclass(slots=True)
 class _Record:
-    """The measurements of one unit. Blocks map ids to sizes."""
+    """The measurements of one unit. `input`, `output` and `saved` are blocks of memory: their sizes by id."""
 
     allocated_before: int
     operations_before: int
@@ -133,8 +133,8 @@ class _Recorder:
     """Cuts a step into units where layers begin and end, and measures each, forward and backward.
 
     Attributes:
-        records: The units, in the order of the forward pass.
-        spans: By chain and layer, the first record of the layer's first call, and the index after its last.
+        records: The measurements of the units, in the order of the forward pass.
+        spans: The first record of each layer's first call and the index after its last, by chain and layer.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
@@ -185,7 +185,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers that changed an attribute or buffer they already had when they ran, with its name."""
+        """Return the layers whose run changed an attribute or buffer that they had before, with its name in words."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and not _is_same(before[key], value)]
         owners = dict(reversed(names))  # the first of each
@@ -233,7 +233,7 @@ class _Recorder:
             self.records[at].overwrites = True
 
     def _cut(self, value: Any, *, begins: bool) -> None:
-        """End a unit and begin the next, where a layer gets or returns a value, unless nothing has run in between."""
+        """End a unit and begin the next, where a layer gets or returns `value`. If nothing has run since, end none."""
         record, keys = self._open, self._keys(value)
         record.operations = self._trace.counted.total
         has_run = record.operations_at_last_save is not None or record.operations > record.operations_before
@@ -254,7 +254,7 @@ class _Recorder:
         self._trace.peak_since()
 
     def _note_makers(self, record: _Record, value: Any) -> None:
-        """Add hooks to an output: when its gradient is ready, the unit's backward pass begins."""
+        """Add hooks to a unit's output, which note that its backward pass begins once the output has its gradient."""
         for tensor in tensors_in(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 key = node_sequence_number(tensor.grad_fn), tensor.output_nr
@@ -265,7 +265,7 @@ class _Recorder:
                 self._makers[key].append(record)
 
     def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
-        """Enter the backward passes of units that returned the same tensor, last unit first: only the first made it."""
+        """Begin the backward passes of the units that returned one tensor, last unit first: only the first made it."""
         del gradient
         for record in reversed(makers):
             self._enter_backward(record)
@@ -283,14 +283,14 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _keys(self, value: Any) -> dict[int, int]:
-        """Return the sizes of the blocks of tensors that the step allocated, by id."""
+        """Return the memory blocks of those tensors in `value` that the step allocated: their sizes by id."""
         entries = map(self._trace.device.block_of, tensors_in(value))
         blocks = [entry.block for entry in entries if entry is not None]
         return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
 def _units(records: Sequence[_Record]) -> Iterator[Unit]:
-    """Yield the units of these records. A block counts for the first unit that keeps it."""
+    """Turn measurements into units. A block that several units keep counts for the first of them."""
     may_start, overwritten = [True] * len(records), False
     for at in range(len(records) - 1, -1, -1):
         record = records[at]

@@ -117,12 +117,10 @@ def firsts(samples):
 def test_the_largest_samples_come_first():
     for options in ({"batch_size": 2, "shuffle": True}, {"batch_sampler": Pairs(SequentialSampler(range(5)), 2)}):
         loader = DataLoader(Texts(), collate_fn=firsts, **options)
-        largest = worst_first(loader, None, known_sizes(loader, None))
+        largest = worst_first(loader, known_sizes(loader))
         assert list(largest) == [[9, 7]] * 3
-        by_hook = worst_first(loader, lambda dataset, n: [2, 0, 4][:n], None)
-        assert next(iter(by_hook)) == [1, 3]
     declared = DataLoader(Declared(), 2, collate_fn=firsts)
-    assert known_sizes(declared, None) is None
-    assert next(iter(worst_first(declared, None, None))) == [7, 9]
+    assert known_sizes(declared) is None
+    assert next(iter(worst_first(declared, None))) == [7, 9]
     equal = DataLoader(DATA, 2)
-    assert worst_first(equal, None, known_sizes(equal, None)) is equal
+    assert worst_first(equal, known_sizes(equal)) is equal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import lightning as L
 import pytest
@@ -99,31 +98,6 @@ def test_a_device_without_statistics_keeps_the_size(tmp_path, capsys):
     assert "no memory statistics" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("call", ["validate", "test", "predict"])
-def test_evaluation_calls_find_their_own_size(tmp_path, call):
-    stage = {"validate": "val"}.get(call, call)
-    seen = []
-
-    class Watching(Small):
-        def validation_step(self, batch, batch_idx):
-            seen.append(len(batch))
-            self.loss(batch)
-
-    with VirtualDevice("64MiB"):
-        model = Watching()
-        tuner = Tuner(stages=(stage,))
-        run = trainer(tmp_path, tuner, logger=False)
-        outputs = getattr(run, call)(model)
-        size = tuner.result.sizes[stage]
-    batches = model.seen or seen[-math.ceil(N / size) :]
-    assert size > 30
-    assert sum(batches) == N
-    assert set(batches) == {size, N % size} - {0}
-    if call == "predict":
-        assert len(outputs) == -(-N // size)
-    assert model.training
-
-
 def test_a_resumed_run_uses_the_stored_size(tmp_path):
     first, second = Tuner(), Tuner()
     _, run = fit(tmp_path, first, Constant())
@@ -213,7 +187,7 @@ def test_a_learning_rate_finder_looks_with_the_batches_that_were_found(tmp_path,
         ({"margin": "5"}, "Not a size"),
         ({"init_val": 0}, "init_val=0 is below 1"),
         ({"max_trials": 0}, "max_trials=0 is below 1"),
-        ({"stages": ("train", "valid")}, "stages=.*must be a sequence of some of train, val, test, predict"),
+        ({"stages": ("train", "valid")}, "stages=.*must be a sequence of some of train, val"),
         ({"stages": "train"}, "must be a sequence"),
         ({"keep": "size"}, "keep='size'"),
         ({"on_failure": "ignore"}, "on_failure='ignore'"),

@@ -223,13 +223,6 @@ def gradients_twice(model, x):
     return [*first, *second]
 
 
-def retained(model, x):
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [one.grad for one in model.parameters()]
-
-
 def penalized(model, x):
     loss = model(x).square().mean()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -237,7 +230,7 @@ def penalized(model, x):
     return [one.grad for one in model.parameters()]
 
 
-@pytest.mark.parametrize("how", [gradients_twice, retained, penalized])
+@pytest.mark.parametrize("how", [gradients_twice, penalized])
 @pytest.mark.parametrize("name", SMALL)
 def test_a_second_backward_gives_the_bits_of_the_plain_model(name, how):
     make, shape = SMALL[name]

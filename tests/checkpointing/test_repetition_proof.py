@@ -12,8 +12,7 @@ from torch import nn
 
 from lightning_memtools import plan_checkpoints
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan, Range
-from lightning_memtools.checkpointing.fingerprints import fingerprint
-from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
+from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning, fingerprint
 from tests.checkpointing.models import same_seed
 
 

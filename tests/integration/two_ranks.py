@@ -43,7 +43,7 @@ from tests.checkpointing.models import encoder
 from tests.lightning_models import Regression, loader, trainer
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
-SIZES = ("plain", "effective", "sync_dist", "validate", "own collective")
+SIZES = ("plain", "effective", "sync_dist", "own collective")
 PLANS = ("ddp", "fsdp2", "untraceable")
 
 
@@ -157,14 +157,8 @@ class Tuned(L.LightningModule):
             raise BadBatchError("rank 1", 7)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(len(batch))
-        (batch * self.scale).tanh()
-
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(400, 65_536), self.batch_size, shuffle=True)
-
-    val_dataloader = train_dataloader
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -173,21 +167,20 @@ class Tuned(L.LightningModule):
 def tuned(root: Path, case: str) -> None:
     """One fit; the device of rank 1 is smaller. In "plain" the first size fits on every device but that one."""
     L.seed_everything(0, verbose=False)
-    stage = "val" if case == "validate" else "train"
     effective = 96 if case == "effective" else None
     first = 40 if case == "plain" else 8
-    tuner = BatchSizeTuner(stages=(stage,), effective_batch_size=effective, init_val=first, max_trials=5)
+    tuner = BatchSizeTuner(stages=("train",), effective_batch_size=effective, init_val=first, max_trials=5)
     model, found = Tuned(case), dict[str, Any]()
     options = {"strategy": "ddp", "devices": 2, "logger": False}
     with VirtualDevice("48MiB" if RANK else "128MiB"):
-        run = trainer(root, tuner, limit_val_batches=1.0 if case == "validate" else 0, **options)
+        run = trainer(root, tuner, limit_val_batches=0, **options)
         try:
-            run.validate(model, verbose=False) if case == "validate" else run.fit(model)
+            run.fit(model)
         except Exception as error:  # noqa: BLE001, what was raised is the result
             found["error"] = f"{type(error).__name__}: {error}"
     if tuner.result is not None:
         found |= {
-            "size": tuner.result.sizes[stage],
+            "size": tuner.result.sizes["train"],
             "accumulate": run.accumulate_grad_batches,
             "effective": tuner.result.effective_batch_size,
             "trials": [[trial.size, trial.outcome] for trial in tuner.result.trials],

@@ -1,4 +1,4 @@
-"""Searches for batch sizes, applies them, and collects the result."""
+"""Searches for batch sizes before a fit, has the fit use them, and reports them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from functools import partial
 from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_memtools._lightning import callbacks_of, forget_loaders, loop_of, source_of, training_step
 from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult, SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings, samples_per_rank
+from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerSettings, samples_per_rank
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
-from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, stages_of
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
 from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, TrialRunner, takes_part
 from lightning_memtools.memory.gc_frozen import gc_frozen
@@ -31,7 +30,6 @@ from lightning_memtools.reporting.files import report_directory, write_report_or
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.state.random_state import random_streams_restored
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 # The samples of validation batches while training is tuned, and the first size where none is configured.
@@ -39,15 +37,15 @@ _FEW = 2
 
 
 class SizeTuning:
-    """The batch sizes of a Trainer's stages: searches for them, applies them, and keeps them for checkpoints.
+    """Searches for the batch sizes of a fit's stages, has the fit use them, and keeps them for checkpoints.
 
     Args:
         settings: The arguments of BatchSizeTuner.
 
     Attributes:
-        found: The sizes that were found, in this run or the run that it resumes.
+        found: The size found for each stage, in this run or the run that it resumes.
         accumulate: The micro-batches per optimizer step for these sizes; None to keep the Trainer's setting.
-        cache_releaser: Empties the cache between training and validation; None if no size is in effect.
+        cache_releaser: Empties the cache between training and validation; None until a fit uses found sizes.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
@@ -58,66 +56,50 @@ class SizeTuning:
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
-        """Search before a fit trains, or use the sizes that are known; return the result of a search.
+        """Search for batch sizes and return the result, or use the sizes that a resumed run found and return None.
 
         Args:
-            trainer: The Trainer, in the hook that comes before a fit.
-            later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
+            trainer: The Trainer, in `on_fit_start`.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet; each trial calls it first.
         """
-        stages = [stage for stage in stages_of(trainer) if stage in self.settings.stages]
-        if not stages or not _can_start(trainer):
+        if not _can_start(trainer):
             return None
         module = trainer.lightning_module
-        hooks = [partial(callback.on_fit_start, trainer, module) for callback in later if takes_part(callback)]
-        result = self._begin(trainer, stages, [*hooks, module.on_fit_start])
+        stages = [stage for stage in STAGES if stage in self.settings.stages]
+        self._sizes = sizes = StageSizes(trainer, self.settings.names)
+        if stages[0] in self.found:
+            stages = [stage for stage in stages if stage in self.found]
+            self._apply(trainer, sizes, stages)
+            known = ", ".join(f"{stage} {self.found[stage]}" for stage in stages)
+            _say(trainer, f"using the sizes found before: {known}.")
+            result = None
+        else:
+            hooks = [partial(callback.on_fit_start, trainer, module) for callback in later if takes_part(callback)]
+            result = self._search(trainer, sizes, stages, [*hooks, module.on_fit_start])
         put_on_device(module, trainer.optimizers)
         return result
 
-    def begin_evaluation(self, trainer: Trainer, stage: Stage) -> BatchSizeResult | None:
-        """Search before a call of validate, test or predict, or use a known size; return the result of a search."""
-        put_on_device(trainer.lightning_module, trainer.optimizers)
-        if stage not in self.settings.stages or not _can_start(trainer):
-            return None
-        result = self._begin(trainer, [stage], ())
-        loop = loop_of(trainer, stage)
-        with random_streams_restored():
-            forget_loaders(loop)
-            loop.setup_data()
-            loop.reset()
-        return result
-
     def give_up(self, trainer: Trainer) -> None:
-        """Have the fit or evaluation go on as if there had been no search."""
+        """Restore the configured batch sizes, so that the fit goes on without a search."""
         self.undo()
         put_on_device(trainer.lightning_module, trainer.optimizers)
-        for stage in stages_of(trainer):
+        for stage in STAGES:
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
-        """Restore how the loops request their loaders. The sizes that were found stay set. Idempotent."""
+        """Restore how the loops request their loaders. Attributes keep the sizes that were found. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = self.cache_releaser = None
 
-    def _begin(
-        self, trainer: Trainer, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
-    ) -> BatchSizeResult | None:
-        self._sizes = StageSizes(trainer, self.settings.names)
-        if stages[0] not in self.found:
-            return self._search(trainer, self._sizes, stages, hooks)
-        stages = [stage for stage in stages if stage in self.found]
-        self._apply(trainer, self._sizes, stages)
-        _say(trainer, f"using the sizes found before: {', '.join(f'{stage} {self.found[stage]}' for stage in stages)}.")
-        return None
-
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult:
-        """Search for the sizes of the stages that have data, apply them, and report them.
+        """Search for the sizes of those stages that have data, apply and report them, and return the result.
 
         Raises:
             RuntimeError: Not even the smallest size fits.
-            ValueError: No attribute holds the size, or the loaders do not follow it.
+            ValueError: No attribute holds the size, or the loaders ignore it.
         """
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
@@ -171,13 +153,13 @@ class SizeTuning:
         return result
 
     def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
-        """Return the samples per optimizer step and rank that a fit has to keep; None for any number.
+        """Return the samples per optimizer step and rank that the settings ask for; None if any number will do.
 
         Raises:
-            ValueError: The number to keep is unknown, or cannot be divided by the number of ranks.
+            ValueError: The configured batch size is unknown, or the ranks cannot share the samples evenly.
         """
         effective = self.settings.effective_batch_size
-        if self.settings.keep == "effective" and trainer.state.fn == TrainerFn.FITTING:
+        if self.settings.keep == "effective":
             size = sizes.configured.get("train")
             if size is None:
                 raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
@@ -220,7 +202,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Write the sizes, and have loaders created for them; in a fit, also optimizers and schedulers."""
+        """Write the found sizes to their attributes, and make loaders, optimizers and schedulers anew for them."""
         for stage in stages:
             # Attributes that several stages share get training's size.
             has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
@@ -229,22 +211,20 @@ class SizeTuning:
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
             sizes.set(stage, size)
         self.cache_releaser = CacheReleaser(reader_for(trainer.strategy.root_device))
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
         if self.accumulate is not None:
             trainer.accumulate_grad_batches = self.accumulate
-        for stage in stages_of(trainer):
+        for stage in STAGES:
             forget_loaders(loop_of(trainer, stage))
         # A scheduler may depend on the number of steps. To know it, it may have had the loaders made, which draws
         # random numbers: they are drawn once.
-        sources = [source_of(loop_of(trainer, stage)) for stage in stages_of(trainer)]
+        sources = [source_of(loop_of(trainer, stage)) for stage in STAGES]
         streams = StateSnapshot([source.instance for source in sources if not source.is_module()])
         trainer.strategy.setup_optimizers(trainer)
         trainer.strategy.setup_precision_plugin()
         streams.restore()
 
     def _notes_on_search(self, chosen: SizeTrial, trials: Sequence[SizeTrial], limits: SizeLimits) -> list[str]:
-        """Return notes if anything but memory and `max_val` ended the search."""
+        """Return sentences on what limited the chosen size, if it was neither free memory nor `max_val`."""
         size, stage, notes = chosen.size, chosen.stage, list[str]()
         if stage == "train" and size == limits.n_samples:
             notes.append(
@@ -264,7 +244,7 @@ class SizeTuning:
         return notes
 
     def _notes_on_steps(self, trainer: Trainer, old: int | None) -> list[str]:
-        """Return notes on how the samples per optimizer step have changed, as the learning rate depends on them."""
+        """Return a sentence on how the samples per optimizer step changed, since the learning rate depends on them."""
         new, per_size = self.found["train"], trainer.accumulate_grad_batches * trainer.world_size
         if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
@@ -276,7 +256,7 @@ class SizeTuning:
 
 
 def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
-    """Return notes on data whose sizes vary, and on how to make the result certain."""
+    """Return sentences on samples that vary in size, and on how to make sure that the largest batch fits."""
     known = [sizes for (other, _), sizes in runner.sample_sizes.items() if other == stage and sizes is not None]
     vary = [sizes for sizes in known if sizes.vary]
     exact = "Give the data set a method worst_case(n) to have the largest batch for certain."
@@ -294,7 +274,7 @@ def is_learning_rate_finder(callback: Callback) -> bool:
 
 
 def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why no trial can be run with this strategy and model; None if trials can be run."""
+    """Return why trials cannot run with this strategy and model; None if they can."""
     if trainer.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return (
             "SyncBatchNorm exchanges statistics in every forward, and a rank that runs out of memory in a trial would "
@@ -305,7 +285,7 @@ def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Return True if trials of batch sizes can run. If not, print the reason.
+    """Return True if trials can run; print why not if the run is one of `fast_dev_run` or has no memory statistics.
 
     Raises:
         RuntimeError: The strategy or the model does not allow trials.
@@ -326,7 +306,7 @@ def _can_start(trainer: Trainer) -> bool:
 
 @contextmanager
 def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Keep allocation retries and out-of-memory errors that happen inside out of the run's counts."""
+    """Subtract the allocation retries and out-of-memory errors of this context from the counts that callbacks log."""
     before = MemoryStats() if reader is None else reader.stats()
     try:
         yield

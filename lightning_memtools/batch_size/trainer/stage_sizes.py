@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import (
     correct_logged_hparam,
@@ -15,29 +14,29 @@ from lightning_memtools._lightning import (
     loop_of,
     mode_of,
     part_of_lightning,
-    running_stage,
     source_of,
 )
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
+from lightning_memtools.batch_size.size_limits import STAGES
 from lightning_memtools.memory.loader_sizes import batch_size_of
-from lightning_memtools.memory.peaks import STAGES, Stage
+from lightning_memtools.memory.peaks import Stage
 
 
 class StageSizes:
-    """The batch sizes of a Trainer's stages, read and set.
+    """Reads and sets the batch sizes of a Trainer's stages.
 
-    A size is an attribute or hyperparameter of the model or the data module, which the `*_dataloader` hooks read, or it
-    is that of the DataLoaders passed to the Trainer. Passed loaders are resized. A hook is called while its
-    attribute holds the stage's size, so that training and validation can have different sizes under the same name.
+    A `*_dataloader` hook reads its size from an attribute or hyperparameter of the model or the data module. The hook
+    is called while that attribute holds the stage's size, so that training and validation can have different sizes
+    under the same name. DataLoaders that were passed to the Trainer are replaced by resized copies.
 
     Args:
-        trainer: The Trainer, within a call of `fit`, `validate`, `test` or `predict`.
-        names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
+        trainer: The Trainer, within a call of `fit`.
+        names: The attributes' names. A name that begins with a stage, such as `val_batch_size`, is for that stage only.
 
     Attributes:
-        configured: The size of each stage of this call before any change, as far as known.
-        of_hooks: The stages whose loaders come from a hook, which reads an attribute that other stages may share.
+        configured: The size of each stage before any change. Stages whose size is unknown are left out.
+        of_hooks: The sizes in `configured` of those stages whose loaders come from a hook.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -45,7 +44,7 @@ class StageSizes:
         owners = {"model": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
         self._owners = {name: owner for name, owner in owners.items() if owner is not None}
         self._passed: dict[Stage, tuple[Any, Any]] = {}  # the source, and the loaders
-        read = {stage: self._read(stage) for stage in stages_of(trainer)}
+        read = {stage: self._read(stage) for stage in STAGES}
         self.configured = {stage: size for stage, size in read.items() if size is not None}
         self.of_hooks = {stage: size for stage, size in self.configured.items() if self._is_hooked(stage)}
 
@@ -53,10 +52,10 @@ class StageSizes:
         return bool(source_of(loop_of(self._trainer, stage)).is_module())
 
     def check_names(self, stages: Sequence[Stage]) -> None:
-        """Check that each name exists, if the loaders of a stage come from a hook, which has to read it.
+        """Check that the attribute of each name exists, if the loaders of one of the stages come from a hook.
 
         Raises:
-            ValueError: A name exists nowhere. It names the places that were searched, and similar names there.
+            ValueError: A name exists nowhere. The message lists the objects searched, and similar names in them.
         """
         for name in self._names if any(map(self._is_hooked, stages)) else ():
             if any(True for _ in self._holders(name)):
@@ -73,12 +72,12 @@ class StageSizes:
             )
 
     def names_for(self, stage: Stage) -> list[str]:
-        """Return the names that hold a stage's size: those for the stage alone, or else the general ones."""
+        """Return the attribute names for a stage's size: those that begin with the stage, or else those of no stage."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
-        """Write a stage's size to all of its attributes and hyperparameters.
+        """Write a stage's size to its attributes and hyperparameters, and with `for_loggers` to what loggers will log.
 
         Raises:
             AttributeError: An attribute cannot be set, such as a property without a setter.
@@ -90,10 +89,10 @@ class StageSizes:
                 correct_logged_hparam(owner, name, size)
 
     def set(self, stage: Stage, size: int) -> None:
-        """Make the stage's loop get loaders of this size, the next time that it requests loaders.
+        """Make the stage's loop get loaders of this size the next time that it requests loaders.
 
         Raises:
-            CannotResizeError: A loader that was passed does not determine its batch size itself.
+            CannotResizeError: The size of a DataLoader that was passed to the Trainer cannot be set from outside.
         """
         source = source_of(loop_of(self._trainer, stage))
         if source.is_module():
@@ -106,17 +105,16 @@ class StageSizes:
             raise CannotResizeError(f"{error}{hint_to_leave_out(stage)}") from None
 
     def undo(self) -> None:
-        """Restore how the loops request their loaders. Idempotent."""
+        """Restore the passed DataLoaders, and how the loops call hooks. Idempotent."""
         for source, loaders in self._passed.values():
             source.instance = loaders
         self._passed.clear()
-        fit, other = self._trainer.fit_loop, ("validate_loop", "test_loop", "predict_loop")
-        for loop in (fit, fit.epoch_loop.val_loop, *(getattr(self._trainer, name) for name in other)):
+        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
             vars(source_of(loop)).pop("dataloader", None)
 
     @contextmanager
     def written(self, stage: Stage, size: int) -> Iterator[None]:
-        """Inside, set the attributes of a stage to this size; restore them on exit."""
+        """Set the attributes of a stage to this size, and restore them on exit."""
         holders = [(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
         before = [getattr(holder, name) for holder, name in holders]
         self.write(stage, size)
@@ -134,7 +132,7 @@ class StageSizes:
         return batch_size_of(loaders[0]) if loaders else None
 
     def _holders(self, name: str) -> Iterator[Any]:
-        """Yield the hyperparameters and the objects that have an attribute of this name."""
+        """Yield the model, the data module, and the hyperparameters of each, as far as they have this attribute."""
         for owner in self._owners.values():
             yield from (one for one in (getattr(owner, "hparams", None), owner) if hasattr(one, name))
 
@@ -150,22 +148,15 @@ class _SizedHook:
             return type(self._source).dataloader(self._source)
 
 
-def stages_of(trainer: Trainer) -> tuple[Stage, ...]:
-    """Return the stages whose loops a call of the Trainer runs."""
-    return ("train", "val") if trainer.state.fn == TrainerFn.FITTING else (running_stage(trainer),)
-
-
 def has_data(trainer: Trainer, stage: Stage) -> bool:
-    """Return True if a stage has batches to run."""
+    """Return True if a stage has loaders, and the Trainer's limits do not leave out all of its batches."""
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
-    if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
-        return bool(trainer.enable_validation)
-    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)
+    return bool(trainer.enable_validation if stage == "val" else trainer.limit_train_batches != 0)
 
 
 def hint_to_leave_out(stage: Stage) -> str:
-    """Return the hint at the end of an error message: how to leave out a stage whose loader keeps its size."""
+    """Return the end of an error message about a loader whose size cannot be set: how to leave out its stage."""
     return ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
 
 

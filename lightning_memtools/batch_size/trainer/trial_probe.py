@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, gradient_scaler, stop_validating
@@ -41,12 +40,12 @@ class CollectiveInTrialError(RuntimeError):
 
 
 class TrialProbe(EitherCallback):
-    """Measures the memory of a trial, and ends it when enough was measured. Must be the last callback.
+    """The callback that measures the memory of a trial, and ends it in time. It must be the last callback.
 
-    Training ends after two steps of every optimizer. If it takes more than half of the limit, it goes on until reserved
-    memory has not grown for three steps, because cached blocks may not serve a later step yet. If it takes more than
-    the limit, cached segments are released once, as the allocator of a smaller device would do, and what is reserved
-    from then on counts.
+    Training ends after two steps of every optimizer. If it reserves more than half of the limit, it goes on until
+    reserved memory has not grown for three steps, because cached blocks may not serve a later step yet. If it reserves
+    more than the limit, cached segments are released once, as the allocator of a smaller device would do, and the peak
+    is measured anew.
 
     Args:
         reader: Reads the device's memory; None if it cannot be read.
@@ -54,14 +53,13 @@ class TrialProbe(EitherCallback):
         validates: True if validation has to run before the trial ends.
 
     Attributes:
-        stage: The stage that runs.
-        peaks: The highest use of the device by each stage.
-        batch: The highest use in training before the optimizer's step, which allocates memory of its own.
-        base_allocated: Bytes allocated before a batch, for each stage, from its second batch on.
+        stage: The stage that is running.
+        peaks: The peaks of allocated and of reserved memory in each stage.
+        batch: The peak of training up to the end of backward, without the memory of the optimizer's step.
+        base_allocated: The bytes allocated before the last batch of each stage, from its second batch on.
         batch_shapes: The shapes of each stage's batches, without the number of samples.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
-        eval_batches: The number of batches after which a trial of evaluation or prediction ends.
     """
 
     def __init__(self, reader: MemoryReader | None, limit: int | None, *, validates: bool) -> None:
@@ -72,7 +70,6 @@ class TrialProbe(EitherCallback):
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         self.observed_size: dict[Stage, int] = {}
         self.batch: PeakWindow | None = None if reader is None else peak_counter(reader).open()
-        self.eval_batches = 0
         self._reader = reader
         self._watch: StageWatch | None = None
         self._limit = limit
@@ -85,7 +82,7 @@ class TrialProbe(EitherCallback):
         return vars(self) | {"_reader": None, "_watch": None, "batch": None}  # a copy of the Trainer measures nothing
 
     def begin(self, stage: Stage) -> None:
-        """Begin to measure."""
+        """Begin to measure the memory of a stage."""
         self.stage = stage
         if self._reader is not None:
             self._watch = StageWatch(peak_counter(self._reader))
@@ -103,13 +100,13 @@ class TrialProbe(EitherCallback):
             self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure the memory without the batch, which does not depend on the batch size."""
+        """Note the batch's shapes and the memory allocated besides it, and begin to measure the peak that it causes."""
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note the peak before the optimizer's step, whose own memory does not depend on the batch size."""
+        """Stop measuring the batch's peak: the memory of the optimizer's step does not depend on the batch size."""
         self._has_stepped = True
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         # With manual optimization another network's forward may follow.
@@ -119,7 +116,7 @@ class TrialProbe(EitherCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the trial once it is complete: two steps per optimizer, two more after validation, and steady memory."""
+        """Raise TrialOver after two steps per optimizer, two more after validation, and once memory is steady."""
         self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False
@@ -131,35 +128,28 @@ class TrialProbe(EitherCallback):
             self._release()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure validation separately from training."""
+        """Begin to measure validation, separately from training."""
         self.stage = "val"
         if self._watch is not None:
             self._watch.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on measuring training, if this is a fit."""
+        """Stop measuring validation, and go on measuring training."""
         if self._watch is not None:
             self._watch.point("val")
             self._watch.leave("val")
         if not trainer.sanity_checking:
             self._has_validated = True
             stop_validating(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.stage = "train"
+        self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        """Measure the memory without the batch."""
+        """Note the batch's shapes, and the memory allocated besides it."""
         self._inspect(batch)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
-
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Outside of fit, end after `eval_batches`."""
-        self.batches[self.stage] = self.batches.get(self.stage, 0) + 1
-        if self.eval_batches and self.batches[self.stage] >= self.eval_batches:
-            raise TrialOver
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+        """Count the batch."""
+        self.batches["val"] = self.batches.get("val", 0) + 1
 
     def _inspect(self, batch: Any) -> None:
         stage, tensors = self.stage, list(tensors_in(batch))
@@ -184,7 +174,7 @@ class TrialProbe(EitherCallback):
         return enough and len(self._reserved) >= STEPS
 
     def _is_steady(self) -> bool:
-        """Return True if reserved memory no longer grows, or is far below the limit."""
+        """Return True if reserved memory has been the same for three steps, or is below half of the limit."""
         last = self._reserved[-_STEADY_STEPS - 1 :]
         is_small = self._limit is None or last[-1] < _VERIFIED_FROM * self._limit
         return is_small or (len(last) > _STEADY_STEPS and len(set(last)) == 1)
@@ -197,7 +187,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Release cached segments, and measure a few more training steps from there."""
+        """Release cached segments, and begin to measure training anew."""
         assert self._reader is not None
         self.end()
         self._has_released = True
@@ -209,7 +199,7 @@ class TrialProbe(EitherCallback):
 def failure_of(  # noqa: PLR0911, one return for each reason
     probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
 ) -> str:
-    """Return why a trial failed, with the stage that failed if it is not the one that is tuned; "" if it succeeded.
+    """Return why a trial failed; "" if it succeeded. The stage is named if it is another than the tuned one.
 
     Args:
         probe: The probe that watched the trial.

@@ -1,4 +1,4 @@
-"""Runs one batch size through the Trainer's own loops, and restores everything afterwards."""
+"""Runs a trial of one batch size in the Trainer's own loops, and restores everything afterwards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
     EitherCallback,
-    batches_in_evaluation,
     callbacks_of,
     forget_loaders,
     loop_of,
@@ -63,9 +61,9 @@ _WATCHERS = {
 
 
 def takes_part(callback: Callback) -> bool:
-    """Return True if a callback takes part in trials: all but those that only watch, write files or stop training.
+    """Return True if trials run a callback: all but Lightning's that only watch, write files or stop training.
 
-    A callback stays out of trials with a class attribute `takes_part_in_trials = False`.
+    A class attribute `takes_part_in_trials = False` keeps any other callback out of trials.
     """
     is_watcher = any(kind.__name__ in _WATCHERS for kind in type(callback).__mro__)
     return getattr(callback, "takes_part_in_trials", True) and not is_watcher
@@ -75,7 +73,7 @@ class CacheReleaser(EitherCallback):
     """Empties the allocator's cache between training and validation: cached blocks of one may not fit the other.
 
     Args:
-        reader: Reads the device's memory; if None, nothing is emptied.
+        reader: The reader that empties the device's cache; None to do nothing.
     """
 
     def __init__(self, reader: MemoryReader | None) -> None:
@@ -83,8 +81,8 @@ class CacheReleaser(EitherCallback):
         self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the cache for validation within fit."""
-        if self._reader is not None and trainer.state.fn == TrainerFn.FITTING:
+        """Empty the cache for validation."""
+        if self._reader is not None:
             self._reader.empty_cache()
             self._has_validated = True
 
@@ -98,23 +96,23 @@ class CacheReleaser(EitherCallback):
 class TrialRunner:
     """Runs trials of batch sizes, and restores the model, the Trainer and the random streams after each.
 
-    Within fit, a trial runs what a fit runs: the sanity check, training, validation, and training again. It thus finds
-    a stage that leaves another too little memory.
+    A trial runs what a fit runs: the sanity check, training, validation, and training again. So it fails if one stage
+    leaves too little memory for another.
 
     Args:
-        trainer: The Trainer, in the hook that comes before a loop's work.
+        trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
-        batch_sizes: The StageSizes, which give the loops loaders of other sizes.
+        batch_sizes: Sets the batch sizes of the Trainer's loaders.
         per_rank: Samples per optimizer step and rank, which accumulation keeps; None for any number.
-        hooks: Functions that are called before the loop, as in a real run.
+        hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
         not_restored: The type of objects that are not restored, since they keep the results of trials.
 
     Attributes:
-        sizes: The size of each stage. Loaders of other stages keep their size.
-        sample_sizes: The sizes of samples, by stage and the loader's position.
-        batch_shapes: The shapes of the stages' batches without their first dimension.
-        doing: The trial that runs now, in words.
+        sizes: The batch size of each stage in the next trial. Loaders of a stage that is missing keep theirs.
+        sample_sizes: The sizes of samples, by stage and the loader's position in it.
+        batch_shapes: The shapes of each stage's batches without their first dimension.
+        doing: What the runner is doing, in words.
     """
 
     def __init__(
@@ -135,8 +133,8 @@ class TrialRunner:
         self._hooks = hooks
         self._root = root
         self._reader = reader = reader_for(trainer.strategy.root_device)
-        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self._validates = self._is_fitting and has_data(trainer, "val")
+        self._validates = has_data(trainer, "val")
+        self._stages: list[Stage] = ["train", "val"] if self._validates else ["train"]
         self._accumulate = trainer.accumulate_grad_batches
         self._ranks = RankGather(GROUP_LIMIT)
         self.sizes = dict(batch_sizes.of_hooks)
@@ -153,23 +151,23 @@ class TrialRunner:
         )
 
     def accumulate_for(self, size: int) -> int:
-        """Return the micro-batches per optimizer step that belong to a training size."""
+        """Return the number of micro-batches per optimizer step for a training batch size."""
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
     def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool, configured: int | None) -> SizeTrial:
-        """Try a batch size, or the largest admitted one below it once the loaders show how many samples there are.
+        """Run a trial of a batch size, or of the largest admitted size below it if there are fewer samples.
 
         Args:
             stage: The stage that is tuned.
             size: The batch size.
-            limits: The admitted sizes.
+            limits: The admitted sizes. Their attributes that depend on the data are set here.
             is_bound: True if any error counts as a failure of this size, because a smaller size has run: an index or a
                 kernel's grid may be too large. If False, errors that are not about memory are raised.
             configured: The size that was set before the search.
 
         Raises:
             Exception: The error of the user's code, unchanged.
-            ValueError: The loaders do not follow the size.
+            ValueError: The loaders give batches of one size whatever size is set.
         """
         self.doing = f"trying batches of {size} in {stage}"
         self.sizes[stage] = size
@@ -201,7 +199,7 @@ class TrialRunner:
             self._learn_length_of_stream(stage, limits, probe.observed_size.get(stage))
         finally:
             # In this order: restoring releases what the trial has allocated, and only then the cache can be emptied.
-            for other in self._stages(stage):
+            for other in self._stages:
                 forget_loaders(loop_of(self.trainer, other))
             self._snapshot.restore()
             free_failed_backward()
@@ -215,14 +213,14 @@ class TrialRunner:
         return SizeTrial(stage=stage, size=ran, readings=readings, is_configured=ran == configured)
 
     def _run_trial(self, stage: Stage, probe: TrialProbe, limits: SizeLimits) -> BaseException | None:
-        """Run the loops until the probe has measured enough. Return the error that ended them, or None."""
+        """Run the loops until the probe ends them. Return the error that ended them too early, or None."""
         try:
             # Warnings about the sizes of a trial, and what callbacks print in it, are no use to the user.
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 self._prepare(probe)
                 self._set_up_data(stage, limits)
-                self._run_loops(stage, probe)
+                self._run_loops(probe)
         except TrialOver as over:
             forget_frames(over)
         except BaseException as raised:  # noqa: BLE001, raised again once all ranks know of it
@@ -233,7 +231,7 @@ class TrialRunner:
     def _readings_of_ranks(
         self, mine: RankReading, error: BaseException | None, *, is_bound: bool
     ) -> list[RankReading]:
-        """Return the readings of all ranks, on every rank; raise an error of this rank. Collective."""
+        """Return the readings of all ranks. Raise `error`, which is this rank's, or an error of another. Collective."""
         readings: list[RankReading] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -247,12 +245,6 @@ class TrialRunner:
 
     def _stats(self) -> MemoryStats:
         return MemoryStats() if self._reader is None else self._reader.stats()
-
-    def _stages(self, stage: Stage) -> list[Stage]:
-        """Return the stages whose loops a trial runs."""
-        if not self._is_fitting:
-            return [stage]
-        return ["train", "val"] if self._validates else ["train"]
 
     def _prepare(self, probe: TrialProbe) -> None:
         """Set the Trainer up for a trial. The snapshot restores all changes."""
@@ -270,7 +262,6 @@ class TrialRunner:
         trainer.limit_train_batches = 1.0
         asked = trainer.limit_val_batches
         trainer.limit_val_batches = min(_EVAL_BATCHES, asked) if type(asked) is int else _EVAL_BATCHES
-        trainer.limit_test_batches = trainer.limit_predict_batches = _EVAL_BATCHES
         trainer.num_sanity_val_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if self._validates else 0
         trainer.should_stop = False
         trainer.fit_loop.max_epochs = -1
@@ -283,10 +274,10 @@ class TrialRunner:
             hook()
 
     def _set_up_data(self, stage: Stage, limits: SizeLimits) -> None:
-        """Create the loaders, on all ranks together; again with a smaller size if there are fewer samples."""
+        """Create the loaders, on all ranks together. If there are too few samples, do so again with a smaller size."""
         asked = self.sizes[stage]
         for _ in range(2):
-            for other in self._stages(stage):
+            for other in self._stages:
                 self._load(other)
             loaders = prepared_loaders(loop_of(self.trainer, stage))
             reported = batch_size_of(loaders[0]) if loaders else None
@@ -298,7 +289,7 @@ class TrialRunner:
             if admitted in {0, self.sizes[stage]}:
                 break
             self.sizes[stage] = admitted
-        for other in self._stages(stage):
+        for other in self._stages:
             self._take_largest(other)
 
     def _load(self, stage: Stage) -> None:
@@ -307,11 +298,11 @@ class TrialRunner:
             self._batch_sizes.set(stage, size)
             if stage == "train":
                 self._batch_sizes.write("train", size)
-        if self._is_fitting:  # more micro-batches take no more memory
-            train = self.sizes.get("train")
-            trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
+        # More micro-batches than two take no more memory.
+        train = self.sizes.get("train")
+        trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
         forget_loaders(loop)
-        setattr(trainer, {"train": "training", "val": "validating"}.get(stage, f"{stage}ing"), True)
+        setattr(trainer, "training" if stage == "train" else "validating", True)
         # Otherwise it would request the validation loader, or complain about the check interval.
         limit, interval = trainer.limit_val_batches, trainer.val_check_interval
         if stage == "train":
@@ -320,30 +311,26 @@ class TrialRunner:
         trainer.limit_val_batches, trainer.val_check_interval = limit, interval
 
     def _take_largest(self, stage: Stage) -> None:
-        """Make each loader of a stage yield its batch that takes the most memory, on every rank."""
-        position, worst_case = itertools.count(), self._settings.worst_case
+        """Replace a stage's loaders by copies whose batches hold the largest samples of this rank's share."""
+        position = itertools.count()
 
         def change(loader: Any) -> Any:
             key = stage, next(position)
             if key not in self.sample_sizes:
-                self.sample_sizes[key] = known_sizes(loader, worst_case)
-            return worst_first(loader, worst_case, self.sample_sizes[key])
+                self.sample_sizes[key] = known_sizes(loader)
+            return worst_first(loader, self.sample_sizes[key])
 
         loop = loop_of(self.trainer, stage)
         replace_loaders(loop, change)
         loop.setup_data = lambda: None  # an evaluation would ask for its loaders again
 
-    def _run_loops(self, stage: Stage, probe: TrialProbe) -> None:
-        """Run until the probe has measured enough."""
+    def _run_loops(self, probe: TrialProbe) -> None:
+        """Run the sanity check and the fit loop until the probe ends them."""
         trainer = self.trainer
         if trainer.world_size > 1:
             without_collectives(trainer)
-        probe.begin("train" if self._is_fitting else stage)
+        probe.begin("train")
         with refused_collectives(_refusal):
-            if not self._is_fitting:
-                probe.eval_batches = batches_in_evaluation(loop_of(trainer, stage))
-                loop_of(trainer, stage).run()
-                return
             trainer.training = True
             if self._validates:
                 n_batches = min(STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches)
@@ -354,7 +341,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Note the size that batches really had: for a stream with smaller batches, larger sizes change nothing."""
+        """Limit the size to that of the batches, if all loaders read streams and gave smaller batches than asked."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
@@ -387,7 +374,7 @@ def _refusal(name: str) -> CollectiveInTrialError:
 
 
 class _QuietLogger(DummyLogger):
-    """Accepts everything and writes nothing; callbacks that ask for its directory get a temporary one."""
+    """A logger that writes nothing. Its directory is a temporary one."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
@@ -395,7 +382,7 @@ class _QuietLogger(DummyLogger):
 
     @property
     def save_dir(self) -> str:
-        """The temporary directory."""
+        """The temporary directory, for callbacks that write there."""
         return self._root
 
     log_dir = save_dir

@@ -190,11 +190,11 @@ def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
     length = trainer.num_training_batches
     if n_samples_of(loader) is None or length >= len(loader):
         return loader
-    sizes = known_sizes(loader, None)
+    sizes = known_sizes(loader)
     if sizes is None or not sizes.vary:
         return loader
     observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
-    return _LargestLast(loader, worst_first(loader, None, sizes), length)
+    return _LargestLast(loader, worst_first(loader, sizes), length)
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:

@@ -14,9 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
+from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, default_callbacks
 from lightning_memtools.batch_size.trainer.trial_probe import TrialProbe
-from tests.lightning_models import assert_same_bits, trainer
+from tests.lightning_models import assert_same_bits
 from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, everything_of, fit
 
 
@@ -168,21 +168,20 @@ def test_watching_callbacks_report_nothing_of_trials(tmp_path, capsys):
 
 
 def test_peaks_of_trials_are_not_counted_in_the_run(tmp_path):
-    tuner = Tuner(init_val=50, max_trials=4, margin=0.5, stages=("val",))
-    with VirtualDevice("64MiB"):
-        trainer(tmp_path, MemoryMonitor(), tuner, logger=CSVLogger(tmp_path)).validate(Constant(), verbose=False)
+    tuner = Tuner(init_val=50, max_trials=4, margin=0.5, stages=("train",))
+    fit(tmp_path, tuner, Constant(), MemoryMonitor(every_n_steps=1), logger=CSVLogger(tmp_path), capacity="64MiB")
     over = [trial.tightest.peak for trial in tuner.result.trials if not trial.fits]
-    peaks = [float(row["memory/val/peak_reserved_gib"] or 0) for row in logged(tmp_path, "val")]
+    peaks = [float(row["memory/train/peak_reserved_gib"] or 0) for row in logged(tmp_path)]
     assert 0 < max(peaks) * 2**30 < min(over)
 
 
-def logged(folder, stage="train"):
+def logged(folder):
     """Returns the logged rows without times and without the host's memory."""
     with next(folder.rglob("metrics.csv")).open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         for name in [name for name in row if name.startswith(("time/", "memory/host", "memory/cache/ms"))]:
             del row[name]
-    assert any(row[f"memory/{stage}/peak_reserved_gib"] for row in rows)
+    assert any(row["memory/train/peak_reserved_gib"] for row in rows)
     assert any(row["memory/ooms"] for row in rows)
     return rows
