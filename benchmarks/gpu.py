@@ -311,10 +311,9 @@ class StepClock(L.Callback):
     def __init__(self) -> None:
         self.began = self.step_ms = 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begins."""
-        del trainer, module, batch
-        if batch_idx == 22:
+        if trainer.global_step == 22:
             torch.cuda.synchronize()
             self.began = time.perf_counter()
 
@@ -355,16 +354,10 @@ def costs() -> dict[str, Any]:
     return found
 
 
-# --- the batch size that a search finds
-
-
-SEARCHED = ("dropout", "batchnorm", "checkpointing", "attention", "workspace", "many weights")
-
-
 def searches() -> dict[str, Any]:
     """The batch sizes that BatchSizeTuner finds in a part of the device, and how 50 steps with them end."""
     found: dict[str, Any] = {}
-    for name in SEARCHED:
+    for name in ("dropout", "batchnorm", "checkpointing", "attention", "workspace", "many weights"):
         for gib in (2, 4):
             torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
             model, tuner, outcome = MODELS[name](), BatchSizeTuner(stages=("train",)), "fits"
