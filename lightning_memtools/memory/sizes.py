@@ -34,7 +34,7 @@ _LETTERS = {"K", "M", "G", "T"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 # For GPUs whose driver's figure is not known. Of the known figures, the smallest share of the marketing size is 0.977
-# without error correction in the memory itself, and 0.911 with it: tests/memory/test_capacity.py keeps the estimates
+# without error correction in the memory itself, and 0.911 with it: tests/memory/test_sizes.py keeps the estimates
 # below them all.
 _USABLE_SHARE = 0.95
 _USABLE_SHARE_WITH_INLINE_ECC = 0.91

@@ -27,7 +27,6 @@ from lightning_memtools._lightning import (
     watch_updates,
 )
 from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.simulation.step_trainer import (
     EndlessLoader,
@@ -355,13 +354,10 @@ def _has_loss(out: Any) -> bool:
 def _refuse_lbfgs(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
-    history = 2 * optimizer.param_groups[0]["history_size"]
-    vector_bytes = sum(parameter.nbytes for parameter in optimizer.param_groups[0]["params"])
+    n_vectors = 2 * optimizer.param_groups[0]["history_size"] + 4
     raise ValueError(
-        "LBFGS is not estimated: its values decide how often it computes the loss. Its history grows to "
-        f"{history} vectors, each as large as all its parameters (history_size={history // 2}): "
-        f"{format_size(history * vector_bytes)}. Estimate the step with "
-        "torch.optim.SGD, and add that and four vectors more."
+        "LBFGS is not estimated: its values decide how often it computes the loss. Estimate the step with "
+        f"torch.optim.SGD, and add {n_vectors} vectors, each as large as all its parameters."
     )
 
 

@@ -98,10 +98,6 @@ class LeakDetector:
         if n_growths < self._next_look:
             return []
         self._next_look += self._next_look
-        return self._piles(survivors)
-
-    def _piles(self, survivors: list[LivingTensor]) -> list[Holding]:
-        """Return the places where tensors piled up since growth began."""
         newest = [one for one in survivors if one.born == self._census.number]
         piles = HolderSearch(survivors, self._find_names()).piles(newest, self._is_growing)
         holdings = [

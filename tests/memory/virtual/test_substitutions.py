@@ -50,3 +50,23 @@ def test_optimizers_use_foreach_and_keep_step_counts_on_the_host() -> None:
         assert composition["optimizer"] == 5 * 2 * p
         # All denominators at once: sqrt(v) of all five parameters.
         assert extra == 5 * p
+
+
+def types_of_results(device_type):
+    source = torch.randn(4, 8)
+    with torch.autocast(device_type, dtype=torch.float16):
+        product = functional.linear(source, torch.randn(8, 8))
+        return product.dtype, functional.layer_norm(product, [8]).dtype, product.softmax(-1).dtype, product.pow(2).dtype
+
+
+def test_results_have_the_types_that_they_have_on_cuda():
+    before, on_cpu = torch.autocast.__init__, types_of_results("cpu")
+    with VirtualDevice(cuda_like=True) as device:
+        for device_type in ("cpu", "cuda"):
+            assert types_of_results(device_type) == (torch.float16, torch.float32, torch.float32, torch.float32)
+        with device.suspended():
+            assert types_of_results("cpu") == on_cpu
+    with VirtualDevice():
+        assert types_of_results("cpu") == on_cpu
+    assert types_of_results("cpu") == on_cpu != (torch.float16, torch.float32, torch.float32, torch.float32)
+    assert torch.autocast.__init__ is before
