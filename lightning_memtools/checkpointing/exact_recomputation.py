@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -174,32 +173,6 @@ class _RunLog:
             )
 
 
-class _LaterRun:
-    """The context of a range's later runs. It keeps running statistics, and gives the random numbers of the first run.
-
-    It can be entered many times, since each backward pass through a range runs it again.
-
-    Args:
-        norms: The range's layers that update running statistics.
-        states: The states, before the first run, of the streams that torch's checkpoint does not restore.
-    """
-
-    def __init__(self, norms: Sequence[nn.Module], states: Sequence[tuple[Stream, Any]]) -> None:
-        self._norms, self._states = norms, states
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        stack.enter_context(statistics_untouched([module for module in self._norms if updates_statistics(module)]))
-        stack.enter_context(streams_set_to(self._states))
-        self._entered.append(stack)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
-
-
 def recomputed(
     run: Run, names: Sequence[str], norms: Sequence[nn.Module], streams: DrawnStreams, given: tuple[Any, Any]
 ) -> Any:
@@ -224,14 +197,12 @@ def recomputed(
     first = [given]
 
     def run_flat(*different: Any) -> Any:
-        args, kwargs = first.pop() if first else tree_unflatten([different[at] for at in places], structure)
         log.begin()
-        return run(log.note_output, args, kwargs)
+        if first:
+            return run(log.note_output, *first.pop())
+        args, kwargs = tree_unflatten([different[at] for at in places], structure)
+        # A later run leaves running statistics as they are, and draws the random numbers of the first one.
+        with statistics_untouched([module for module in norms if updates_statistics(module)]), streams_set_to(states):
+            return run(log.note_output, args, kwargs)
 
-    return checkpoint(
-        run_flat,
-        *different.values(),
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=lambda: (nullcontext(), _LaterRun(norms, states)),
-    )
+    return checkpoint(run_flat, *different.values(), use_reentrant=False, preserve_rng_state=True)

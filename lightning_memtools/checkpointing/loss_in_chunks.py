@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.loss_head import possible_heads
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep, tracing
@@ -42,8 +41,8 @@ class LossInChunks:
         return f"the logits ({rows:,} x {classes:,}) take {format_size(n_bytes)} for each copy"
 
 
-def loss_in_chunks(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> LossInChunks | None:
-    """Trace the step under a plan with its loss in chunks; return None if no loss can be in chunks.
+def loss_in_chunks(step: TracedStep) -> LossInChunks | None:
+    """Trace the step with its loss in chunks; return None if no loss can be in chunks.
 
     The logits must come from a linear layer with at least 1,024 outputs, and reach cross-entropy by nothing but changes
     of dtype or shape and elementwise operations.
@@ -54,7 +53,7 @@ def loss_in_chunks(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> LossInC
     names = possible_heads(step.model)
     if not names:
         return None
-    with tracing(step) as trace, AppliedPlan(trace.model, plans, heads=names) as applied:
+    with tracing(step) as trace, AppliedPlan(trace.model, (), heads=names) as applied:
         trace.run()
         found = {name: head for name, head in applied.heads.items() if head.n_losses}
         if not found:
