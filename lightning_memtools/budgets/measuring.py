@@ -29,8 +29,9 @@ from lightning_memtools.memory.allocator import Block, cublas_workspace_bytes, r
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.history_owners import OwnerNotes
-from lightning_memtools.memory.peak_holders import held_by
+from lightning_memtools.memory.peak_holders import PeakHolder, held_by
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
+from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import DeviceListener
@@ -158,19 +159,9 @@ class _OnVirtualDevice:
         self._device.composition()
 
     def peak(self) -> PeakMemory:
-        stats, event = self._device.stats(), self._recorder.peak
-        holders = holders_at(self._recorder, event, "")
-        return PeakMemory(
-            allocated=stats.peak_allocated or 0,
-            reserved=stats.peak_reserved or 0,
-            engine="simulation",
-            torch=torch.__version__.partition("+")[0],
-            gpu=self._gpu,
-            peak_at=str(place_at(self._recorder, event, "")),
-            categories=held_by(holders, "category"),
-            modules=held_by(holders, "module"),
-            lines=held_by(holders, "line"),
-        )
+        event = self._recorder.peak
+        holders, peak_at = holders_at(self._recorder, event, ""), str(place_at(self._recorder, event, ""))
+        return _peak_memory("simulation", self._gpu, self._device.stats(), peak_at, holders)
 
 
 class _Phases(DeviceListener):
@@ -242,19 +233,22 @@ class _OnCuda:
         (entries,) = self._snapshot["device_traces"]
         end = entries[-1]["time_us"] + 1 if entries else 0
         trace = trace_until(self._snapshot, config_of(self._snapshot), capacity=None, used_by_others=0, until=end)
-        stats = replay(trace).stats
-        holders = self._owners.holders(entries).get(_STAGE, ())
-        return PeakMemory(
-            allocated=stats.peak_allocated or 0,
-            reserved=stats.peak_reserved or 0,
-            engine="cuda",
-            torch=torch.__version__.partition("+")[0],
-            gpu=self._gpu,
-            peak_at=self._owners.moment(entries, _STAGE),
-            categories=held_by(holders, "category"),
-            modules=held_by(holders, "module"),
-            lines=held_by(holders, "line"),
-        )
+        holders, peak_at = self._owners.holders(entries).get(_STAGE, ()), self._owners.moment(entries, _STAGE)
+        return _peak_memory("cuda", self._gpu, replay(trace).stats, peak_at, holders)
+
+
+def _peak_memory(engine: str, gpu: str, stats: MemoryStats, peak_at: str, holders: Sequence[PeakHolder]) -> PeakMemory:
+    return PeakMemory(
+        allocated=stats.peak_allocated or 0,
+        reserved=stats.peak_reserved or 0,
+        engine=engine,
+        torch=torch.__version__.partition("+")[0],
+        gpu=gpu,
+        peak_at=peak_at,
+        categories=held_by(holders, "category"),
+        modules=held_by(holders, "module"),
+        lines=held_by(holders, "line"),
+    )
 
 
 def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
