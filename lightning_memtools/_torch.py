@@ -147,7 +147,7 @@ _POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
 
 
 def iterates_power(module: nn.Module) -> bool:
-    """Return whether a forward pass in training advances a power iteration, so that a second one has another weight.
+    """Return whether a forward pass in training advances a power iteration, so that a second pass has another weight.
 
     Hooks can be added in public, but not listed, and the parametrization's class is private.
     """
@@ -193,7 +193,7 @@ StorageWeakRef = reductions.StorageWeakRef  # says whether a storage is gone, wh
 
 
 def tensor_without_memory(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of a subclass that has a shape and no memory; the public classes with one are of other kinds."""
+    """Return a tensor of a subclass that has a shape but no memory; nothing public makes one of a class of ours."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
@@ -335,7 +335,7 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Return whether all values of a tensor lie in its own strided memory, so that a copy of that is a copy of it."""
+    """Return whether all values of a tensor lie in its own strided memory, so that copying this copies the tensor."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_readable_values(tensor):
         return False
     # A class with a dispatch of its own may keep its values anywhere.

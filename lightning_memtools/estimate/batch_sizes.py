@@ -1,4 +1,4 @@
-"""Batches of other sizes: making one without values, and finding the largest that fits in few trials."""
+"""Makes batches of other sizes without values, and finds the largest batch that fits in few trials."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def estimate_memory(
     the batch and the optimizer are left exactly as they were.
 
     A step is: forward, old gradients set to None, backward, clipping, the optimizer's step; as Lightning's Trainer runs
-    it. So from the second step on the gradients of the last one are there during forward. A Trainer's callbacks are
+    it. So from the second step on the gradients of the step before are there during forward. A Trainer's callbacks are
     left out. One rank of DDP or FSDP is what a dry run of the script shows (docs/dry-run.md).
 
     Args:

@@ -1,4 +1,4 @@
-"""A warn-once flag: tells the first call with a key from later ones."""
+"""A warn-once flag: returns whether a call with a key is the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of the user's own code in a traceback or on the stack, told from those of libraries."""
+"""Finds the lines of the user's own code, not those of libraries, in a traceback or on the stack."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class KnownValues:
     """The known values of tensors, by their storages: all views of a storage share them.
 
     Attributes:
-        assumed: What was assumed where a step read a value that is not known, with the line, each once.
+        assumed: The assumptions about values that a step has read and that are not known, each with its line, once.
     """
 
     def __init__(self) -> None:

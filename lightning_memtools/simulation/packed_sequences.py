@@ -41,7 +41,7 @@ class _PackedSequences(torch.autograd.Function):
 
 
 def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield each run of time steps with equally many sequences: its first step, the step after it, and the number."""
+    """Yield first step, end and number of sequences of each run of time steps with equally many sequences."""
     first = 0
     for size, run in groupby(sizes):
         last = first + len(list(run))

@@ -211,7 +211,7 @@ class StepRunner:
             self.trainer.fit_loop.epoch_loop.on_advance_end(self._fetcher)
 
     def advance(self, index: int | None) -> None:
-        """Run one training batch, without what follows it: validation and counters of steps."""
+        """Run one training batch, without the validation and the counting of steps that follow it."""
         loop = self.trainer.fit_loop.epoch_loop
         if index is not None:
             loop.batch_progress.current.ready = loop.batch_progress.current.completed = index
@@ -305,7 +305,7 @@ class PlainModule(LightningModule):
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule; raise if it is one of the package that is not in use."""
+    """Return whether this is a LightningModule; raise if it is that of the other package, such as pytorch_lightning."""
     refuse_other_package(model)
     return isinstance(model, LightningModule)
 

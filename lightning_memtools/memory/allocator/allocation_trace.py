@@ -44,7 +44,7 @@ class AllocationTrace:
     Attributes:
         config: The settings of the allocator that was recorded.
         capacity: The capacity of its device in bytes; None for no limit.
-        used_by_others: The memory that others held of the device, in bytes.
+        used_by_others: The memory of the device that others held, in bytes.
         contexts: The pairs of stream and label that allocations had, in the order in which they came up.
     """
 

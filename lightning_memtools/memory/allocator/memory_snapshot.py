@@ -195,7 +195,7 @@ def failed_request(
         snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.
         config: The allocator's settings.
         capacity: The memory of the device in bytes; None for no limit.
-        used_by_others: The bytes of it that others than the allocator held.
+        used_by_others: The bytes of the device that others than the allocator held.
         device: The device's index.
     """
     entries = snapshot["device_traces"][device]

@@ -25,7 +25,7 @@ _MOST_NODES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """All that was found on a device beside what the model and its optimizers own. Sizes in bytes.
+    """The memory that was found on a device beside that of the model and its optimizers. Sizes in bytes.
 
     Attributes:
         found: The holdings: those of the user's objects, then those of this package's, each largest first.

@@ -18,8 +18,8 @@ class LeakDetector:
     """Reports tensors that pile up in `warn_after` readings in a row. These rules keep it silent in healthy runs.
 
     * What the model and its optimizers own does not count, whenever it is allocated.
-    * Tensors count if some from each of these intervals are still there, in the same place. So nothing that is replaced
-      is reported, whatever its size: the last batch, the last outputs, running means.
+    * Tensors count if one container still holds some from each of these intervals. So nothing that is replaced is
+      reported, whatever its size: the last batch, the last outputs, running means.
     * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
       of the growth: sizes that vary by chance sometimes rise three times in a row too.
     * What no Python object holds does not count: there is no holder to name, and nothing to advise.
@@ -30,7 +30,7 @@ class LeakDetector:
         on_device: Tells which tensors count.
         warn_after: The number of readings in a row.
         find_names: Returns the names of known objects by identity; called when a holder has to be found.
-        may_wait: Returns whether growth by so many bytes in each reading can wait for the next one.
+        may_wait: Returns whether growth by this many bytes per reading may be reported later.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LeakDetector:
         """Take one reading of the memory. Call it at the same point of every epoch; the first is the baseline.
 
         Args:
-            unaccounted_bytes: The allocated memory without what is owned.
+            unaccounted_bytes: The allocated memory that neither the model nor its optimizers own.
             owned: The memory that the model and its optimizers own.
             collect: Collects garbage and returns the unaccounted bytes; it is called before anything is reported.
 

@@ -1,4 +1,4 @@
-"""The warning that reports what piles up."""
+"""The warning about tensors that pile up."""
 
 from __future__ import annotations
 
