@@ -504,14 +504,6 @@ def is_compiled_by_lightning(module: LightningModule) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None
 
 
-def state_key_of(callback: Callback, **arguments: Any) -> str:
-    """Return a key for the callback's state in checkpoints, which differs between different arguments.
-
-    Lightning offers this to callbacks under a private name only.
-    """
-    return callback._generate_state_key(**arguments)
-
-
 @dataclass(frozen=True, slots=True)
 class StepClosure:
     """The parts of the closure that Lightning runs for each training batch.

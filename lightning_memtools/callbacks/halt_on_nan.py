@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import state_key_of
 from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.memory.error_frames import in_one_line
@@ -89,15 +88,9 @@ class HaltOnNaN(WatchingCallback):
         self.max_skips, self.amp_patience = max_skips, amp_patience
         self.save_last_good, self.explain, self.save_step = save_last_good, explain, save_step
         self.directory = directory
-        self._state_key = state_key_of(self, **vars(self))
         self.reports_to = fixed_directory(directory)
         self._run: HaltRun | None = None
         self.watch: ReadingWatch | None = None
-
-    @property
-    def state_key(self) -> str:
-        """Two instances with different arguments have different keys. Lightning asks for it before each hook."""
-        return self._state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that hide the gradients; connect to the other ranks and find the directory for reports."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import callbacks_of, state_key_of
+from lightning_memtools._lightning import callbacks_of
 from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.callbacks.spikes_run import SpikesRun
@@ -89,17 +89,11 @@ class LossSpikes(WatchingCallback):
         self.action, self.max_actions, self.every_n_steps = action, max_actions, every_n_steps
         self.window, self.warm_up, self.sensitivity, self.least_ratio = window, warm_up, sensitivity, least_ratio
         self.directory = directory
-        self._state_key = state_key_of(self, **vars(self))
         self.reports_to = fixed_directory(directory)
         self._run: SpikesRun | None = None
         self._halt: HaltOnNaN | None = None
         self._own: HaltOnNaN | None = None
         self.spikes: list[LossSpike] = []
-
-    @property
-    def state_key(self) -> str:
-        """Two instances with different arguments have different keys."""
-        return self._state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Subscribe to the losses and gradient norms that HaltOnNaN reads."""
