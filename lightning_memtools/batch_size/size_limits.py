@@ -118,7 +118,7 @@ class TunerSettings:
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
-        """Return the bytes that all processes may reserve, or None, and the bytes that tensors must leave free.
+        """Return the bytes that all processes may reserve (None without a capacity), and those that tensors must spare.
 
         Memory is reserved in segments. A margin smaller than a segment is therefore left free within reserved memory.
         """

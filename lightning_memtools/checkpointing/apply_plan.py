@@ -190,7 +190,7 @@ class _PlannedForward:
 def _plain_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's `__dict__` without the plan, so that copies and pickles are of the plain module.
 
-    pickle, torch.save, copy.copy and copy.deepcopy all ask the object, not its class, for it.
+    pickle, torch.save, copy.copy and copy.deepcopy all call `__getstate__` of the object, not of its class.
     """
     state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
     return {key: value for key, value in state.items() if key not in {"forward", "__getstate__"}}

@@ -60,7 +60,7 @@ class DeferredHead:
             the norm. Warn if it is more, and if anything reads the output.
 
     Attributes:
-        n_losses: The number of calls of cross-entropy.
+        n_losses: The number of calls of cross-entropy with the output.
         read_by: The function that read the output, and its line; "" if none did.
         chunk_rows: The number of rows per chunk.
         is_off: True if the layer runs as usual.

@@ -43,10 +43,10 @@ class Unit:
         may_start: True if a recomputed range may begin with it, because nothing overwrites its input.
         operations: The operations of its forward pass.
         again: Its operations up to the last tensor that it keeps, where recomputation stops. None if it keeps nothing.
-        forward_bytes: The peak of its forward pass, above what was allocated when it began.
-        forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
-        backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
-        backward_need: The same as `backward_base`, at the peak of its backward pass; 0 if no gradient passes through.
+        forward_bytes: The peak of its forward pass, above the bytes allocated when it began.
+        forward_base: The bytes allocated when its forward pass begins, besides its input and what earlier units keep.
+        backward_base: The bytes allocated when its backward pass begins, besides what it and earlier units keep.
+        backward_need: The same bytes at the peak of its backward pass; 0 if no gradient passes through it.
         shared: For each tensor that this unit and later units keep: the last of these units, the bytes, whether it is
             this unit's input, and whether it is its output and the next unit keeps it.
     """
@@ -168,7 +168,7 @@ class _Recorder:
             self._enter_backward(self.records[-1])
 
     def leave_backward(self) -> None:
-        """Note that the backward pass of a unit is over."""
+        """Store the peak of the unit whose backward pass is over."""
         peak = self._trace.peak_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
