@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_memtools._torch import StatisticsNorm
 from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
-from lightning_memtools.checkpointing.exact_recomputation import DrawnStreams, recomputed, updates_statistics
+from lightning_memtools.checkpointing.exact_recomputation import own_streams, recomputed, updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import WithoutCaches, holds_cache, modules_with_caches
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.checkpointing.repetition_proof import (
@@ -125,7 +125,7 @@ class _PlannedForward:
         self._module, self._plan, self._layers = module, plan, tuple(layers)
         self._trained = module.training
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
-        self._streams = DrawnStreams(part for layer in layers for part in layer.modules())
+        self._streams = own_streams(part for layer in layers for part in layer.modules())
         self._differing, self._prove = differing, prove
         self._repeats: dict[Range, bool] = {}
 

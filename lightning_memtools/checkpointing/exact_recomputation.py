@@ -86,22 +86,18 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
                 setattr(module, name, tensor)
 
 
-class DrawnStreams:
-    """The random streams that layers may draw from, besides torch's default generators.
+def own_streams(modules: Iterable[nn.Module]) -> list[Stream]:
+    """Return the random generators that layers hold themselves or name in their forward.
 
-    Args:
-        modules: The layers. Generators are found in their attributes, in lists and dictionaries that are attributes,
-            and among the variables that their forward names. A generator that a layer makes later is not found.
+    They are found in attributes, in lists and dictionaries that are attributes, and among the variables that the
+    forward names. A generator that a layer makes later is not found.
     """
+    return list({id(one): one for one in _values_of(modules) if generator_state(one) is not None}.values())
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {id(one): one for one in _values_of(modules) if generator_state(one) is not None}
-        self._own = list(found.values())
 
-    def now(self) -> list[tuple[Stream, Any]]:
-        """Return every stream with its present state."""
-        streams = [*_global_streams(), *self._own]
-        return [(stream, generator_state(stream)) for stream in streams]
+def stream_states(own: Sequence[Stream]) -> list[tuple[Stream, Any]]:
+    """Return the random streams of Python, of NumPy and of the layers' `own` generators, each with its state."""
+    return [(stream, generator_state(stream)) for stream in (*_global_streams(), *own)]
 
 
 @contextmanager
@@ -174,7 +170,7 @@ class _RunLog:
 
 
 def recomputed(
-    run: Run, names: Sequence[str], norms: Sequence[nn.Module], streams: DrawnStreams, given: tuple[Any, Any]
+    run: Run, names: Sequence[str], norms: Sequence[nn.Module], streams: Sequence[Stream], given: tuple[Any, Any]
 ) -> Any:
     """Run layers without keeping their activations, and return their output. They run again in backward.
 
@@ -182,11 +178,11 @@ def recomputed(
         run: A function that runs the layers one after the other.
         names: The qualified names of the layers.
         norms: The modules in the layers that update running statistics.
-        streams: The random streams that the layers may draw from.
+        streams: The random generators that the layers hold or name themselves.
         given: The arguments of the first layer, by position and by name.
     """
     log = _RunLog(names)
-    states = streams.now()
+    states = stream_states(streams)
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
     flat, structure = tree_flatten(given)
     # Each once: attention that is given one tensor as query, key and value does something else with three equal ones.

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import nn
@@ -118,8 +119,6 @@ class StepPlanner:
         self._step = step
         self._measured: dict[tuple[Any, ...], StepUnits] = {}
         self._costs: dict[tuple[str, ...], dict[_Chains, StepCost]] = {}
-        self._in_chunks: LossInChunks | None = None
-        self._looked_for_head = False
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
         """Return the plan for these options; see `plan_checkpoints`.
@@ -138,7 +137,7 @@ class StepPlanner:
                 f"memory_budget is a peak of {format_size(options.budget_bytes)}, and under FSDP 2 a plan does not "
                 "know what else a rank holds: give a share of the activations, such as memory_budget=0.5."
             )
-        loss = self.step_in_chunks() if options.loss_head == "auto" else None
+        loss = self.in_chunks if options.loss_head == "auto" else None
         # Where a budget needs no change at all, the loss stays as it is.
         serves = loss is not None and loss.saves(_LEAST_SAVING) and not options.fits(loss.plain)
         plan = self._best(options, loss if serves else None, nearest=nearest)
@@ -156,14 +155,13 @@ class StepPlanner:
         notes += [_SHARDED] if is_sharded and plan.chains else []
         return replace(plan, notes=tuple(notes))
 
-    def step_in_chunks(self) -> LossInChunks | None:
-        """Trace the step with its loss in chunks, once; return None if it has no cross-entropy of a linear layer."""
-        if not self._looked_for_head:
-            self._looked_for_head = True
-            # The user's step may do anything with logits that are not there; what is wrong with it is found later.
-            with suppress(Exception):
-                self._in_chunks = loss_in_chunks(self._step)
-        return self._in_chunks
+    @cached_property
+    def in_chunks(self) -> LossInChunks | None:
+        """The step with its loss in chunks; None if it has no cross-entropy of a linear layer."""
+        # The user's step may do anything with logits that are not there; what is wrong with it is found later.
+        with suppress(Exception):
+            return loss_in_chunks(self._step)
+        return None
 
     def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
         """Return the best plan for these options, with the loss in chunks if `loss` is given."""

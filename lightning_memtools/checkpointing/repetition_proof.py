@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_memtools._torch import FakeTensor, has_readable_values, tree_flatten, tree_unflatten
 from lightning_memtools.checkpointing.exact_recomputation import (
-    DrawnStreams,
     Run,
+    Stream,
     statistics_untouched,
+    stream_states,
     streams_set_to,
 )
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -29,7 +30,7 @@ class RecomputationDiffersWarning(DegradedWarning):
 
 
 def layer_that_differs(
-    run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
+    run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
     """Run layers twice, and return the index of the first that gives other values, with the evidence, or None.
 
@@ -61,7 +62,7 @@ def holds_fake_tensors(value: Any) -> bool:
 
 
 def _fingerprints_of(
-    run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
+    run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
     """Run layers, and return the tensors that they return or keep for backward, and the buffers that they change.
 
@@ -85,7 +86,7 @@ def _fingerprints_of(
         statistics_untouched(norms),
         _buffers_restored(layers, norms) as changed,
         random_streams_restored(),
-        streams_set_to(streams.now()),
+        streams_set_to(stream_states(streams)),
         _autocast_cache_off(),
         # Nothing is kept: packing gives None, and no gradient is taken.
         torch.autograd.graph.saved_tensors_hooks(note_kept, lambda none: none),

@@ -125,7 +125,7 @@ def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) ->
 
 def chunked_loss(trials: StepTrials) -> list[Action]:
     """Suggest to compute a language model's loss in chunks, so that its logits never exist as a whole."""
-    chunked = trials.planner.step_in_chunks()
+    chunked = trials.planner.in_chunks
     if chunked is None or not chunked.names:
         return []
     peak = chunked.cost.peak_bytes
