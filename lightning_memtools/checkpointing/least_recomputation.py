@@ -19,6 +19,7 @@ from lightning_memtools.checkpointing.step_units import StepUnits, Unit
 _SLOTS = 2000
 _RANGE = 1e-4  # the time of the host for one more range, as a part of the operations of the forward pass
 _INFINITE = float("inf")
+_MOST_PLACES = 100  # in a Sequential where ranges begin and end
 _MOST_OF_FORWARD = 0.5  # of the operations: running more than this again as a whole gains little
 
 Span = tuple[int, int]
@@ -61,9 +62,10 @@ class StepParts:
             parts.left_out.update({name: known[at] for at, name in names.items() if at in known})
             parts.rows.append(list(_rows(step, index, chain, {*chain.outside, *changed})))
             for row in parts.rows[-1]:
-                for (at, (start, _)), (last, (_, stop)) in itertools.combinations_with_replacement(row, 2):
+                begins, ends = _thinned(row, step.units)
+                for (at, start), (last, stop) in itertools.product(begins, ends):
                     is_large = chain.is_module and work[stop] - work[start] > _MOST_OF_FORWARD * work[-1]
-                    if chain.forced or not is_large:
+                    if last >= at and (chain.forced or not is_large):
                         parts.spans.setdefault((start, stop), (index, Range(at, last + 1)))
                 if chain.forced and step.units[row[0][1][0]].may_start:
                     parts.forced.append(row[0][1])
@@ -110,6 +112,19 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
         row += [(at, (start, stop))] if may else []
     if row:
         yield row
+
+
+def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the (layer, unit) at which ranges may begin and end. If there are many, take those with small inputs."""
+    begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
+    if len(row) > _MOST_PLACES:
+        between = _boundaries(units)
+        size = math.ceil((len(row) - 1) / _MOST_PLACES)
+        groups = (range(first, min(first + size, len(row))) for first in range(1, len(row), size))
+        chosen = [min(group, key=lambda at: between[begins[at][1]]) for group in groups]
+        ends = [ends[at] for at in (*(at - 1 for at in chosen), len(row) - 1)]
+        begins = [begins[at] for at in (0, *chosen)]
+    return begins, ends
 
 
 class LeastRecomputation:
