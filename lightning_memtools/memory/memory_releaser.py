@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.leaks.leak_detector import LeakDetector
-from lightning_memtools.memory.leaks.leak_report import LeakReport
+from lightning_memtools.memory.leaks.leak_detector import LeakDetector, LeakReport
 from lightning_memtools.memory.leaks.tensor_census import blocks_to_walk
 from lightning_memtools.memory.owned import OnDevice, Owned, owned_by
 from lightning_memtools.memory.sizes import parse_size, to_gib
