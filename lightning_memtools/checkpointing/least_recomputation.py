@@ -7,6 +7,7 @@ either keeps its tensors, or begins a span of units that keeps only its input an
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
