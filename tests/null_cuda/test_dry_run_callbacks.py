@@ -85,7 +85,7 @@ def test_the_sizes_that_the_tuner_finds_fill_the_device_and_no_more(everything):
     rows = list(csv.DictReader(io.StringIO(metrics.read_text())))
     for stage in ("train", "val"):
         peaks = [float(one) for row in rows if (one := row[f"memory/{stage}/peak_reserved_gib"])]
-        assert 0.25 < peaks[-1] <= 0.5
+        assert 0.25 < max(peaks) <= 0.5
     (stage,) = (one for one in result.stages if one.stage == "train")
     assert 256 * MIB < stage.peak_reserved_bytes <= 512 * MIB
     # A step of the size that was found: those of the search have other sizes.
