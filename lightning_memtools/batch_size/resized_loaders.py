@@ -62,7 +62,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None if they are not indexed or the data set names the largest itself."""
+    """Return the sizes of a loader's samples; None if they have no index or the data set names the largest itself."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     return _measured(loader.dataset)

@@ -25,7 +25,7 @@ class SizeLimits:
     Attributes:
         max_val: The largest size allowed; None for no limit.
         multiple_of: Only multiples of this number are allowed.
-        per_rank: Samples per optimizer step and rank. Sizes must divide this number evenly; None to not require that.
+        per_rank: Samples per optimizer step and rank, which must be a multiple of the size; None for no such rule.
         n_samples: Samples per rank and epoch; None if unknown.
         min_batches: The fewest batches per epoch that the Trainer's settings need, such as `val_check_interval`.
         drop_last: True if the loader leaves out an incomplete last batch.

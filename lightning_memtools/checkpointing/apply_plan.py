@@ -109,7 +109,7 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """Replaces the forward of a Sequential or module, to recompute those ranges of layers that repeat their values.
+    """Replaces the forward of a Sequential or module, to recompute ranges of layers that give the same values again.
 
     Args:
         module: The Sequential or module.

@@ -26,7 +26,7 @@ class CheckpointPlan:
         plain: The memory and operations of the step without the plan; None if there is nothing to plan.
         planned: The memory and operations of the step with the plan.
         refused: The reason why nothing is recomputed; None if something is.
-        notes: Other effects of the plan, in words.
+        notes: Phrases that describe other effects of the plan.
         heads: The linear layers whose cross-entropy is computed in chunks.
         left_out: For each layer (by name) that may not be recomputed, the reason.
     """

@@ -65,10 +65,10 @@ class _Recipe:
         source: The input, in the shape of the logits but with features in the dimension of the classes.
         class_dim: The index of the dimension of the classes.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
-        head: The layer's forward, which notes if the logits are read or go into a loss.
+        head: The layer's replaced forward, which notes whether the logits are read or go into a loss.
         version: The version counter of the layer's weights.
         autocast: Whether autocast was on, and its dtype.
-        steps: The elementwise operations since the layer.
+        steps: The elementwise operations applied to the layer's output so far.
         parent: The recipe of the logits that these were computed from; None for the layer's output.
         change: The function that computed these logits from the parent's.
         real: The logits, once they had to be computed.
@@ -134,7 +134,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: The layer's forward, which notes if the output is read or goes into a loss.
+        head: The layer's replaced forward, which notes whether the output is read or goes into a loss.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

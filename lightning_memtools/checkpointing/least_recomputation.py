@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return where ranges may begin and where they may end, as (layer, unit); of many, those with small inputs."""
+    """Return where ranges may begin and may end, as (layer, unit). Of many places, keep those with small inputs."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)
@@ -171,7 +171,7 @@ class LeastRecomputation:
         ]
 
     def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
-        """Return the plans that keep the peak within a limit with the least recomputation; None if none do."""
+        """Return the plans with the least recomputation that keep the peak within a limit; None if none can."""
         left, at, held = min(int(limit_bytes / self._slot), _SLOTS), 0, True
         if left < 0 or self._table[0, 1, left] == _INFINITE:
             return None
@@ -184,7 +184,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield each choice at a unit, as (end of a recomputed span or None, memory slots, output held), and costs."""
+        """Yield each choice for a unit: (end of its recomputed span or None, memory slots, keeps output), and costs."""
         unit = self._units[at]
         size = 0 if held else self._between[at]
         if at not in self._forced:

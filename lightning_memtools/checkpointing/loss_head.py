@@ -115,7 +115,7 @@ class DeferredHead:
 
 
 def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return True if the loss and gradients in chunks match, up to rounding, those from all logits. Synchronizes."""
+    """Return True if loss and gradients in chunks match those from all logits, up to rounding. Waits for the device."""
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [

@@ -268,7 +268,7 @@ class _PlanSearch:
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan if it lowers the peak by the share `least_saving`; else one that recomputes nothing."""
+        """Return the plan for `chains`, or one without recomputation if it lowers the peak less than `least_saving`."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
@@ -304,7 +304,7 @@ class _PlanSearch:
         return best
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with the least recomputation whose traced peak fits; for `nearest` see `StepPlanner`."""
+        """Return the plan with the least recomputation whose traced peak fits. `nearest`: see `StepPlanner.plan`."""
         if self.start.peak_bytes <= limit:
             return self._plan(())
         aim = float(limit)

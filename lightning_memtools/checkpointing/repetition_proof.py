@@ -153,8 +153,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash that differs, for practical purposes, if any bit or the order of the elements differs.
 
     The hash is a sum modulo 2^64 of every 8 bytes times a fixed random odd number (multilinear hashing, Carter and
-    Wegman 1979). A single different element always changes it. `torch.hash_tensor` would not notice another order of
-    the elements, nor an even number of equal elements. The hash is 0 for tensors whose values cannot be read.
+    Wegman 1979). A single different element always changes it. `torch.hash_tensor` ignores the order, and is the same
+    for any even number of equal elements. The hash is 0 for tensors whose values cannot be read.
     """
     if not has_readable_values(tensor):
         return torch.zeros((), dtype=torch.int64)

@@ -80,7 +80,7 @@ class StepUnits:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
         spans: For each layer's first call, the index of its first unit and the index after its last.
-        changed: For each layer whose run changed an attribute or buffer, so that it must not run twice, which one.
+        changed: For each layer that must not run twice because it changes an attribute or buffer, text that names it.
     """
 
     units: tuple[Unit, ...]

@@ -135,7 +135,7 @@ class KnownValues:
         return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Repeat an operator, which has returned `out`, on known values, and note the values of its results."""
+        """Repeat on known values an operator's call that returned `out`, and note the values of its results."""
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
@@ -149,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Repeat a call, which has returned `out`, on known values, and note the values of its results."""
+        """Repeat on known values a call that returned `out`, and note the values of its results."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None
@@ -440,7 +440,7 @@ def _source(values: KnownValues, args: Any, _out: Tensor) -> Any:
 
 
 class Rule(NamedTuple):
-    """Tells for an operator or function how to run it without tensor values, or which values its result has.
+    """Defines how to run an operator or function without tensor values, or which values its result has.
 
     Attributes:
         answer: Returns the result of a call in place of the operator; NotImplemented if the call needs no values.
@@ -522,7 +522,7 @@ _UNDEFINED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty
 
 @cache
 def _kind_of(func: Any) -> tuple[bool, bool, tuple[tuple[int, str], ...]]:
-    """Return whether an operator makes views, whether its values cannot be known, and which arguments it writes to."""
+    """Return whether an operator makes views, whether its result is random or unset, and which arguments it writes."""
     if not isinstance(func, OpOverload):
         return False, True, ()
     schema = operator_schema(func)

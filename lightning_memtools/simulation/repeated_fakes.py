@@ -138,8 +138,8 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
         """Return the result of an operator on a scalar tensor whose value is known; None in any other case.
 
-        Optimizers count their steps in such tensors, one for each parameter. Otherwise these would often take more
-        time than the rest of the step.
+        Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
+        often take more time than the rest of the step.
         """
         if func is LIFT_FRESH:
             is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
@@ -232,7 +232,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Return a description to make a result again; None unless all its tensors are new and dense, or it is args[0]."""
+    """Describe a result so that it can be made again; None unless its tensors are new and dense, or it is args[0]."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)

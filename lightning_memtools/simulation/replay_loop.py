@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to the module, which must have had no Trainer, and have had its optimizers made here."""
+        """Undo the changes to a module that had no Trainer before, with optimizers from `configure_optimizers`."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():

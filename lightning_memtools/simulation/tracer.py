@@ -51,7 +51,7 @@ class StepRequest:
         trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: A memory size, or the name of the GPU whose kernels are simulated. Without a name, this is an A100.
+        capacity: A memory size, or the name of the GPU whose kernels are simulated. Otherwise this is an A100.
     """
 
     model: nn.Module

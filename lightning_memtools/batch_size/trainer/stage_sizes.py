@@ -72,12 +72,12 @@ class StageSizes:
             )
 
     def names_for(self, stage: Stage) -> list[str]:
-        """Return the names that begin with the stage's name; if there are none, those that begin with no stage."""
+        """Return the names that begin with the stage's name; if there are none, those without such a prefix."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
-        """Write a stage's size to its attributes and hyperparameters; with `for_loggers`, also to those to be logged.
+        """Write a stage's size to its attributes and hyperparameters; with `for_loggers`, also for what is logged.
 
         Raises:
             AttributeError: An attribute cannot be set, such as a property without a setter.

@@ -187,7 +187,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Release cached segments, and begin to measure training anew."""
+        """Release cached segments, and start the measurement of training again."""
         assert self._reader is not None
         self.end()
         self._has_released = True

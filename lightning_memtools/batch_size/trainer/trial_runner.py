@@ -61,7 +61,7 @@ _WATCHERS = {
 
 
 def takes_part(callback: Callback) -> bool:
-    """Return True if trials run a callback: all except Lightning's that only monitor, write files or stop training.
+    """Return True if trials run a callback. Lightning callbacks that only watch, write files or stop training do not.
 
     Any other callback can opt out of trials with a class attribute `takes_part_in_trials = False`.
     """
@@ -360,7 +360,7 @@ class TrialRunner:
 
 
 def _may_depend_on_size(error: BaseException | None) -> bool:
-    """Return True for an error that a smaller batch may avoid. A CUDA error is none: after it, no kernel can run."""
+    """Return True for an error that a smaller batch may avoid; not for a CUDA error, after which no kernel can run."""
     never = CollectiveInTrialError | CannotResizeError | torch.AcceleratorError
     return isinstance(error, Exception) and not isinstance(error, never)
 
