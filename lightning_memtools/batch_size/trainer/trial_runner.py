@@ -61,7 +61,7 @@ _WATCHERS = {
 
 
 def takes_part(callback: Callback) -> bool:
-    """Return True if a callback runs in trials. Lightning callbacks that only log, save or stop training do not.
+    """Return True if a callback runs in trials. Lightning callbacks that only monitor, save or stop training do not.
 
     Any other callback can opt out of trials with a class attribute `takes_part_in_trials = False`.
     """
