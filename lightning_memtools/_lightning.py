@@ -247,7 +247,7 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
 
 
 class _ReplacedMethod:
-    """Replaces an object's method with a function whose first argument is the original. Copies have the original."""
+    """Replaces an object's method with a function that gets the original first. Copies of the object are unaffected."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return the hook or task ("saving a checkpoint") that a Lightning frame in `function` runs; "" if neither."""
+    """Return what a Lightning frame in `function` runs: a hook, or a task such as "saving a checkpoint"; else ""."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -490,7 +490,7 @@ def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
 def end_the_call() -> BaseException:
     """Return an exception that ends a call of the Trainer cleanly if it is raised before the loop has run.
 
-    Lightning's tuners raise it. `trainer.should_stop` does not serve: fit resets it and runs the sanity check.
+    Lightning's tuners raise it. `trainer.should_stop` does not work: fit resets it and still runs the sanity check.
     """
     error: BaseException = part_of_lightning("utilities.exceptions")._TunerExitException()
     return error

@@ -685,7 +685,7 @@ def without_autocast_on_cpu() -> Any:
 
 
 def remove_kernels(library: Any) -> None:
-    """Remove the kernels that a `torch.library.Library` added; publicly they go only when it is garbage-collected."""
+    """Remove the kernels that a `torch.library.Library` added; otherwise they stay until it is garbage-collected."""
     library._destroy()
 
 
@@ -708,7 +708,7 @@ ENGINE_RUN = torch.autograd, "_engine_run_backward"
 
 
 def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper for functions that run autograd's engine, which keeps a function mode active in the engine.
+    """Return a decorator for functions that run autograd's engine, which keeps a function mode active meanwhile.
 
     `Tensor.backward` is a function that modes intercept, and torch turns a mode off while it handles one: layers that
     are recomputed in the backward pass would run without the mode. No public API tells whether a mode is off.

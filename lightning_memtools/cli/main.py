@@ -23,7 +23,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `memtools` and return its exit status: 1 after an error or a serious finding, 130 after Ctrl-C.
+    """Run `memtools` and return its exit status: 0, 1 after an error or a serious finding, or 130 after Ctrl-C.
 
     Without arguments, print the help and return 2, as argparse does for a wrong option. Subcommands may add statuses.
 

@@ -97,7 +97,7 @@ class Target:
         parser.add_argument("target", metavar="MODULE:CALLABLE", help=text.strip())
 
     def arguments(self, chosen: argparse.Namespace, options: tuple[str, ...]) -> dict[str, Any]:
-        """Call the function that the command line names, and return its arguments together with the given options.
+        """Call the function that the command line names; return its arguments, updated with the options that are set.
 
         Raises:
             UsageError: There is no such function, it needs arguments, or its return value has a wrong form.

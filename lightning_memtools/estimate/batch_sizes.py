@@ -132,7 +132,7 @@ def _line(
 def _last_that(
     serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], low: int, high: int
 ) -> int:
-    """Bisect for the largest size in [low, high) whose trace `serves`; low is known to fit, high not to."""
+    """Return the largest size in [low, high) whose trace `serves`, by bisection; low fits, and high does not."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and serves(line(high)):

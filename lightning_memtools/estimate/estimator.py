@@ -101,7 +101,7 @@ def estimate_memory(
 
 
 def estimate_step(request: StepRequest) -> MemoryEstimate:
-    """Estimate steps on fake tensors; see `estimate_memory`.
+    """Estimate the memory of steps by running them on fake tensors; see `estimate_memory`.
 
     Raises:
         RuntimeError: An operator has no kernel for fake tensors.

@@ -180,7 +180,7 @@ class MemoryEstimate:
         """Return one row per module: its output, its parameters, and the activations that it keeps for backward.
 
         Args:
-            top: The number of modules to show, those that keep most; None for all, in the model's order.
+            top: The number of modules to show, those that keep the most; None for all, in the model's order.
         """
         modules = list(self.modules)
         if top is not None:

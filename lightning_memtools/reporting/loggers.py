@@ -27,7 +27,7 @@ _HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], Non
 
 
 def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
-    """Call `hear` with all scalars that we log for a Trainer. Return a function that ends this."""
+    """Call `hear` with all scalars that this package logs for a Trainer. Return a function that ends this."""
     _HEARERS[trainer] = hear
     return lambda: _HEARERS.pop(trainer, None) and None
 
@@ -131,7 +131,7 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step that ends now is one to log, by the rule that `self.log` applies to intervals.
+    """Return True if the training step that ends now is one at which `self.log` would log with this interval.
 
     Args:
         trainer: The Trainer.

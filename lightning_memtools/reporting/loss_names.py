@@ -53,7 +53,7 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
-    """Validate the names of losses that a user gave, and return them as a list; None if the user gave none.
+    """Validate the names of losses that a user gave, and return them as a list; None if `value` is None.
 
     Raises:
         ValueError: The list is empty, or a name is not a str.

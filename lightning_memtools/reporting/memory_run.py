@@ -102,7 +102,7 @@ class MemoryRun:
         return ""
 
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Leave allocation retries and out-of-memory errors that happened outside of the run out of the counts."""
+        """Exclude these allocation retries and out-of-memory errors, which happened outside the run, from counting."""
         since = self._since
         retries = (since.alloc_retries or 0) + alloc_retries
         self._since = replace(since, alloc_retries=retries, ooms=(since.ooms or 0) + ooms)

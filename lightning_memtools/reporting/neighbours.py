@@ -24,4 +24,4 @@ class Neighbour:
         return ""
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Leave allocation retries and out-of-memory errors that occurred in a trial out of the callback's counts."""
+        """Exclude the allocation retries and out-of-memory errors of a trial from the callback's counts."""

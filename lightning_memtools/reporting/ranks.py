@@ -228,8 +228,8 @@ class RankGather:
     The ranks do wait for each other on the host. Create an instance, and call its methods, on every rank or on none.
 
     Args:
-        timeout: How long a rank waits for the others. After that, they do not wait for this rank again; if it comes
-            later, it still finds their values.
+        timeout: How long a rank waits for the others. A rank that does not answer in time is not waited for again, but
+            if it answers later, it still gets the values of the others.
     """
 
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:

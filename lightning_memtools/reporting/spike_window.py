@@ -49,7 +49,7 @@ class SpikeWindow:
         self._sorted: list[float] = []
 
     def judge(self, value: float) -> Spike | None:
-        """Return a Spike if the value is one, and add the value to the window. NaN and Inf are ignored."""
+        """Return a Spike if the value is a spike, or None, and add the value to the window. NaN and Inf are ignored."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value) if len(self._sorted) >= self._warm_up else None

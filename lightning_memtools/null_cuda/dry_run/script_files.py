@@ -17,7 +17,7 @@ _LARGEST_WHOLE_TENSOR = 2**24
 
 
 class ScriptFiles:
-    """Redirects files that the script saves where they would overwrite the user's existing files.
+    """Redirects files that the script saves if they would overwrite existing files of the user.
 
     Args:
         directory: The folder of the dry run.
@@ -96,5 +96,5 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Return a tensor that was saved as a single zero with full storage again; other tensors unchanged."""
+    """Restore the full storage of a tensor that was saved as a single zero; return other tensors unchanged."""
     return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor

@@ -42,7 +42,7 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that, after the script imports one of some modules, calls a function with this module."""
+    """Import hook that calls a function with a module once the script has imported the module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
         self._functions = dict(functions)
@@ -87,7 +87,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
 
 def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Trainer method that keeps the model as it is where it should load a checkpoint that was not written."""
+    """Return a Trainer's method that uses the model as it is if the checkpoint to load was never written."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
