@@ -32,7 +32,7 @@ class HistoryRecording:
         take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
         now: Returns the present time on the recording's clock (`time_us`).
         stop: Ends the recording.
-        want_stacks: Called with whether to record the Python stack of each allocation, which takes about 3 us. Stacks
+        want_stacks: Takes a bool: whether to record the Python stack of each allocation, which takes about 3 us. Stacks
             are recorded at first, and as long as any recording in this process wants them.
     """
 

@@ -32,7 +32,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class FailedStepRelease:
-    """What `release_failed_step` freed, and what is still allocated. Printing it gives a summary.
+    """The memory that `release_failed_step` freed, and the memory that is still allocated. Print it for a summary.
 
     Attributes:
         freed_bytes: The allocated memory that was freed, over all devices.

@@ -135,7 +135,7 @@ class Segment:
 
 
 class FreeBlocks:
-    """The small, or the large, free blocks of one stream, sorted for the best-fit search.
+    """The free blocks of one stream and one size class (small or large), sorted for the best-fit search.
 
     Attributes:
         stream: The stream whose requests it serves.

@@ -71,7 +71,7 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Return a snapshot of an allocator's segments and blocks, with a history: by default that of its trace.
+    """Return a snapshot of an allocator's segments and blocks, and of its history, by default replayed from its trace.
 
     A block's label becomes its stack: each line of the form ``file:line:function`` becomes a frame, and any other line
     a frame with that name. Times in the history count actions, since no time passes in the simulation.
@@ -221,7 +221,7 @@ def trace_until(
 ) -> AllocationTrace:
     """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    Releases to the device that follow without a gap are included. The other arguments are those of `failed_request`.
+    Releases to the device directly after that time are included. The other arguments are those of `failed_request`.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:

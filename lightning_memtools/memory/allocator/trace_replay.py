@@ -33,7 +33,7 @@ class ReplayedTrace:
 
     @property
     def stats(self) -> MemoryStats:
-        """The statistics after the last event; the peaks are those since the trace's last reset of the peaks."""
+        """The statistics after the last event; the peaks count from the last reset in the trace."""
         return self.allocator.stats()
 
 

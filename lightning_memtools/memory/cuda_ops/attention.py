@@ -187,7 +187,7 @@ def flash(call: Call) -> Any:
 
 
 def flash_backward(call: Call) -> Any:
-    """Run the operator, and hold the query's gradient in float32, with rounded length and head size (mha_bwd).
+    """Run the operator, and hold the query's gradient in float32, with length and head size rounded up (mha_bwd).
 
     The output and its gradient are copied unless their memory layout is batch, length, heads, head size.
     """
@@ -232,7 +232,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the floats in one head's workspace: the query's gradient; for half heads above 64, all gradients."""
+    """Return the number of floats in one head's workspace, for the query's gradient or, with wide halves, all three."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)

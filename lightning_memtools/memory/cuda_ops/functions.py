@@ -70,7 +70,7 @@ def _names_cuda(thing: Any) -> bool:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Allocates the memory of CUDA's fused rms_norm. It computes no values, so it serves fake tensors only."""
+    """Allocates the memory of CUDA's fused rms_norm. It computes no values, so it works for fake tensors only."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor | None, n_normalized: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(
     source: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Run rms_norm as one kernel, unless input and weight differ in type (layer_norm.cpp)."""
+    """Run rms_norm as one fused kernel, unless input and weight differ in dtype (layer_norm.cpp)."""
     if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
         source, weight = source.float(), None if weight is None else weight.float()
     if weight is not None and weight.dtype is not source.dtype:

@@ -38,7 +38,7 @@ class _CastIntoOne(torch.autograd.Function):
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """Allocates the memory of a recurrent layer in cuDNN. It computes no values, so it serves fake tensors only."""
+    """Allocates the memory of a recurrent layer in cuDNN. It computes no values, so it works for fake tensors only."""
 
     @staticmethod
     def forward(  # noqa: PLR0917, autograd gives all by position

@@ -70,7 +70,7 @@ class ReferenceStep:
 
 
 def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return isinstance as seen from the object's type alone, without running code of a proxy or lazy object."""
+    """Return whether an object's type is a subclass of `kinds`, without running code of a proxy or lazy object."""
     return issubclass(type(one), kinds)
 
 

@@ -94,7 +94,7 @@ def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) 
 
 
 class _HoldingSearch:
-    """Finds what holds the tensors in `remaining`, removes them there, and adds a `Holding` for them to `_found`.
+    """Finds what holds the tensors in `remaining`, and moves them from there into `Holding` objects in `_found`.
 
     Tensors that only C++ holds go to `unheld`; if an autograd graph has saved them, they count with the graph's tensor.
     """
@@ -163,7 +163,7 @@ class _HoldingSearch:
         )
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that the tensors' autograd graphs have saved, without those that a known object holds."""
+        """Return the bytes that the tensors' autograd graphs have saved, except tensors that a known object holds."""
         total = 0
         for tensor in tensors:
             for saved in _saved_by(tensor, self._nodes):

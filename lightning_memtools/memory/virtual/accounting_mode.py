@@ -173,7 +173,7 @@ class AccountingMode(OperatorMode):
         return entry
 
     def drop(self, entry: LedgerEntry) -> None:
-        """Free the memory of an entry, such as that of a copied batch."""
+        """Free the device memory of an entry, such as a copied batch."""
         self._ledger.forget(entry)
 
     def enter_resized(self, storage: torch.UntypedStorage) -> None:

@@ -201,7 +201,7 @@ class VirtualDevice:
     # --- the tensors on the device
 
     def track(self, *things: object) -> int:
-        """Put modules, optimizers and tensors that were made before the device was entered on it; nesting is allowed.
+        """Put existing modules, optimizers and tensors on the device, alone or in nested containers.
 
         The gradients of modules are included, and the parameters and state of optimizers. Tensors that are on the
         device already stay where they are and get their category. Returns the number of bytes that this allocated.
