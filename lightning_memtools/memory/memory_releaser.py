@@ -183,7 +183,7 @@ class MemoryReleaser:
     def release(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
     ) -> tuple[ReleasedMemory, RetainedMemory]:
-        """Collect garbage as `collect` does, and empty the cache if that is worth the wait; return what was freed."""
+        """Collect garbage like `collect`, empty the cache if worth the wait; return the freed and retained memory."""
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0

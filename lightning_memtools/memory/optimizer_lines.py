@@ -15,7 +15,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class OptimizerLines:
-    """Records, while entered, which line of code makes each optimizer, and which optimizer is taking a step.
+    """Records, inside its `with` block, which line of code makes each optimizer, and which optimizer takes a step.
 
     Attributes:
         n_steps: The number of steps that optimizers have taken.

@@ -26,7 +26,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PeakWindow:
-    """Keeps the highest allocated and reserved bytes of the times when it is running. `PeakCounter.open` creates it.
+    """Keeps the highest allocated and reserved bytes that occur while it is running; `PeakCounter.open` creates it.
 
     Attributes:
         allocated: Highest allocated bytes; None before the first reading, or where the device keeps no peaks.

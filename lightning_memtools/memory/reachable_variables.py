@@ -52,7 +52,7 @@ class ReachableVariable:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Collection[str]:
-    """Return the names of globals and attributes in a function's code, and in that of functions defined in it."""
+    """Return the names of globals and attributes that a function's code uses, including functions defined in it."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return dict.fromkeys([*code.co_names, *(name for names in inner for name in names)])
 

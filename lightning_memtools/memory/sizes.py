@@ -113,7 +113,7 @@ def _three_digits(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of the data file ``gpus.json``, which names the source of each figure.
+    """A GPU that is listed in the data file ``gpus.json``, which names the source of each figure.
 
     Attributes:
         name: Its name with its memory size, such as "H100 80GB".

@@ -54,7 +54,7 @@ class MemoryReader(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """True if the figures come from a simulation, which reports and logs then say."""
+        """True if the figures come from a simulation; output that shows the figures then says so."""
 
     def stats(self) -> MemoryStats:
         """Read the statistics now, without waiting for the device."""

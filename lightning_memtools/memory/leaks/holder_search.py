@@ -92,7 +92,7 @@ class Holding:
 
 
 class HolderSearch:
-    """Finds who holds tensors, and removes the tensors whose holder is found from `remaining`.
+    """Finds what holds tensors; tensors whose holder is found are removed from `remaining`.
 
     Args:
         living: The tensors.
@@ -152,7 +152,7 @@ class HolderSearch:
         return holder, pile
 
     def holder_of(self, held: Any, *, ignore: Sequence[Any], past_functions: bool = False) -> TensorHolder | None:
-        """Return the holder of an object: the object itself if it is a known one, otherwise as `find_holder` does."""
+        """Return the holder of an object: the object itself if it is known, otherwise what `find_holder` finds."""
         if id(held) in self._names:
             return TensorHolder(held, self._names[id(held)], (), ())
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)

@@ -163,7 +163,7 @@ class _HoldingSearch:
         )
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that the tensors' autograd graphs have saved, except tensors that a known object holds."""
+        """Return the bytes of tensors that the autograd graphs of `tensors` have saved and no known object holds."""
         total = 0
         for tensor in tensors:
             for saved in _saved_by(tensor, self._nodes):

@@ -36,7 +36,7 @@ class LeakReport:
 
         Args:
             device: The device's name.
-            readings: What one reading was taken for each of: "epochs" or "evaluations".
+            readings: The word for the readings: "epochs" or "evaluations".
         """
         growth = (
             f"Memory in use on {device} after garbage collection has grown by {format_size(self.grown_bytes)}, not "

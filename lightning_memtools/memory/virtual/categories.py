@@ -51,12 +51,12 @@ class Composition:
 
 
 def by_name(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Return a sequence of sizes in the order of `Category` as a mapping by the categories' names."""
+    """Convert a sequence of sizes in the order of `Category` to a dict by category name."""
     return {category.name.lower(): n_bytes[category] for category in Category}
 
 
 def as_log_names(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Return sizes in the order of `Category` as a mapping by the names in log tags; buffers count as other."""
+    """Convert sizes in the order of `Category` to a dict by the names in log tags; buffers count as other."""
     return {
         "parameters": n_bytes[Category.PARAMETER],
         "gradients": n_bytes[Category.GRADIENT],

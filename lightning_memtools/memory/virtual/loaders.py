@@ -73,7 +73,7 @@ def _leaves_dataset_on_host(original: Any, find: FindMode) -> Any:
 
 
 def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[LedgerEntry]:
-    """Put a batch on the device: storages that only the batch uses as they are, its other tensors as copies.
+    """Put a batch on the device: storages that nothing else uses are moved there, other tensors are copied.
 
     Args:
         mode: The accounting mode of this thread.
