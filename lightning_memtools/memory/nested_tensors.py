@@ -16,7 +16,7 @@ _NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested containers, dataclasses and plain objects in their order, each object visited once.
+    """Yield all tensors in nested containers, dataclasses and plain objects, in order, visiting each object once.
 
     A container with more than 1000 items is skipped if its first item holds no tensor: it may be an index of millions
     of file names.
@@ -55,7 +55,7 @@ def _contents(thing: Any) -> Collection[Any]:
 
 
 def is_plain_object(thing: Any) -> bool:
-    """Return whether an object may be a part of a batch that holds tensors in its attributes."""
+    """Return whether an object may be data with tensors in its attributes, unlike a module or a function."""
     # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
     if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return False
@@ -134,9 +134,9 @@ def _visited(items: Collection[Any]) -> Collection[Any]:
 
 
 def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # noqa: PLR0911, one per kind
-    """Return a copy of the nesting with every tensor replaced by ``change(tensor)``.
+    """Return a copy of nested containers with every tensor replaced by ``change(tensor)``.
 
-    It finds the tensors that `tensors_in` finds: in dictionaries and everything like them (also transformers'
+    The tensors are those that `tensors_in` finds: in dictionaries and other mappings (such as transformers'
     BatchEncoding), lists, tuples, named tuples, sets, dataclasses and plain objects. Parts that hold no tensor are
     not copied.
     """
@@ -183,7 +183,7 @@ def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list
 
 
 def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of all that a module and its submodules keep in plain attributes, not as buffers."""
+    """Yield (name, tensor) for all tensors that a module and its submodules keep in attributes, not as buffers."""
     of_every_module = vars(torch.nn.Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""
