@@ -127,7 +127,7 @@ class BadStep:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return all facts as (name, value) rows of the report; a value is a sentence at most."""
-        kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
+        kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
@@ -152,7 +152,7 @@ class BadStep:
         if self.before:
             text = "the update was not applied, but weights or buffers were bad before this step"
         if self.unrestored:
-            text += f", except {', '.join(self.unrestored)}, which this step wrote and of which there was no copy"
+            text += f", except {first_of(self.unrestored)}, which this step wrote and of which there was no copy"
         if self.late:
             text += ". This was read one step late: data loaders, random numbers and other callbacks are one step ahead"
         return f"{text}. Other attributes of the module are as the step left them."
