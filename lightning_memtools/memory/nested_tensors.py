@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -63,11 +64,6 @@ def is_plain_object(thing: Any) -> bool:
     return not callable(thing) or hasattr(type(thing), "to")
 
 
-def attributes_of(thing: Any) -> dict[str, Any]:
-    """Return the attributes that an object itself holds, in its dictionary and in its slots."""
-    return {**slots_of(thing), **getattr(thing, "__dict__", {})}
-
-
 def slots_of(thing: Any) -> dict[str, Any]:
     """Return the attributes that an object keeps in `__slots__`."""
     return {name: getattr(thing, name) for name in slot_names(type(thing)) if hasattr(thing, name)}
@@ -124,7 +120,7 @@ def _named_attributes(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _held_by(thing: Any) -> dict[str, Any]:
     if is_dataclass(thing):
         return {field.name: getattr(thing, field.name, None) for field in fields(thing)}
-    return attributes_of(thing)
+    return {**slots_of(thing), **getattr(thing, "__dict__", {})}
 
 
 def _visited(items: Collection[Any]) -> Collection[Any]:
@@ -163,6 +159,16 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
         # Of the copy: its parts may refer to it.
         object.__setattr__(new, name, map_tensors(getattr(new, name), change))
     return new
+
+
+def in_new_containers(batch: Any) -> Any:
+    """Return a batch with the same tensors in new containers, so that it stays as it is when a step changes its own."""
+    if isinstance(batch, torch.Tensor):
+        return batch
+    with suppress(Exception):  # an object of the user's may refuse to be copied
+        new = map_tensors(batch, lambda tensor: tensor)
+        return copy(batch) if new is batch else new
+    return batch
 
 
 # Added to the names by torch.compile and older wrappers.

@@ -19,17 +19,8 @@ GIB = 2**30
 _CUDA_CONTEXT_BYTES = 500 * MIB
 
 # IEC 80000-13: binary prefixes are powers of 1024, SI prefixes powers of 1000.
-_BYTES_PER_UNIT = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_BYTES_PER_UNIT: dict[str, int] = {f"{prefix}b": 1000**power for power, prefix in enumerate(("", *"kmgt"))}
+_BYTES_PER_UNIT |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
 _LETTERS = {"K", "M", "G", "T"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 

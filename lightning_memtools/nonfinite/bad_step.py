@@ -25,7 +25,6 @@ from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 HaltStage = Literal["train", "val", "test"]
-MOST_NAMES = 5  # in a message; the report lists all
 _MOST_ROWS = 8
 
 
@@ -434,7 +433,7 @@ def evaluation_error(
 
 def named(bad: Sequence[BadTensor]) -> str:
     """Return the names of the first bad tensors as text; "none" if there are none."""
-    return first_of(bad, MOST_NAMES) or "none"
+    return first_of(bad, 5) or "none"
 
 
 def _shown(path: Path | None) -> str:

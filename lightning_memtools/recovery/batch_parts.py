@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
-from contextlib import suppress
-from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import tree_flatten, tree_unflatten
-from lightning_memtools.memory.nested_tensors import is_plain_object
 
 _VALUES = (type(None), bool, int, float, str, bytes, np.generic)
 _NEXT = (
@@ -65,19 +62,6 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
     leaves, rebuilt = _flattened(batch)
     ends = [n_samples * index // n_parts for index in range(n_parts + 1)]
     return [rebuilt([leaf[start:end] if _has_rows(leaf) else leaf for leaf in leaves]) for start, end in pairwise(ends)]
-
-
-def copied_containers(batch: Any) -> Any:
-    """Return a batch with the same tensors in new containers, which a step may change without changing the original."""
-    leaves, rebuilt = _flattened(batch)
-    return rebuilt([_copied_object(leaf) for leaf in leaves])
-
-
-def _copied_object(leaf: Any) -> Any:
-    if not isinstance(leaf, (Tensor, *_VALUES)) and is_plain_object(leaf):
-        with suppress(Exception):  # a class of the user's, which may refuse in any way
-            return copy(leaf)
-    return leaf
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

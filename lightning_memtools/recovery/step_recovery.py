@@ -14,15 +14,10 @@ from torch import nn
 
 from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
 from lightning_memtools.memory.error_frames import forget_frames, in_one_line
-from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.nested_tensors import in_new_containers, tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.recovery.batch_parts import (
-    CannotSplitError,
-    copied_containers,
-    n_samples_of,
-    split_plainly,
-)
+from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_of, split_plainly
 from lightning_memtools.recovery.gradient_exchange import GradientExchange, no_collectives
 from lightning_memtools.recovery.step_start import StepStart, TrainedState
 from lightning_memtools.warning_categories import DegradedWarning
@@ -216,7 +211,7 @@ class StepRecovery:
             if self._split is None:
                 parts = split_plainly(batch, n_parts)
             else:
-                parts = list(self._split(copied_containers(batch), n_parts))
+                parts = list(self._split(in_new_containers(batch), n_parts))
             if self._loss == "mean":
                 *counts, total = (float(count(one)) for one in (*parts, batch))
         except Exception as error:

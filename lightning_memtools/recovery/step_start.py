@@ -13,8 +13,7 @@ from torchmetrics import Metric
 
 from lightning_memtools._torch import write_count, write_count_or_none
 from lightning_memtools.doctor.autograd_nodes import nodes_below
-from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
-from lightning_memtools.recovery.batch_parts import copied_containers
+from lightning_memtools.memory.nested_tensors import in_new_containers, named_tensors, tensors_in
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import RandomState
 
@@ -50,7 +49,7 @@ class StepStart:
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
-        self.batch = copied_containers(step.batch)
+        self.batch = in_new_containers(step.batch)
         self.failure: Exception | None = None
         self.raised: Exception | None = None
         self._step = step
