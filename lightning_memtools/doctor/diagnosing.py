@@ -51,7 +51,7 @@ def diagnose(
     """Find the classic training mistakes in a model, its data and its optimizer, by running a few training steps.
 
     The steps are real, and then undone: afterwards weights, buffers, optimizer state, attributes and random streams are
-    as before. Only data that was read stays read: a generator passed as `dataloader` loses up to `steps` batches.
+    as before. Consumed data is not restored: a generator passed as `dataloader` loses up to `steps` batches.
 
     Args:
         model: A module, or a LightningModule. If the module itself is in eval mode, train() is called for the steps.

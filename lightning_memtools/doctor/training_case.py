@@ -37,7 +37,7 @@ class UpdateNorms(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """The objects and settings of a training, which an examination only reads, and what its checks have recorded."""
+    """The objects and settings of a training run, which an examination only reads, and what its checks recorded."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()

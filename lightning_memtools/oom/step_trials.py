@@ -114,7 +114,7 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if a replay serves all requests of a trace; in evaluation, also amid the fragments from training."""
+        """Return True if a replay serves all requests of a trace, in evaluation also with the fragments of training."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
