@@ -24,7 +24,7 @@ class Finding:
             know.
         place: The module, parameter, attribute or line of code.
         evidence: The measurement.
-        effect: What it causes.
+        effect: What the mistake causes.
         fix: What to do, in one line.
     """
 
@@ -50,7 +50,7 @@ class DoctorReport:
 
     Attributes:
         findings: The findings.
-        checks: The names of the checks that were made.
+        checks: The names of the checks that were run.
         steps: The number of training steps that were watched.
     """
 

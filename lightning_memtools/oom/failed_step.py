@@ -37,15 +37,15 @@ class FailedRun:
         model: The model.
         optimizers: Its optimizers.
         trainer: The Trainer; None if there is none.
-        forward: Runs the training step's forward pass, where there is no Trainer.
-        precision: Lightning's name of the precision.
+        forward: Runs the training step's forward pass if there is no Trainer.
+        precision: Lightning's name for the precision.
         accumulate: The number of batches per optimizer step.
-        can_accumulate: True if the Trainer takes another number of batches per optimizer step.
+        can_accumulate: True if the number of batches per optimizer step can be changed.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" if they can.
         plan: The checkpoint plan that is applied to the model.
         others: Other objects of the run: callbacks and the data module.
-        recovery: The OOMRecovery that would run the failed batch in parts; "" if none would.
+        recovery: The code for an OOMRecovery that could run the failed batch in parts; "" if none could.
     """
 
     model: nn.Module
@@ -70,14 +70,14 @@ class FailedStep:
         facts: The facts captured when memory ran out.
         run: The facts read from the Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
-        cuda: True to trace CUDA's operators; False for a CPU's under a simulated device.
-        gpu: The name of a GPU with a cuBLAS workspace of the same size; None for GPUs before Hopper and for the CPU.
+        cuda: True to trace CUDA operators, False to trace CPU operators.
+        gpu: The name of this GPU, or of one whose cuBLAS workspace is as large; None for the default size.
         config: The allocator's settings.
-        history: The recorded history; None if none was recorded.
-        evaluation_began: The history's time at the start of the evaluation; None in training.
+        history: The allocator's recorded history; None if none was recorded.
+        evaluation_began: The time, on the history's clock, at which the evaluation began; None in training.
         processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
-        held: Who holds what the step does not need.
+        held: The holders of memory that the step does not need.
     """
 
     facts: FailureFacts
@@ -93,7 +93,7 @@ class FailedStep:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage by the estimator's names; None if no step had begun."""
+        """The stage ("train", "val", "test" or "predict"); None if no step had begun."""
         name: Any = {"sanity check": "val"}.get(self.facts.moment.stage, self.facts.moment.stage)
         return name if name in get_args(Stage) else None
 
@@ -105,7 +105,7 @@ class FailedStep:
 
     @property
     def usable(self) -> int | None:
-        """The bytes of the device that are available to the tensors of a trace; None if unknown."""
+        """The bytes of device memory that are available to a trace of the step; None if unknown."""
         facts, capacity = self.facts, self.facts.stats.capacity
         if capacity is None or facts.split is None:
             return None
@@ -113,7 +113,7 @@ class FailedStep:
 
     @property
     def untraced(self) -> int:
-        """The bytes that this process holds and that a trace of the step does not show."""
+        """The bytes that this process holds but that a trace of the step does not show."""
         names = ["other"] if self.stage == "train" else ["other", "gradients", "optimizer"]
         return 0 if self.facts.split is None else sum(self.facts.split[name] for name in names)
 
@@ -136,9 +136,9 @@ class FailedStep:
         accumulate: int | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
-        """Trace the failed step with another batch, precision, number of batches per update or checkpoint plan.
+        """Return an estimate for the failed step with another batch, precision, accumulation or checkpoint plan.
 
-        `size` is the number of samples to cut the failed batch to, or to extend it to.
+        `size` is the number of samples that the failed batch is cut or extended to.
 
         Raises:
             Exception: Whatever the step raises on fake tensors.
@@ -172,7 +172,7 @@ class FailedStep:
             return estimate_step(request)
 
     def step(self) -> TracedStep:
-        """Return the training step, to plan for."""
+        """Return the training step for which checkpoints can be planned."""
         return TracedStep(
             self.run.model,
             self.facts.batch,
@@ -187,7 +187,7 @@ class FailedStep:
 def failed_step(
     run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
-    """Return the failed step, made of the run's facts, the captured facts, the snapshot and the holders."""
+    """Return the failed step, built from the run, the captured facts, the memory snapshot and the memory holders."""
     device, virtual = capture.device, capture.virtual
     config = virtual.settings if virtual is not None else config_of(snapshot or {})
     config = replace(config, per_process_memory_fraction=facts.fraction)
@@ -217,7 +217,7 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of the device's GPU if it is known, else of a similar GPU; None for GPUs like an A100."""
+    """Return the name of the GPU if it is known, or that of one whose cuBLAS workspace is as large; else None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes

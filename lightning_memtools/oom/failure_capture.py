@@ -46,10 +46,10 @@ _attached = False
 
 
 def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] | None:
-    """Have an observer called when the device runs out of memory, before the error unwinds.
+    """Register an observer to call when the device runs out of memory, before the stack unwinds.
 
     Returns:
-        A function that detaches the observer; None if the device calls no observers.
+        A function that removes the observer; None if the device does not support observers.
     """
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
@@ -66,7 +66,7 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
 
 
 def _attach() -> bool:
-    """Attach the process's one observer, if it is not attached yet, and return whether it is attached now."""
+    """Attach this process's only CUDA observer, unless it already is, and return whether it is attached now."""
     global _attached  # noqa: PLW0603, see `_listeners`
     if not _attached:
         # Initialising CUDA makes the allocators that it is attached to.
@@ -91,21 +91,21 @@ class FailureCapture:
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        place: Returns where the run is now; batch and phase are added here.
+        place: Returns the current place in the run, to which this class adds batch and phase.
         optimizers: Returns the optimizers; none before they are configured.
-        snapshot: Record the allocator's history.
+        snapshot: Whether to record the allocator's history.
 
     Attributes:
         reader: Reads the device; None if it keeps no statistics.
         virtual: The reader, if it is a simulated device.
-        on_device: Tells which tensors are on the device.
-        recording: The recording; None if there is none.
+        on_device: Returns whether a tensor is on the device.
+        recording: The recording of the allocator's history; None if there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
         evaluation_began: The time, on the recording's clock, at which the latest evaluation began.
-        batch_began: The time at which the present batch began; None if nothing is recorded, or between batches.
-        captured: The facts of the first failure in the present step; None if no device reported a failure.
-        is_reporting: True while a report is being made: running out of memory meanwhile is not captured.
+        batch_began: The time when the current batch began; None if nothing is recorded, or between batches.
+        captured: The facts of the first failure in the current step; None if no device reported a failure.
+        is_reporting: True while a report is being made; no failure is captured during that time.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class FailureCapture:
         self.evaluation_began = None if self.recording is None else self.recording.now()
 
     def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
-        """Note that a batch of a stage is on the device."""
+        """Record that a batch is on the device, and the state of memory before its step."""
         if stage != self._stage:
             self._stage, self._n_batches, self._first = stage, 0, {}
         self.batch_began = None if self.recording is None else self.recording.now()

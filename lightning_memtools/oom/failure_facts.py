@@ -28,7 +28,7 @@ _LEAST_BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryAtBatchStart:
-    """The memory at the start of a batch: all above it was allocated during the batch.
+    """The memory at the start of a batch: everything above it was allocated during the batch.
 
     Attributes:
         allocated: Bytes allocated.
@@ -60,9 +60,9 @@ def split_memory(
         allocated: The bytes allocated now; the categories add up to them.
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
-        on_device: Tells which tensors count.
+        on_device: Returns whether a tensor is on the device, and so counts.
         batch: The inputs.
-        before: The state when the batch began. Without it, all of the rest counts as activations.
+        before: The memory when the batch began. Without it, all memory without an owner counts as activations.
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     older = 0
@@ -83,10 +83,10 @@ class FailureMoment:
 
     Attributes:
         stage: setup, sanity check, train, val, test or predict.
-        step: The training step, counted as the x axis of `self.log` counts.
+        step: The training step, as counted on the x axis of `self.log`.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
-        hook: The hook that was running, or in words what else ran outside of a step; "" in a step.
+        hook: The hook that was running, or a description of other code outside of a step; "" in a step.
     """
 
     stage: str
@@ -146,9 +146,9 @@ class BatchesBefore:
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return (name, shape, usual shape) of tensors that are far larger in a dimension than in all earlier batches.
+        """Return (name, shape, usual shape) of tensors that are far larger in a dimension than in any earlier batch.
 
-        A batch with no more elements than earlier ones, such as fewer and longer samples, has none.
+        Return [] if an earlier batch had as many elements, as for a batch of fewer but longer samples.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -163,13 +163,13 @@ class BatchesBefore:
 
 
 def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shape of each tensor of a batch by its name, and the number of their elements."""
+    """Return the shape of each tensor of a batch by name, and the total number of elements."""
     tensors = dict(named_tensors(batch, "batch"))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, sum(map(torch.numel, tensors.values()))
 
 
 class StepVariable(NamedTuple):
-    """A variable with the place of its function, "`scores` in assign (model.py:33)", and the tensors that it holds."""
+    """A variable and its place, such as "`scores` in assign (model.py:33)", and a text on the tensors that it holds."""
 
     where: str
     tensors: str
@@ -177,11 +177,11 @@ class StepVariable(NamedTuple):
 
 
 def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the tensors in variables of the user's running functions, each storage once, the largest first.
+    """Return the variables of the user's running functions that hold tensors, each storage once, largest first.
 
     Args:
-        on_device: Tells which tensors count.
-        seen: The identities of storages that are left out.
+        on_device: Returns whether a tensor is on the device, and so counts.
+        seen: The identities of storages to leave out; those that are found are added.
     """
     found = []
     frame = inspect.currentframe()
@@ -203,7 +203,7 @@ def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
-    """The facts captured when memory ran out: plain data that holds no tensor of the device. Sizes in bytes.
+    """The facts captured when memory ran out: plain data without tensors of the device. Sizes are in bytes.
 
     Attributes:
         moment: The place in the run.
@@ -213,7 +213,7 @@ class FailureFacts:
         free: The free bytes of the device; None if unknown.
         used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
-        split: The allocated bytes by category; None if nothing is known of them.
+        split: The allocated bytes by category; None if unknown.
         grown: Memory that has accumulated over the batches; None if it is little, or unknown.
         before: The batches of the stage before the failed one.
         variables: The variables of the step that held tensors of the device, the largest first.
@@ -235,19 +235,19 @@ class FailureFacts:
 
     @property
     def unusable(self) -> int | None:
-        """Reserved bytes that are free, but in pieces: whole free segments were released before the error."""
+        """Reserved bytes that are free but fragmented: entirely free segments were released before the error."""
         if self.stats.reserved is None or self.stats.allocated is None:
             return None
         return self.stats.reserved - (self.stats.active or self.stats.allocated)
 
     @property
     def samples(self) -> int | None:
-        """The size of the batch's first dimension; None without a tensor that has one."""
+        """The batch size: the first dimension of the first tensor that has one; None if no tensor has a dimension."""
         return batch_size_in(self.batch)
 
 
 def sizes_only(batch: Any) -> Any:
-    """Return a batch whose tensors are on the meta device: the same shapes and strides, without memory or values."""
+    """Return a copy of a batch with meta tensors: the same shapes and strides, without memory or values."""
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:

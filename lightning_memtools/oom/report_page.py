@@ -26,18 +26,18 @@ _MOST = 0.4  # of what is allocated, and that of the device
 
 @dataclass(slots=True, kw_only=True)
 class ReportPage:
-    """The content of a report.
+    """The content of an out-of-memory report.
 
     Attributes:
         facts: The facts captured when memory ran out.
         error: The error's own text.
         done: What was done about the error, if the run goes on.
-        where: The user's line of code; "" if unknown.
+        where: The user's line of code that failed; "" if unknown.
         held: The holders of memory that the step does not need.
-        advice: The result of the checks.
+        advice: The changes that were tried, with their results.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
-        top: The number of modules that are listed.
+        top: The number of modules to list.
         file: The path of the report, or the reason why there is none.
         snapshot: The path of the memory snapshot, or the reason why there is none.
     """
@@ -80,7 +80,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return what failed, what to do first and the report's path; the whole report if there is no file."""
+        """Return what failed, what to do first, and the path of the report; without a file, the whole report."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
@@ -100,7 +100,7 @@ class ReportPage:
     # --- the page
 
     def markdown(self) -> str:
-        """Return the whole report."""
+        """Return the whole report as markdown."""
         sections = {
             f"# {self.headline}": [self._what_was_done()],
             "## What to do": self._what_to_do(),
@@ -154,7 +154,7 @@ class ReportPage:
         return [markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll")), quotation]
 
     def _batch(self) -> str:
-        """Return a text on the batch: its number of samples, and the type, shape and size of each tensor."""
+        """Return a description of the batch: its number of samples, and the type, shape and size of each tensor."""
         lines = [
             f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} ({format_size(tensor.nbytes)})"
             for tensor in tensors_in(self.facts.batch)

@@ -25,10 +25,10 @@ class CannotSplitError(Exception):
 
 
 def n_samples_of(batch: Any) -> int:
-    """Return the number of rows that all tensors, arrays and lists of values of a batch share.
+    """Return the number of samples in a batch: the length of all of its tensors, arrays and lists of values.
 
     Raises:
-        CannotSplitError: They have different numbers of rows, or the batch holds an object without rows.
+        CannotSplitError: The lengths differ, or the batch holds an object that cannot be cut.
     """
     leaves, _ = _flattened(batch)
     for leaf in leaves:
@@ -45,17 +45,17 @@ def n_samples_of(batch: Any) -> int:
 
 
 def split_plainly(batch: Any, n_parts: int) -> list[Any]:
-    """Split a batch into parts of nearly equal size, in its order.
+    """Split a batch into consecutive parts of nearly equal size.
 
-    Every tensor and array that has a dimension 0 is cut there, and has to be as long as all others. A list or tuple of
-    texts or numbers is cut too, and has to be as long. Single values and tensors without dimensions go into every part.
+    Tensors and arrays are cut along dimension 0, and so are lists and tuples of strings or numbers. All of them must
+    have the same length. Single values and 0-dim tensors go into every part.
 
     Args:
-        batch: Tensors and arrays in dictionaries, lists, tuples and named tuples. Parts are views of them.
+        batch: Tensors and arrays in dictionaries, lists, tuples and named tuples. The parts hold views of them.
         n_parts: The number of parts; there are fewer if the batch has fewer samples.
 
     Raises:
-        CannotSplitError: The batch holds anything else.
+        CannotSplitError: The lengths differ, or the batch holds anything else.
     """
     n_samples = n_samples_of(batch)
     n_parts = min(n_parts, n_samples)
@@ -65,7 +65,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of nested containers, and a function that rebuilds the containers with other leaves."""
+    """Return the leaves of nested containers, and a function that rebuilds the containers from other leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)
