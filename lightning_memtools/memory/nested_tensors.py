@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -140,17 +140,14 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
         return change(thing)
     if next(tensors_in(thing), None) is None:
         return thing
-    if isinstance(thing, MutableMapping):
-        new = copy(thing)
-        # A UserDict's copy shares its data.
-        if isinstance(getattr(new, "data", None), dict):
-            new.data = dict(new.data)  # type: ignore[attr-defined]
-        for key in list(thing):
-            new[key] = map_tensors(thing[key], change)
+    if isinstance(thing, (dict, UserDict)):
+        new: Any = copy(thing)
+        for key, value in thing.items():
+            new[key] = map_tensors(value, change)
         return new
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(map_tensors(item, change) for item in thing))
-    if isinstance(thing, Mapping):
+    if isinstance(thing, Mapping) and not hasattr(thing, "__dict__"):
         return {key: map_tensors(value, change) for key, value in thing.items()}
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return type(thing)(map_tensors(item, change) for item in thing)

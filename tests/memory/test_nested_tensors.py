@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,6 +30,25 @@ class Plain:
         self.name = "plain"
 
 
+class Indexed(Mapping[str, torch.Tensor]):
+    """As tensordict's TensorDict: it is a mapping, but it iterates over its rows, and takes no key but a row."""
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def __len__(self):
+        return min(map(len, self.tensors.values()))
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __getitem__(self, row):
+        return Indexed(**{name: tensor[int(row)] for name, tensor in self.tensors.items()})
+
+    def values(self):
+        return self.tensors.values()
+
+
 ROWS, MORE = torch.zeros(3), torch.ones(4)
 NESTED = {
     "tensor": ROWS,
@@ -39,6 +59,7 @@ NESTED = {
     "plain object": Plain(ROWS),
     "user dict": UserDict({"rows": ROWS}),
     "ordered": OrderedDict(first=ROWS, second=MORE),
+    "indexed": Indexed(rows=ROWS, more=MORE),
     "proxy": MappingProxyType({"rows": ROWS}),
     "set": {ROWS},
     "deque": deque([ROWS, MORE]),
