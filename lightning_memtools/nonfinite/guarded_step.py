@@ -38,7 +38,7 @@ class MicroBatch:
     was_moved: bool = False
 
     def move_to_host(self) -> None:
-        """Replace the tensors by copies in host memory. On a GPU the copies are queued, and nothing waits."""
+        """Replace the batch's tensors with copies in host memory. On a GPU the copies are queued, and nothing waits."""
         if not self.was_moved:
             with torch.no_grad(), host_memory():
                 self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
@@ -55,7 +55,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
 class StepReading:
-    """The losses and norms of a step, read by the host."""
+    """The losses and gradient norms of a step, after the host has read them."""
 
     norm: float  # the L2 norm over all gradients, before clipping; of all ranks where no rank has all gradients
     losses: tuple[float, ...]  # this rank's, in the order of `GuardedStep.losses()`
@@ -74,7 +74,7 @@ UNREAD = StepReading(math.nan, ())
 
 @dataclass(slots=True, eq=False)
 class GuardedStep:
-    """One optimizer step, from its first micro-batch to the update."""
+    """One optimizer step, from its first micro-batch to its update, with what was read of it."""
 
     number: int  # the training step, counted as the x axis of the logs counts
     # puts the caller's counters back to the start of this step; None while that is not known yet
@@ -97,7 +97,7 @@ class GuardedStep:
 
 @dataclass(slots=True)
 class PastStep:
-    """An earlier step, as the history keeps it."""
+    """The step number, loss and gradient norm of an earlier step."""
 
     step: int
     loss: float  # the mean of the step's losses on this rank; NaN if it had none
@@ -132,7 +132,7 @@ def list_samples(samples: Sequence[int], word: str = "sample") -> str:
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """Return the tensors of the batch that hold NaN or Inf. Waits for the device: call it after a bad step only."""
+    """Return the batch's tensors that hold NaN or Inf. Waits for the device, so call it only after a bad step."""
     inputs = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
@@ -147,7 +147,7 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
 
 
 def trains_weights(loss: Tensor) -> bool:
-    """Return False if the loss is a constant, which modules return that do not train by gradients."""
+    """Return False if the loss is a constant, as from modules that do not train by gradients."""
     if loss.grad_fn is None:
         return isinstance(loss, Parameter)
     leaves = [getattr(node, "variable", None) for node, _ in loss.grad_fn.next_functions]
