@@ -36,7 +36,7 @@ class Outcome(IntEnum):
 
     @classmethod
     def of(cls, *, fits: bool | None) -> Outcome:
-        """Return the outcome of a change that frees memory; `fits` is None if a trace cannot tell."""
+        """Return the outcome of a change that frees memory. `fits` tells if the step fits then; None if unknown."""
         return {True: cls.ENOUGH, False: cls.NOT_ENOUGH, None: cls.MAY_BE_ENOUGH}[fits]
 
 
@@ -49,11 +49,11 @@ class Action:
         title: The change in a few words.
         outcome: The result of trying it.
         detail: The result in sentences, without the last period.
-        code: The code to write in the program.
-        saved: The bytes that it frees.
-        cause: The cause of the failure, if the change removes it, as a sentence without the period; else "".
+        code: The code or setting that makes the change.
+        saved: The number of bytes that the change frees.
+        cause: The cause of the failure, if the change removes it, as a sentence without the period; otherwise "".
         peak: The peak of the changed step in bytes; None if no step was traced.
-        price: The additional computation, in words; "" for none.
+        price: The extra computation that the change costs, in words; "" for none.
     """
 
     kind: ActionKind
@@ -76,10 +76,10 @@ class Action:
 
 
 def ranked(actions: Iterable[Action]) -> list[Action]:
-    """Return the actions, the most useful first.
+    """Return the actions sorted by usefulness, the most useful first.
 
-    Actions that remove the cause come first, then those after which the step fits, the least intrusive before others,
-    then those that help, sorted by the bytes they free, and last the useless ones.
+    Actions that remove the cause come first; then actions after which the step fits, the least intrusive first; then
+    others that help, by the bytes they free; and last those that do not help.
     """
 
     def rank(action: Action) -> tuple[bool, bool, int, int, int]:

@@ -64,7 +64,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
 
 
 def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
-    """Return the action completed for batches that fit. It names the memory budget if a checkpoint plan is applied."""
+    """Return the action with its result for batches that fit, and the memory budget to keep an applied plan."""
     detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
@@ -78,8 +78,8 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Suggest GradientCheckpointing, with the plan that it makes for the available memory.
 
-    The budget leaves as much room for unused reserved memory as the plain step has. If that plan does not fit, the plan
-    with the lowest peak is tried, since other blocks may leave more of their segments unused.
+    The budget leaves as much room for unused reserved memory as the unchanged step needs. If the step with that plan
+    does not fit, the plan with the lowest peak is tried, since a plan may leave more of the reserved memory unused.
     """
     trials.check_time()
     budget = None
@@ -99,7 +99,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
-    """Return the plan for a budget in MiB, with that budget; if none reaches it, the plan with the lowest peak."""
+    """Return the plan for a budget in MiB, and that budget as text; if no plan meets it, for the lowest reachable."""
     given = None if budget is None else f"{budget}MiB"
     try:
         return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given
@@ -108,7 +108,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Try a plan and return it as an action; [] if the plan only computes the loss in chunks."""
+    """Trace the step with a plan and return it as an action; [] if the plan only computes the loss in chunks."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
@@ -124,7 +124,7 @@ def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) ->
 
 
 def chunked_loss(trials: StepTrials) -> list[Action]:
-    """Suggest to compute a language model's loss in chunks, so that its logits never exist as a whole."""
+    """Suggest computing a language model's loss in chunks, so that the logits never exist all at once."""
     chunked = trials.planner.in_chunks
     if chunked is None or not chunked.names:
         return []
@@ -136,7 +136,7 @@ def chunked_loss(trials: StepTrials) -> list[Action]:
 
 
 def bfloat16(trials: StepTrials) -> list[Action]:
-    """Suggest to compute in bfloat16."""
+    """Suggest training in bfloat16 mixed precision."""
     estimate = trials.having(precision=_BF16)
     action = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
     return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate))]
@@ -157,7 +157,7 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
 
 
 def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
-    """Return the action completed with the changed step's peak, the bytes that it saves, and whether it fits."""
+    """Return the action with its result: the changed step's peak, the bytes saved, and whether the step fits."""
     saved = trials.saving(peak)
     if not saved:
         return replace(action, outcome=Outcome.USELESS, detail="It does not lower the peak", peak=peak)

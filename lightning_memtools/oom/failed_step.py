@@ -31,21 +31,21 @@ from lightning_memtools.simulation.tracer import StepRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """The facts about a failed run that the checks need, read from its Trainer.
+    """A failed run, with everything that the checks need to know about it, read from its Trainer.
 
     Attributes:
         model: The model.
         optimizers: Its optimizers.
         trainer: The Trainer; None if there is none.
-        forward: Runs the training step's forward pass, where there is no Trainer.
-        precision: Lightning's name of the precision.
+        forward: Runs the training step's forward pass, if there is no Trainer.
+        precision: Lightning's name for the precision.
         accumulate: The number of batches per optimizer step.
-        can_accumulate: True if the Trainer takes another number of batches per optimizer step.
+        can_accumulate: True if `accumulate_grad_batches` can be changed in this run.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" if they can.
         plan: The checkpoint plan that is applied to the model.
         others: Other objects of the run: callbacks and the data module.
-        recovery: The OOMRecovery that would run the failed batch in parts; "" if none would.
+        recovery: Code for an OOMRecovery that would run the failed batch in parts; "" if none could.
     """
 
     model: nn.Module
@@ -64,20 +64,20 @@ class FailedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStep:
-    """The facts of a failed step that the checks need. Sizes in bytes.
+    """A failed step, with everything that the checks need to know about it. Sizes in bytes.
 
     Attributes:
-        facts: The facts captured when memory ran out.
-        run: The facts read from the Trainer.
+        facts: What was captured when memory ran out.
+        run: What was read from the Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
-        cuda: True to trace CUDA's operators; False for a CPU's under a simulated device.
+        cuda: True to trace the step with CUDA's operators; False to trace it with the CPU's, on a simulated device.
         gpu: The name of a GPU with a cuBLAS workspace of the same size; None for GPUs before Hopper and for the CPU.
         config: The allocator's settings.
-        history: The recorded history; None if none was recorded.
-        evaluation_began: The history's time at the start of the evaluation; None in training.
+        history: The recorded history of allocations; None if none was recorded.
+        evaluation_began: When the evaluation began, on the history's clock; None in training.
         processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
-        held: Who holds what the step does not need.
+        held: The objects that hold memory which the step does not need.
     """
 
     facts: FailureFacts
@@ -93,7 +93,7 @@ class FailedStep:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage by the estimator's names; None if no step had begun."""
+        """The name of the stage as the estimator takes it ("val" for the sanity check); None if no step had begun."""
         name: Any = {"sanity check": "val"}.get(self.facts.moment.stage, self.facts.moment.stage)
         return name if name in get_args(Stage) else None
 
@@ -105,7 +105,7 @@ class FailedStep:
 
     @property
     def usable(self) -> int | None:
-        """The bytes of the device that are available to the tensors of a trace; None if unknown."""
+        """The bytes of the device that are available to the step's tensors; None if unknown."""
         facts, capacity = self.facts, self.facts.stats.capacity
         if capacity is None or facts.split is None:
             return None
@@ -136,12 +136,12 @@ class FailedStep:
         accumulate: int | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
-        """Trace the failed step with another batch, precision, number of batches per update or checkpoint plan.
+        """Trace the failed step with these changes, such as another batch or precision, and return its memory estimate.
 
-        `size` is the number of samples to cut the failed batch to, or to extend it to.
+        `size` is the number of samples to which the failed batch is cut or extended.
 
         Raises:
-            Exception: Whatever the step raises on fake tensors.
+            Exception: The step may raise anything on fake tensors.
         """
         run, stage, batch = self.run, self.stage, self.facts.batch if batch is None else batch
         assert stage is not None
@@ -172,7 +172,7 @@ class FailedStep:
             return estimate_step(request)
 
     def step(self) -> TracedStep:
-        """Return the training step, to plan for."""
+        """Return the training step in the form that the checkpoint planner traces."""
         return TracedStep(
             self.run.model,
             self.facts.batch,
@@ -187,7 +187,7 @@ class FailedStep:
 def failed_step(
     run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
-    """Return the failed step, made of the run's facts, the captured facts, the snapshot and the holders."""
+    """Return a FailedStep made from the run, the captured facts, the memory snapshot and the holders of memory."""
     device, virtual = capture.device, capture.virtual
     config = virtual.settings if virtual is not None else config_of(snapshot or {})
     config = replace(config, per_process_memory_fraction=facts.fraction)
@@ -217,7 +217,7 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of the device's GPU if it is known, else of a similar GPU; None for GPUs like an A100."""
+    """Return the name of the device's GPU, or for unlisted ones since Hopper, that of an H100; otherwise None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes

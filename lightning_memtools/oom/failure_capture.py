@@ -46,10 +46,10 @@ _attached = False
 
 
 def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] | None:
-    """Have an observer called when the device runs out of memory, before the error unwinds.
+    """Register an observer that is called when the device runs out of memory, before the stack unwinds.
 
     Returns:
-        A function that detaches the observer; None if the device calls no observers.
+        A function that removes the observer; None if the device does not support observers.
     """
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
@@ -66,7 +66,7 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
 
 
 def _attach() -> bool:
-    """Attach the process's one observer, if it is not attached yet, and return whether it is attached now."""
+    """Attach the one observer of this process to CUDA's allocator, if not done yet. Return whether it is attached."""
     global _attached  # noqa: PLW0603, see `_listeners`
     if not _attached:
         # Initialising CUDA makes the allocators that it is attached to.
@@ -86,26 +86,26 @@ def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
 
 
 class FailureCapture:
-    """Follows one fit, validate, test or predict call, and captures the facts when memory runs out.
+    """Follows one fit, validate, test or predict call, and captures FailureFacts when memory runs out.
 
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        place: Returns where the run is now; batch and phase are added here.
-        optimizers: Returns the optimizers; none before they are configured.
-        snapshot: Record the allocator's history.
+        place: Returns where the run is now, without batch and phase, which are known here.
+        optimizers: Returns the optimizers, or an empty sequence before they are configured.
+        snapshot: Whether to record the allocator's history.
 
     Attributes:
-        reader: Reads the device; None if it keeps no statistics.
-        virtual: The reader, if it is a simulated device.
+        reader: Reads the device's memory statistics; None if the device keeps none.
+        virtual: The VirtualDevice, if the device is simulated; otherwise None.
         on_device: Tells which tensors are on the device.
-        recording: The recording; None if there is none.
+        recording: The recording of the allocator's history; None if there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
         evaluation_began: The time, on the recording's clock, at which the latest evaluation began.
-        batch_began: The time at which the present batch began; None if nothing is recorded, or between batches.
-        captured: The facts of the first failure in the present step; None if no device reported a failure.
-        is_reporting: True while a report is being made: running out of memory meanwhile is not captured.
+        batch_began: The time at which the current batch began; None if nothing is recorded, or between batches.
+        captured: The facts of the first failure in the current step; None if no device reported a failure.
+        is_reporting: True while a report is being made; running out of memory then is not captured.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class FailureCapture:
         self.evaluation_began = None if self.recording is None else self.recording.now()
 
     def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
-        """Note that a batch of a stage is on the device."""
+        """Note that a batch begins, and how much memory was allocated before it."""
         if stage != self._stage:
             self._stage, self._n_batches, self._first = stage, 0, {}
         self.batch_began = None if self.recording is None else self.recording.now()
@@ -183,7 +183,7 @@ class FailureCapture:
             self._first.setdefault((before.had_gradients, before.had_state), (before, self._n_batches))
 
     def end_batch(self) -> None:
-        """Drop the batch, and keep only its sizes."""
+        """Drop the batch, and add its sizes to those of earlier batches."""
         self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""

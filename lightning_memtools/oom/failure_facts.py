@@ -28,7 +28,7 @@ _LEAST_BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryAtBatchStart:
-    """The memory at the start of a batch: all above it was allocated during the batch.
+    """The memory at the start of a batch. Memory allocated beyond it was allocated during the batch.
 
     Attributes:
         allocated: Bytes allocated.
@@ -52,17 +52,17 @@ def split_memory(
     batch: Any = None,
     before: MemoryAtBatchStart | None = None,
 ) -> dict[str, int]:
-    """Return the allocated bytes by category: what model, optimizers and batch own, activations, and other.
+    """Return the allocated bytes by category: parameters, buffers, gradients, optimizer, inputs, activations, other.
 
-    Memory without an owner counts as activations if it was allocated after the batch began, else as "other".
+    Memory in none of the first five counts as activations if it was allocated after the batch began, else as "other".
 
     Args:
-        allocated: The bytes allocated now; the categories add up to them.
-        model: Its parameters, buffers and gradients are counted.
-        optimizers: Their state is counted.
-        on_device: Tells which tensors count.
+        allocated: The number of bytes allocated now, to which the categories add up.
+        model: The model, which owns parameters, buffers and gradients.
+        optimizers: The optimizers, which own their state.
+        on_device: Tells which tensors are on the device, and so are counted.
         batch: The inputs.
-        before: The state when the batch began. Without it, all of the rest counts as activations.
+        before: The memory when the batch began. Without it, all memory without an owner counts as activations.
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     older = 0
@@ -86,7 +86,7 @@ class FailureMoment:
         step: The training step, counted as the x axis of `self.log` counts.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
-        hook: The hook that was running, or in words what else ran outside of a step; "" in a step.
+        hook: The hook that was running outside of a step, or a phrase for other work there; "" in a step.
     """
 
     stage: str
@@ -120,11 +120,11 @@ class MemoryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class BatchesBefore:
-    """The batches of a stage before the failed one.
+    """The sizes of the batches of a stage before the failed batch.
 
     Attributes:
         n: The number of these batches.
-        most: The largest size of each dimension, by the name of the tensor, such as `batch["boxes"]`.
+        most: The largest size of each dimension, by tensor name, such as `batch["boxes"]`.
         n_elements: The number of elements of the largest batch.
         largest: The batch with the most elements, on the meta device.
     """
@@ -135,7 +135,7 @@ class BatchesBefore:
     largest: Any = None
 
     def and_this(self, batch: Any) -> BatchesBefore:
-        """Return these facts with one more batch added."""
+        """Return a copy with one more batch added."""
         shapes, n_elements = _shapes_of(batch)
         most = {
             name: tuple(map(max, shape, self.most[name])) if len(self.most.get(name, ())) == len(shape) else shape
@@ -146,9 +146,9 @@ class BatchesBefore:
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return (name, shape, usual shape) of tensors that are far larger in a dimension than in all earlier batches.
+        """Return (name, shape, largest earlier shape) of tensors with a dimension far larger than in earlier batches.
 
-        A batch with no more elements than earlier ones, such as fewer and longer samples, has none.
+        Return [] if an earlier batch had as many elements, as when this batch has fewer but longer samples.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -163,13 +163,13 @@ class BatchesBefore:
 
 
 def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shape of each tensor of a batch by its name, and the number of their elements."""
+    """Return the shapes of a batch's tensors by name, and the total number of elements."""
     tensors = dict(named_tensors(batch, "batch"))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, sum(map(torch.numel, tensors.values()))
 
 
 class StepVariable(NamedTuple):
-    """A variable with the place of its function, "`scores` in assign (model.py:33)", and the tensors that it holds."""
+    """A local variable of a step: where it is, such as "`scores` in assign (model.py:33)", and its tensors in words."""
 
     where: str
     tensors: str
@@ -177,11 +177,11 @@ class StepVariable(NamedTuple):
 
 
 def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the tensors in variables of the user's running functions, each storage once, the largest first.
+    """Return the local variables of the user's running functions that hold tensors, the largest first.
 
     Args:
-        on_device: Tells which tensors count.
-        seen: The identities of storages that are left out.
+        on_device: Tells which tensors are on the device, and so are counted.
+        seen: The ids of storages to leave out. Storages that are counted are added.
     """
     found = []
     frame = inspect.currentframe()
@@ -203,17 +203,17 @@ def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
-    """The facts captured when memory ran out: plain data that holds no tensor of the device. Sizes in bytes.
+    """The data captured when memory ran out: plain values that keep no device tensor alive. Sizes in bytes.
 
     Attributes:
         moment: The place in the run.
         device: The device's name.
-        stats: The statistics of the device; those that are not known are None.
+        stats: The memory statistics of the device; unknown ones are None.
         requested: The size that could not be allocated; None if unknown.
         free: The free bytes of the device; None if unknown.
         used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
-        split: The allocated bytes by category; None if nothing is known of them.
+        split: The allocated bytes by category; None if unknown.
         grown: Memory that has accumulated over the batches; None if it is little, or unknown.
         before: The batches of the stage before the failed one.
         variables: The variables of the step that held tensors of the device, the largest first.
@@ -235,7 +235,7 @@ class FailureFacts:
 
     @property
     def unusable(self) -> int | None:
-        """Reserved bytes that are free, but in pieces: whole free segments were released before the error."""
+        """Reserved bytes that are free, but fragmented: entirely free segments were released before the error."""
         if self.stats.reserved is None or self.stats.allocated is None:
             return None
         return self.stats.reserved - (self.stats.active or self.stats.allocated)
@@ -247,7 +247,7 @@ class FailureFacts:
 
 
 def sizes_only(batch: Any) -> Any:
-    """Return a batch whose tensors are on the meta device: the same shapes and strides, without memory or values."""
+    """Return a copy of a batch with tensors on the meta device: same shapes and strides, but no memory or values."""
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:

@@ -21,11 +21,11 @@ HOLDERS_S = 3.0
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return the holders of device memory that does not belong to the model, its optimizers or the batch.
+    """Return the objects that hold device memory beyond that of the model, its optimizers and the batch.
 
     Args:
-        run: The facts of the run.
-        capture: The object that captured the facts.
+        run: The failed run.
+        capture: The FailureCapture that followed the run.
         snapshot: The memory snapshot; None if nothing was recorded.
     """
     if capture.reader is None:
@@ -45,7 +45,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
 
 
 def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
-    """Return what a snapshot tells of blocks of memory: their age, and the line that allocated them."""
+    """Return two lookups by tensor, from a snapshot: if its block is from this batch, and which line allocated it."""
     reader, device, began = capture.reader, capture.device.index or 0, capture.batch_began
 
     def address_of(tensor: Tensor) -> int | None:
@@ -71,8 +71,8 @@ def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
 def _maker(frames: Any) -> str:
     """Return where a block was allocated, by its recorded stack; "" if unknown.
 
-    It is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules in place
-    of lines, such as "in net.0".
+    The result is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules
+    instead of lines, which gives "in net.0".
     """
     module = next((frame["name"] for frame in frames if not frame["filename"]), "(")
     if not module.startswith("("):

@@ -17,13 +17,13 @@ from lightning_memtools.memory.sizes import format_size
 
 @dataclass(frozen=True)
 class RecordedHistory:
-    """A recorded history that ends with a request for which there was no memory, and the device it was recorded on.
+    """A recorded history of allocations that ends with a failed request, and the device it was recorded on.
 
     Attributes:
         snapshot: A snapshot as `torch.cuda.memory._snapshot` or `take_snapshot` returns it.
         config: The allocator's settings.
         capacity: The capacity of the device in bytes.
-        used_by_others: Bytes held by others than the allocator.
+        used_by_others: Bytes of the device that are used outside the allocator.
         device: The device's index in the snapshot.
     """
 
@@ -39,11 +39,11 @@ class RecordedHistory:
 
     @cached_property
     def failed(self) -> FailedRequest | None:
-        """The request that found no memory; None if the history does not hold it."""
+        """The request that failed; None if it is not in the history."""
         return failed_request(self.snapshot, self.config, **self._limits)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
-        """Return the allocator as it was at a time; None if the history begins after that time."""
+        """Return a simulated allocator in its state at `time`; None if the history does not reach back to it."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None
@@ -51,9 +51,9 @@ class RecordedHistory:
         return done.allocator if done.completed else None
 
     def with_expandable_segments(self) -> tuple[bool | None, str]:
-        """Return whether ``expandable_segments:True`` would have served the failed request, and why, as a sentence.
+        """Return whether ``expandable_segments:True`` would have avoided the failure, and a sentence that says why.
 
-        The first value is None if the history allows no conclusion.
+        The first value is None if the history does not allow a conclusion.
         """
         failed = self.failed
         if failed is None:
@@ -66,7 +66,7 @@ class RecordedHistory:
 
 
 def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
-    """Return whether a failed request would have been served under other settings, and a sentence that says why."""
+    """Return whether a failed request succeeds in a replay with these settings, and a sentence that says why."""
     done = replay(failed.trace, config=config)
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"

@@ -26,18 +26,18 @@ _MOST = 0.4  # of what is allocated, and that of the device
 
 @dataclass(slots=True, kw_only=True)
 class ReportPage:
-    """The content of a report.
+    """The content of an out-of-memory report.
 
     Attributes:
-        facts: The facts captured when memory ran out.
-        error: The error's own text.
-        done: What was done about the error, if the run goes on.
-        where: The user's line of code; "" if unknown.
-        held: The holders of memory that the step does not need.
-        advice: The result of the checks.
+        facts: What was captured when memory ran out.
+        error: The message of the error.
+        done: A sentence on how the run recovered, if it continues; otherwise "".
+        where: The line of the user's code that failed; "" if unknown.
+        held: The objects that hold memory which the step does not need.
+        advice: The suggested changes, and the results of trying them.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
-        top: The number of modules that are listed.
+        top: The number of modules to list.
         file: The path of the report, or the reason why there is none.
         snapshot: The path of the memory snapshot, or the reason why there is none.
     """
@@ -58,7 +58,7 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """A sentence that says what failed and where, and one that names the cause or what fills the device."""
+        """A sentence that says what failed and where, and another that names the cause or the largest category."""
         facts, request = self.facts, ""
         if facts.requested is not None:
             request = f": tried to allocate {format_size(facts.requested)}"
@@ -67,7 +67,7 @@ class ReportPage:
         return f"Out of memory on {facts.device} ({facts.moment}){request}.{cause and f' {cause}.'}"
 
     def _largest_category(self) -> str:
-        """Return a sentence on the category that fills the device; "" if no single category does."""
+        """Return a sentence that names the category that takes most of the memory; "" if no single category does."""
         name, size = next(iter(self._categories()), ("", 0))
         total, limit = self.facts.stats.allocated or 0, self.facts.fraction * (self.facts.stats.capacity or 0)
         if size <= _MOST * total or total < _MOST * limit:
@@ -80,7 +80,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return what failed, what to do first and the report's path; the whole report if there is no file."""
+        """Return the text for the console: what failed, the first actions, and the path (without one, the report)."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
@@ -94,13 +94,13 @@ class ReportPage:
         return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
 
     def note(self) -> str:
-        """Return the note for the error: what failed, and the path of the report."""
+        """Return the text of the note to add to the error: what failed, and the path of the report."""
         return f"OOMReport: {self.headline}\n{self.file_line()}"
 
     # --- the page
 
     def markdown(self) -> str:
-        """Return the whole report."""
+        """Return the whole report as markdown."""
         sections = {
             f"# {self.headline}": [self._what_was_done()],
             "## What to do": self._what_to_do(),
@@ -154,7 +154,7 @@ class ReportPage:
         return [markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll")), quotation]
 
     def _batch(self) -> str:
-        """Return a text on the batch: its number of samples, and the type, shape and size of each tensor."""
+        """Return a text on the batch: the number of samples, and the dtype, shape and size of its tensors."""
         lines = [
             f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} ({format_size(tensor.nbytes)})"
             for tensor in tensors_in(self.facts.batch)

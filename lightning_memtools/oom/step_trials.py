@@ -22,14 +22,14 @@ class NotCheckedError(Exception):
 
 
 class StepTrials:
-    """Traces a failed step with changes, and compares the peaks.
+    """Traces a failed step with different changes, and compares their peaks with that of the unchanged step.
 
-    The time limit is checked before each trial; a trial that has begun runs to its end. Processor time of this thread
-    counts, so that the result does not depend on the load of the machine.
+    The time limit is checked before each trial; a trial that has begun runs to its end. The limit is in CPU time of
+    this thread, so that the result does not depend on the load of the machine.
 
     Args:
         failed: The failed step.
-        seconds: The time from now after which no further trial begins.
+        seconds: The CPU time from now after which no further trial begins.
 
     Attributes:
         failed: The failed step.
@@ -67,12 +67,12 @@ class StepTrials:
 
     @property
     def plain(self) -> MemoryEstimate:
-        """The estimate of the unchanged step. Only for steps that can be traced."""
+        """The estimate of the unchanged step. Use it only if the step can be traced."""
         return self.at(self.size)
 
     @cached_property
     def planner(self) -> StepPlanner:
-        """Plans the step's checkpoints; the step is profiled once for all plans."""
+        """The planner of gradient checkpointing for this step; it profiles the step once for all plans."""
         return StepPlanner(self.failed.step())
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
@@ -84,7 +84,7 @@ class StepTrials:
         return self._estimates[key]
 
     def having(self, **changes: Any) -> MemoryEstimate:
-        """Return the estimate of the step with changes: the arguments of `FailedStep.estimate`."""
+        """Return the estimate of the step with `changes`, which are arguments of `FailedStep.estimate`."""
         self.check_time()
         return self.failed.estimate(**changes)
 
@@ -97,16 +97,16 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the unchanged step fits in the trace, which then lacks something that made the real step fail."""
+        """True if the unchanged step fits according to its trace. The trace then misses what made the step fail."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property
     def limit(self) -> int | None:
-        """The bytes that are available to the tensors of a trace; None if a trace cannot tell what fits."""
+        """The bytes that are available to the step's tensors; None if a trace cannot tell what fits."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
-        """Return whether traced steps fit; None if a trace cannot tell."""
+        """Return whether the step of an estimate fits in the available memory; None if a trace cannot tell."""
         return None if self.limit is None else self._serves(estimate.trace)
 
     def fits_with(self, n_bytes: int) -> bool | None:
@@ -114,7 +114,7 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if all requests of a trace find memory; in evaluation, among the fragments that training left."""
+        """Return True if a replay of the trace fits; in evaluation, with the fragmentation that training left."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
@@ -122,7 +122,7 @@ class StepTrials:
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
-        """The allocator as training left it, with its fragments. None in training, or if unknown."""
+        """The simulated allocator when evaluation began, fragmented by training; None in training, or if unknown."""
         history, began = self.failed.history, self.failed.evaluation_began
         return None if history is None or began is None else history.allocator_at(began)
 
