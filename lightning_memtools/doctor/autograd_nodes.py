@@ -15,9 +15,9 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 
 def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]:
-    """Yield at most `limit` nodes of a graph below a node, nearest first.
+    """Yield `node` and the autograd nodes that backward reaches from it, nearest first, at most `limit` in all.
 
-    Nodes of leaves belong to parameters and outlive the step: they are included only with `leaves=True`.
+    The AccumulateGrad nodes of parameters outlive the step, so they are included only with `leaves=True`.
     """
     queue, seen = deque([node]), {node}
     while queue and limit:
@@ -31,7 +31,7 @@ def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]
 
 
 def inputs_of(node: Any) -> list[Any]:
-    """Return the nodes that computed a node's inputs. Inputs that need no gradient have none."""
+    """Return the autograd nodes that computed a node's inputs. Inputs that do not require grad have no node."""
     return [before for before, _ in node.next_functions if before is not None]
 
 
@@ -41,7 +41,7 @@ def operator_of(node: Any) -> str:
 
 
 def place_of(node: Any) -> str:
-    """Return a node's operator, and the user's line that created it if autograd's anomaly mode was on."""
+    """Return a text with a node's operator and, if anomaly mode recorded it, the user's line that created the node."""
     for frame in reversed(node.metadata.get("traceback_", ())):
         match = _FRAME.search(frame)
         if match is not None and owner_of(match[1]) == "user":

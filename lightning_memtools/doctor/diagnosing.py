@@ -54,22 +54,22 @@ def diagnose(
     as before. A loader's data set is read, and a generator given as the dataloader is used up by `steps` batches.
 
     Args:
-        model: A module, or a LightningModule. Where it is in eval mode as a whole, train() is called for the steps.
-        dataloader: Yields the training batches. It is read again if it ends early. A tensor, a tuple, a dict or a
-            list of tensors is one batch.
-        optimizer: The optimizer, or several. A LightningModule's own are made if it is None. Without any, only
-            gradients are computed.
+        model: A module, or a LightningModule. If the model itself is in eval mode, train() is called for the steps.
+        dataloader: Yields the training batches. It is iterated again if it ends early. A tensor, a tuple, a dict or
+            a list of tensors is one batch.
+        optimizer: The optimizer, or several. If None, configure_optimizers of a LightningModule is called. Without
+            any optimizer, only gradients are computed.
         step: Returns the loss of a batch. Needed for a plain module; a LightningModule has its training_step.
-        val_dataloader: Gives evaluation batches; without it, evaluation is not examined.
+        val_dataloader: Yields the evaluation batches; without it, evaluation is not checked.
         evaluate: Runs an evaluation batch as your own loop does, with no_grad or without. None takes a
             LightningModule's validation_step, without gradients as Lightning does.
-        checkpoint: A checkpoint that is to be loaded, whose keys are compared with the model.
+        checkpoint: The path of a checkpoint whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
-        steps: The training steps to watch.
+        steps: The number of training steps to watch.
 
     Returns:
-        The report. A step that raises is an error in it, at the user's line; what was found until then stands.
+        The report. A step that raises adds a finding of severity "error", with the user's line, to earlier findings.
 
     Raises:
         ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
@@ -113,7 +113,7 @@ def diagnose(
 
 
 class _RealSteps(StepListener, Callback):
-    """Runs training and evaluation steps in Lightning's loops, and passes their events to an examination."""
+    """Runs training and evaluation steps in Lightning's loops, and passes their events on to an Examination."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
@@ -155,7 +155,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Keep the optimizers, without Lightning's stand-in for a model that configures none."""
+        """Set the optimizers to check, without the mock that Lightning creates if a model configures none."""
         names = self._case.parameter_names()
         groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
         self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]

@@ -68,7 +68,7 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
         ignore: The names of checks to leave out.
 
     Raises:
-        ValueError: A name is not that of a check.
+        ValueError: A name is not the name of a check.
     """
     wanted = NAMES if checks == "all" else [checks] if isinstance(checks, str) else checks
     ignored = [ignore] if isinstance(ignore, str) else ignore
@@ -79,18 +79,18 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
 
 
 class Examination:
-    """Watches the first steps of a training and of evaluation.
+    """Runs the checks on the first steps of a training and of evaluation, and collects their findings.
 
-    A function of a check is not called again once it has failed or has found something.
+    A check's function is not called again after it has failed or has found something.
 
     Args:
-        case: The training.
+        case: The training to check.
         names: The names of the checks.
         steps: The number of training batches, and of evaluation batches, to watch.
 
     Attributes:
         findings: The findings so far.
-        failures: The errors of functions that failed, each with the check's name.
+        failures: The errors of checks that failed, each with the check's name.
         n_evaluated: The number of evaluation batches that were watched.
         is_concluded: True once the training steps have been watched.
     """
@@ -136,7 +136,7 @@ class Examination:
                 self.tell("end")
 
     def stop(self) -> None:
-        """Restore autograd's anomaly mode. Idempotent."""
+        """Restore the setting of autograd's anomaly mode, which the first step changes. Idempotent."""
         if self._noting_lines is not None:
             self._noting_lines.__exit__()
         self._noting_lines = None

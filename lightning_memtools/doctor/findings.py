@@ -24,7 +24,7 @@ class Finding:
             know.
         place: The module, parameter, attribute or line of code.
         evidence: The measurement.
-        effect: What it causes.
+        effect: What the mistake causes.
         fix: What to do, in one line.
     """
 

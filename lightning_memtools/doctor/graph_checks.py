@@ -26,7 +26,7 @@ _IN_A_ROW = 6
 
 
 def mark_graph(case: TrainingCase, loss: Tensor) -> None:
-    """Mark the first graph of a step with an object that only its nodes hold."""
+    """Attach an object to the autograd graph of a step's first loss: it lives only as long as the graph's nodes."""
     if len(case.marks) <= case.n_steps:
         mark: set[Any] = set()  # of the plain objects, sets can be referred to weakly
         for node in nodes_below(loss.grad_fn, _MARKED_NODES):
@@ -35,7 +35,7 @@ def mark_graph(case: TrainingCase, loss: Tensor) -> None:
 
 
 def note_clock(case: TrainingCase, _: Any) -> None:
-    """Note the sequence number of a step's first autograd node; later nodes have higher numbers."""
+    """Record autograd's sequence number at the start of a step: nodes created later have higher numbers."""
     case.clocks.append(autograd_sequence_number())
 
 
@@ -57,7 +57,7 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the variable or attribute that holds graphs older than the last two steps, and what it holds."""
+    """Return the name of the variable or attribute that holds graphs of old steps, and a text on their tensors."""
     numbers = range(case.clocks[0], case.clocks[-2])
     held = [
         tensor

@@ -32,9 +32,9 @@ def note_shapes(case: TrainingCase, batch: Any) -> None:
 
 
 def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return the BatchNorm layers that will raise, because the last batch has one sample.
+    """Return a finding on BatchNorm layers that will raise in the last batch, because it has only one sample.
 
-    These layers get one value per channel and sample in the first step, and one value alone has no variance.
+    These layers get one value per channel and sample in the first step, and a single value has no variance.
     """
     norms = [module for module in case.model.modules() if isinstance(module, AnyBatchNorm) and module.training]
     # SyncBatchNorm counts the samples of all ranks.
@@ -73,9 +73,9 @@ def _ends_with_one(case: TrainingCase) -> bool:
 
 
 def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if all workers of an IterableDataset yield the same batches, which are then trained repeatedly.
+    """Return a finding if all workers of an IterableDataset yield the same batches, so that training repeats each.
 
-    The host waits for the device in the first steps, of such loaders only.
+    Only for such loaders, the host waits for the device in the first steps.
     """
     n_workers = getattr(case.train_loader, "num_workers", 0)
     is_iterable = n_workers > 1 and isinstance(case.train_loader.dataset, IterableDataset)
@@ -99,7 +99,7 @@ def note_free_memory(case: TrainingCase, _: Any) -> None:
 
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if the batches that workers load ahead take more than the free shared memory."""
+    """Return a finding if the batches that workers prefetch take more than the free shared memory."""
     loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
     if not loaders or case.free_shared is None:
         return []
@@ -120,7 +120,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return schedulers that are stepped once an epoch but are as long as all updates, or the reverse."""
+    """Return findings on schedulers made for the number of updates but stepped once per epoch, or the reverse."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
@@ -137,7 +137,7 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if the last accumulation of each epoch has fewer batches than the others."""
+    """Return a finding if the last gradient accumulation of each epoch has fewer batches than the others."""
     n_batches, accumulate = case.n_train_batches or 0, case.accumulate
     n_last = n_batches % accumulate
     if not n_last:

@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
 
 
 def finding(mistake: str, place: str, evidence: str, **fields: Any) -> Finding:
-    """Return a finding of a mistake, which is named by its key in `MISTAKES`."""
+    """Return a Finding with the texts of `mistake`, a key of `MISTAKES`; `fields` fill in the texts."""
     severity, effect, fix = MISTAKES[mistake]
     check = mistake.partition("/")[0]
     return Finding(check, severity, place, evidence, effect.format(**fields), fix.format(**fields))

@@ -20,10 +20,10 @@ _LARGEST_USUAL_SEED = 2**32
 
 
 def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return modules that are trained in eval mode and hold dropout or BatchNorm.
+    """Return a finding on modules with dropout or BatchNorm that are trained in eval mode.
 
-    Modules without gradients are frozen, or teachers. A BatchNorm alone in eval mode within a module in train mode is
-    intended.
+    Modules without gradients are skipped, since they are frozen or teachers. A BatchNorm layer in eval mode within a
+    module in train mode is skipped too, since that is intended.
     """
     parts = [
         parent or type(case.model).__name__
@@ -40,7 +40,7 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_start(case: TrainingCase, _: Any) -> None:
-    """Note the weights of frozen BatchNorm layers, and the number of writes to their statistics."""
+    """Record the weights of frozen BatchNorm layers, and the number of writes to their running statistics."""
     case.norms_at_start = [
         (name, norm, _weights_of(norm), n_counter)
         for name, norm, n_counter in _norm_counts(case)
@@ -49,7 +49,7 @@ def note_start(case: TrainingCase, _: Any) -> None:
 
 
 def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Note the number of writes to BatchNorm statistics before an evaluation batch."""
+    """Record the number of writes to BatchNorm layers' running statistics before an evaluation batch."""
     case.norms_before = _norm_counts(case)
 
 
@@ -66,9 +66,9 @@ def _norm_counts(case: TrainingCase) -> list[NormCounts]:
 
 
 def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return frozen BatchNorm layers whose statistics the training steps have changed.
+    """Return a finding on frozen BatchNorm layers whose running statistics the training steps have changed.
 
-    Layers whose weights have changed too are left out: they follow another model, as a momentum encoder does.
+    Layers whose weights have changed too are skipped: they follow another model, as in a momentum encoder.
     """
     moved = [
         name
@@ -84,7 +84,7 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return the BatchNorm layers whose statistics an evaluation batch has written."""
+    """Return a finding on BatchNorm layers whose running statistics an evaluation batch has changed."""
     changed = [name for name, norm, count in case.norms_before if write_count(norm.num_batches_tracked) != count]
     if not changed:
         return []
@@ -94,7 +94,7 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return modules in eval mode with gradient checkpointing switched on, which works in train mode only."""
+    """Return a finding on modules in eval mode with gradient checkpointing on, which only works in train mode."""
     idle = [
         name or type(case.model).__name__
         for name, part in case.model.named_modules()
@@ -108,7 +108,7 @@ def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return parameters, buffers and plain tensor attributes on another device than most parameters."""
+    """Return a finding on parameters, buffers and plain tensor attributes that are not where most parameters are."""
     model = case.model
     sizes: Counter[torch.device] = Counter()
     for parameter in model.parameters():

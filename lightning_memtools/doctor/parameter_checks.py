@@ -23,7 +23,7 @@ _MIN_UPDATES = 5
 
 
 def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return parameters that get gradients but are in no optimizer: their gradients are never used or zeroed."""
+    """Return a finding on parameters that get gradients but are in no optimizer, so nothing uses or zeroes these."""
     if case.sharded or not case.optimizers or case.n_steps < _MIN_UPDATES:
         return []
     held = {id(p) for optimizer in case.optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -43,9 +43,9 @@ def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
-    """Note the norms of an optimizer's gradients, on their devices, and of its weights with weight decay.
+    """Record the norms of an optimizer's gradients and of its weights with weight decay, without reading them.
 
-    The weights' norms are noted at the first update, and again once enough updates were seen.
+    The norms of weights are recorded at the first update, and again once enough updates have been watched.
     """
     if case.sharded or case.computes_nothing:
         return
@@ -71,7 +71,7 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
 
 
 def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return the norms of tensors with their names, one tensor of norms per device and dtype, to save memory."""
+    """Return (names, norms) for each device and dtype, with the norms of the tensors in one tensor to save memory."""
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
     for name, norm in zip(tensors, l2_norm_of_each(list(tensors.values()), None) if tensors else (), strict=True):
         alike[norm.device, norm.dtype][name] = norm.detach()
@@ -79,14 +79,14 @@ def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
 
 
 def _values_of(norms: list[tuple[list[str], Tensor]]) -> Iterable[tuple[str, float]]:
-    """Return (name, norm) as numbers. The host waits once per device and dtype."""
+    """Return (name, norm) pairs, with norms as floats. The host waits once per device and dtype."""
     return (one for names, values in norms for one in zip(names, values.tolist(), strict=True))
 
 
 def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return parameters whose gradient was None or zero at every update, and by how much weight decay shrank them.
+    """Return findings on parameters whose gradient was None or zero at every update, also if weight decay shrank them.
 
-    The host waits for the noted norms.
+    The host waits for the recorded norms.
     """
     n_updates, n_moved, weights = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
     for update in case.updates:
@@ -118,7 +118,7 @@ def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def symmetric_weights(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return weights whose rows, and rows of the first gradient, are all equal: these rows stay equal forever.
+    """Return a finding on weights with all rows equal, in the weight and its first gradient: they stay equal forever.
 
     The host waits for the device once per weight.
     """

@@ -26,7 +26,7 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Norms of gradients and weights just before an optimizer's update, with names, on their devices."""
+    """Norms of gradients and weights just before an optimizer's update, with their names, still on their devices."""
 
     optimizer: Optimizer
     held: list[str]
@@ -37,7 +37,7 @@ class UpdateNorms(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """The objects and settings of a training, which an examination only reads, and its notes on the steps."""
+    """The objects and settings of a training, which the checks only read, and what they record about its steps."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
@@ -70,11 +70,11 @@ class TrainingCase:
 
     @property
     def computes_nothing(self) -> bool:
-        """True in a dry run, in which values mean nothing and are not checked."""
+        """True in a dry run, whose values are meaningless, so that checks of values are skipped."""
         return computes_nothing(self.device)
 
     def parameter_names(self) -> dict[int, str]:
-        """Return the names of the model's parameters by identity."""
+        """Return the names of the model's parameters, by the parameters' `id`."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
 

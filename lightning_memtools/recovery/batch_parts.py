@@ -28,10 +28,10 @@ class CannotSplitError(Exception):
 
 
 def n_samples_of(batch: Any) -> int:
-    """Return the number of rows that all tensors, arrays and lists of values of a batch share.
+    """Return the number of samples of a batch: the length that all its tensors, arrays and lists of values share.
 
     Raises:
-        CannotSplitError: They have different numbers of rows, or the batch holds an object without rows.
+        CannotSplitError: The lengths differ, or the batch holds an object that cannot be split.
     """
     leaves, _ = _flattened(batch)
     for leaf in leaves:
@@ -48,13 +48,13 @@ def n_samples_of(batch: Any) -> int:
 
 
 def split_plainly(batch: Any, n_parts: int) -> list[Any]:
-    """Split a batch into parts of nearly equal size, in its order.
+    """Split a batch into parts of nearly equal size, and return the parts in order.
 
-    Every tensor and array that has a dimension 0 is cut there, and has to be as long as all others. A list or tuple of
-    texts or numbers is cut too, and has to be as long. Single values and tensors without dimensions go into every part.
+    Tensors and arrays are split along dimension 0. Lists and tuples of strings or numbers are split too. All of these
+    must have the same length. Single values and tensors without dimensions go into every part.
 
     Args:
-        batch: Tensors and arrays in dictionaries, lists, tuples and named tuples. Parts are views of them.
+        batch: Tensors and arrays in dictionaries, lists, tuples and named tuples. The parts hold views of them.
         n_parts: The number of parts; there are fewer if the batch has fewer samples.
 
     Raises:

@@ -33,10 +33,10 @@ from lightning_memtools.reporting.ranks import refused_collectives
 
 
 class GradientExchange:
-    """The average of the gradients over the ranks, for a rank that runs its step in parts.
+    """Averages the gradients over the ranks, as DDP expects it, for a rank that runs its step in parts.
 
     Args:
-        strategy: The Trainer's strategy, whose `model` is the wrapper. Without a wrapper there is nothing to exchange.
+        strategy: The Trainer's strategy. If its `model` is not wrapped in DistributedDataParallel, nothing is averaged.
     """
 
     def __init__(self, strategy: Any = None) -> None:
@@ -48,12 +48,12 @@ class GradientExchange:
         self._sent: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step: drop all state of the previous step."""
         self._has_failed, self._buckets, self._sent = False, [], []
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context for one attempt at the step; parts send no gradients inside."""
+        """Return a context for one attempt at the step. With more than one part, DDP sends no gradients inside."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
@@ -67,9 +67,9 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
-        """End the failed backward pass, if it was sending gradients, and set the gradients to None.
+        """Complete what a failed backward pass has to send, if DDP was sending gradients, and set gradients to None.
 
-        Returns the reason why that is impossible, or why the step cannot be run again; else "".
+        Return the reason why that is impossible, or why the step cannot be run again; "" if there is none.
 
         Args:
             complete: The parameters to which the failed pass had added its gradients.
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients over the ranks, unless this batch only accumulates."""
+        """Average the gradients of the finished parts over the ranks, unless this batch only accumulates."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync
@@ -151,7 +151,7 @@ def why_unsent(strategy: Any) -> str:
 
 
 def no_collectives() -> AbstractContextManager[None]:
-    """Inside, with several ranks, starting a collective raises an error that names the collective."""
+    """Return a context in which, with several ranks, any collective raises CannotSplitError with its name."""
     return refused_collectives(
         lambda name: CannotSplitError(
             f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
@@ -161,11 +161,11 @@ def no_collectives() -> AbstractContextManager[None]:
 
 
 def _is_pretended(wrapper: DistributedDataParallel) -> bool:
-    """Return True in a dry run, whose other ranks are simulated."""
+    """Return True in a dry run, in which the other ranks are simulated."""
     return bool(distributed.get_backend(wrapper.process_group) == "fake")
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:
-    """Add -0 to the gradients in a backward pass. That changes no bit, and fires the hooks that wait for gradients."""
+    """Run a backward pass that adds -0 to the gradients, which changes no bit but fires DDP's gradient hooks."""
     zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)

@@ -35,7 +35,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts the recoveries. `n_parts` is the number of parts of the latest one, and `latest` describes it."""
+    """Counts the recoveries. `n_parts` is the number of parts in the latest recovery, and `latest` describes it."""
 
     n_recovered: int = 0
     n_skipped: int = 0
@@ -44,7 +44,7 @@ class Recoveries:
     latest: str = ""
 
     def __str__(self) -> str:
-        """Return a line for a summary; "" if nothing happened."""
+        """Return a summary line; "" if no step was run again or skipped."""
         if not self.latest:
             return ""
         batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
@@ -91,7 +91,7 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result; if it ran in parts, that of the last part with the loss of the whole batch.
+        """Run a step and return its result. If it ran in parts, the result is the last part's, with the whole loss.
 
         Raises:
             torch.OutOfMemoryError: The step cannot be run in parts that are small enough; a note says why.
@@ -209,7 +209,7 @@ class StepRecovery:
         """Return the parts of a batch with the factor of each part's loss. Parts with the factor 0 are left out.
 
         Raises:
-            CannotSplitError: Neither the plain rule nor the user's functions split the batch.
+            CannotSplitError: The batch cannot be split, or the user's functions fail or give parts that do not add up.
         """
         count, counts, total = self._loss_weight or n_samples_of, [1.0], 1.0
         try:
@@ -236,7 +236,7 @@ class StepRecovery:
         """Return the number of parts to try next; None to skip the batch.
 
         Raises:
-            CannotSplitError: The batch cannot be run in more parts, and must not be skipped.
+            CannotSplitError: The batch cannot be run in more parts, and may not be skipped.
         """
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
@@ -280,12 +280,12 @@ class StepRecovery:
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of all modules that can normalize with the statistics of a batch."""
+    """Return (name, module) of all normalization layers that can use the statistics of a batch."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return the reason why batches must not be split, if a norm now uses batch statistics; else ""."""
+    """Return why batches must not be split if a normalization layer currently uses batch statistics; otherwise ""."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (
@@ -303,7 +303,7 @@ def _add_reason(error: Exception, why_not: str) -> None:
 
 
 def _warn_of(fault: Exception) -> str:
-    """Warn of an error in OOMRecovery's own code, which must not hide the user's error. Return it as text."""
+    """Warn of an error in OOMRecovery's own code, which must not hide the user's error. Return the warning's text."""
     text = f"OOMRecovery itself failed: {in_one_line(fault)}"
     with suppress(DegradedWarning):  # where warnings are errors
         warnings.warn(text, DegradedWarning, stacklevel=2)

@@ -25,7 +25,7 @@ _MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointi
 
 
 class TrainedState:
-    """The parameters, metrics and buffers that a step may change, and the device whose random stream it draws from."""
+    """The parameters, metrics and buffers that a step may change, and the device whose random generator it uses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -35,18 +35,18 @@ class TrainedState:
 
 
 class StepStart:
-    """Random streams, buffers, metrics, logged values, the batch and gradients as they were before a step.
+    """Records the state before a step, runs the step whole or in parts, and restores the state after a failure.
 
-    The gradients of the first batch of an optimizer step are None before it. Those that earlier batches accumulated are
-    set aside while parts run, so that a failed part cannot touch them. A failed backward pass of the whole batch may
-    have added to some of them already: such a sum is kept, because that pass adds to a parameter once, when its
-    gradient is complete. The parts then give gradients to the other parameters only.
+    The state is random states, buffers, metrics, logged values and gradients. Gradients that earlier batches have
+    accumulated are set aside while parts run, so that a failed part cannot touch them. A failed backward pass of the
+    whole batch may have added to some of them already. Such a sum is kept, because backward adds to a gradient once,
+    when the batch's gradient is complete; the parts then only add to the gradients of other parameters.
 
     Attributes:
-        batch: The batch in containers of its own, which the step cannot change.
+        batch: The batch in new containers, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
         raised: The last error that was raised by the step itself, not by the code around it.
-        kept: The parameters that keep their gradients of this batch, which then cannot be skipped any more.
+        kept: The parameters that keep their gradients of this batch. If there are any, it can no longer be skipped.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
@@ -70,11 +70,11 @@ class StepStart:
             self._note_accumulated()
 
     def run_whole(self) -> Any:
-        """Run forward and backward of the whole batch, and return Lightning's result."""
+        """Run forward and backward of the whole batch, and return Lightning's closure result."""
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
-        """Run forward and backward of a part, and return its result with the loss multiplied by a factor."""
+        """Run forward and backward of a part, with its loss multiplied by `factor`, and return the closure result."""
         with _logging_for(part, self._step.results):
             result = self._run(part, factor)
         loss = result.closure_loss
@@ -165,7 +165,7 @@ class StepStart:
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:
-    """Return a function that removes what `self.log` adds after this call. Lightning itself offers none."""
+    """Return a function that removes what `self.log` adds after this call, since Lightning has no API for that."""
     saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
     batch, size = results.batch, results.batch_size
 
@@ -182,7 +182,7 @@ def _log_restorer(results: Any) -> Callable[[], None]:
 
 @contextmanager
 def _logging_for(part: Any, results: Any) -> Iterator[None]:
-    """Inside, give logged values the batch size of a part, so that epoch means weight the part correctly."""
+    """Inside this context, log values with the batch size of a part, so that epoch means weight the part correctly."""
     whole, results.batch, results.batch_size = results.batch, part, None
     try:
         yield

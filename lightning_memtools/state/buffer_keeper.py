@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """The module and name of a buffer, and the tensor that was there at the last look."""
+    """A buffer's module and name, and the tensor that was registered there when it was last copied."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -54,7 +54,7 @@ class _BufferCopies:
         self._values = [part.view(tensor.shape) for part, tensor in parts]
 
     def take(self, unless: Tensor | None) -> bool:
-        """Copy the buffers again. Return False if a buffer's device, dtype or shape has changed since."""
+        """Copy the buffers again, unless `unless` is nonzero. Return False if a device, dtype or shape has changed."""
         now: list[Any] = [place.held.get(place.key) for place in self.places]
         if any(map(is_not, now, self.tensors)):
             if any(tensor is None or _KIND(tensor) != kind for tensor, kind in zip(now, self._kinds, strict=True)):
@@ -79,10 +79,10 @@ class _BufferCopies:
 
 
 class BufferKeeper:
-    """Copies of a module's buffers from the start of a step, to restore them.
+    """Copies a module's buffers at the start of a step, and restores them.
 
-    The copies take as much memory as the buffers; large ones that no step writes are not kept. Nothing waits for the
-    device.
+    The copies take as much memory as the buffers; those of large buffers that no step writes are released. Nothing
+    waits for the device.
 
     Args:
         module: The module that is trained.
@@ -100,7 +100,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
-        """Copy the buffers now. `unless`: keep the earlier copies if this 0-dim tensor on the device is not 0."""
+        """Copy the buffers now. If the 0-dim device tensor `unless` is nonzero, keep the earlier copies instead."""
         if self._large:
             constant = [copies for copies in self._large if not copies.places[0].is_written()]
             self._released += [copies.places[0] for copies in constant]
@@ -129,7 +129,7 @@ class BufferKeeper:
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if a buffer was registered, or a None buffer set, since the copies were planned."""
+        """Return True if a buffer was registered, or a buffer that was None set, since all buffers were copied."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
@@ -153,5 +153,5 @@ class BufferKeeper:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return True if elements share memory, as after expand(): such a tensor cannot be written."""
+    """Return True if elements share memory, as after expand(): such a tensor cannot be written in place."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

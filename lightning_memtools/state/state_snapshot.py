@@ -38,15 +38,15 @@ _EXTERNAL_MODULES = {
 class StateSnapshot:
     """Records the state of everything that can be reached from `roots`; `restore` writes it back, as often as needed.
 
-    Every random stream of the process belongs to it. Of a data set only the contents of its containers and attributes
-    are recorded, not the values of its tensors and arrays: these may be larger than the host's memory, and reading does
-    not change them. Of a container with more than 10,000 items, none of which seems to hold a tensor, only the items
-    themselves are recorded. Running generators, class attributes and global variables are not restored.
+    The state includes all global random number generators. For a data set, only the contents of its containers and
+    attributes are recorded, not the values of its tensors and arrays: these may be larger than the host's memory, and
+    reading does not change them. For a container with more than 10,000 items that seem to hold no tensors, only which
+    items it has is recorded, not their state. Running generators, class attributes and globals are not restored.
 
     Args:
-        roots: Where to begin.
-        skip: Types whose objects are left alone.
-        host: Makes a context in which new tensors are allocated in host memory.
+        roots: The objects to start from.
+        skip: Types whose objects are neither recorded nor searched.
+        host: Returns a context in which new tensors are allocated in host memory.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StateSnapshot:
             waiting += referred
 
     def _record(self, value: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one return for each kind of object
-        """Record one object's own state and return what it refers to."""
+        """Record one object's own state, and return the objects that it refers to."""
         if isinstance(value, Tensor):
             return [] if is_data else self._record_tensor(value) + self._record_object(value)
         # A class derived from a container has items and attributes: Lightning's results are a dict with attributes.
@@ -168,7 +168,7 @@ class StateSnapshot:
         return [] if isinstance(container, bytearray) else _walked(items)
 
     def _record_generator(self, value: Any) -> bool:
-        """Record the state of a random generator; returns False for any other object."""
+        """Record the state of a random generator and return True; return False for any other object."""
         state = generator_state(value)
         if state is None:
             return False
@@ -202,9 +202,9 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items whose own state is recorded too: none of a long container if 64 of its items hold no tensor.
+    """Return the items whose own state is to be recorded: all, or [] if a long container seems to hold no tensors.
 
-    A million records would take minutes. The container itself is recorded.
+    Some 64 of its items are searched for tensors, because recording a million items would take minutes.
     """
     if len(items) <= _LONG or any(next(tensors_in(item), None) is not None for item in items[:: len(items) // 64]):
         return items
