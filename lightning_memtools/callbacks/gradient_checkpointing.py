@@ -167,7 +167,7 @@ class _CheckpointingRun:
     def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Make and apply a plan on the first batch that gives a loss. Begin to measure the peak of a later step.
 
-        Until there is a plan, every rank has to call this, as ranks communicate.
+        Collective until there is a plan: every rank has to call it.
 
         Raises:
             CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.

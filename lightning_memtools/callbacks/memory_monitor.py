@@ -149,7 +149,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward phase. Begin the snapshot if `snapshot_at_step` is this step, at its first batch."""
+        """Begin the forward phase. At the first batch of the step `snapshot_at_step`, begin the snapshot."""
         if training_step(trainer) == self.snapshot_at_step and self._step_snapshot is None:
             self._step_snapshot = StepSnapshot.begin(reader_for(self._device), pl_module, trainer.optimizers, batch)
             if self._step_snapshot is None:

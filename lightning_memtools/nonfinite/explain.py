@@ -125,7 +125,7 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
     """Return the position of the first micro-batch with a bad loss.
 
-    If all losses are finite and a batch is the root, return that of the first bad batch; otherwise that of the last.
+    If all losses are finite, return that of the first bad batch if NaN or Inf came from a batch, else of the last.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):

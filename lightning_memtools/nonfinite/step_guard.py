@@ -148,7 +148,7 @@ class StepGuard:
         self._batch = MicroBatch(self._batch.index, None)
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
-        """Record a loss before its backward pass, before accumulation divided it and the scaler multiplied it."""
+        """Record a loss before its backward pass. `divided_by` and `scaler` say how it was scaled, which is undone."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
         self.saw_losses = self.saw_losses or trains_weights(loss)

@@ -71,7 +71,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return True if the next update creates optimizer state for these parameters; held back, it may be unfilled."""
+    """Return True if the next update creates optimizer state. Fused SGD leaves that unfilled if it is held back."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
