@@ -29,7 +29,7 @@ It is the one that the program imported first; `lightning.pytorch` if it has imp
 
 
 def part_of_lightning(name: str) -> Any:
-    """Return a module of the package in use, such as "loggers"."""
+    """Return a submodule, such as "loggers", of the Lightning package in use."""
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
@@ -44,10 +44,10 @@ else:
 
 
 def refuse_other_package(thing: object) -> None:
-    """Refuse an object of Lightning's other package (`lightning` or `pytorch_lightning`).
+    """Raise if an object comes from the Lightning package that is not in use (`lightning` or `pytorch_lightning`).
 
     Raises:
-        RuntimeError: The object is of the package that is not in use.
+        RuntimeError: The object's class is from the package that is not in use.
     """
     kind = next((kind for kind in type(thing).__mro__ if kind.__module__.startswith(f"{_OTHER}.")), None)
     if kind is not None:
@@ -67,12 +67,12 @@ def _refusing_other_package(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 class EitherCallback(Callback):
-    """A callback of the Lightning package in use. Its `setup` refuses a Trainer of the other package.
+    """Base class of the callbacks. `setup` raises if the Trainer is from the Lightning package that is not in use.
 
-    Copies and pickles made during a run are as before the run.
+    A copy or a pickle made during a run has the state from before the run.
 
     Attributes:
-        parts_of_a_run: The names of attributes that are None outside of a run, and are left out of pickles.
+        parts_of_a_run: Names of attributes that are set only during a run: in copies and pickles they are None.
     """
 
     parts_of_a_run: ClassVar[tuple[str, ...]] = ()
@@ -93,25 +93,25 @@ class EitherCallback(Callback):
 
 
 def training_step(trainer: Trainer) -> int:
-    """Return the x value of `self.log`: the number of training steps that were finished before the current one.
+    """Return the number of training steps finished before the current one, which `self.log` uses as the x value.
 
-    `trainer.global_step` counts optimizer steps: one too many in on_train_batch_end, and n a batch with n optimizers.
-    It can go when the Trainer has a public counter of training steps.
+    `trainer.global_step` counts optimizer steps: it is one too high in on_train_batch_end, and with n optimizers it
+    grows by n per batch. Remove this once the Trainer has a public counter of training steps.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"]:
-    """Return the stage that a loop runs; the sanity check counts as "val". No public attribute has these names."""
+    """Return the running stage; the sanity check counts as "val". No public attribute uses these names."""
     stage: Any = trainer.state.stage
     return stage.dataloader_prefix  # type: ignore[no-any-return]
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return True if the current micro-batch is not the last of its step. In manual optimization it is always False.
+    """Return True if the current micro-batch is not the last of its step; always False in manual optimization.
 
-    The public counters do not know of a last, incomplete accumulation or of iterable loaders; the loop does. It can go
-    when the Trainer says in public whether it accumulates.
+    The public counters do not cover a last, incomplete accumulation or iterable loaders; the loop does. Remove this
+    once the Trainer has a public attribute for it.
     """
     if trainer.lightning_module is not None and not trainer.lightning_module.automatic_optimization:
         return False
@@ -121,8 +121,8 @@ def is_accumulating(trainer: Trainer) -> bool:
 def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
     """Return the scalars that training_step logged with `self.log(..., on_step=True)` for the current batch, by name.
 
-    They stay on their device. `trainer.callback_metrics` computes every epoch metric at each access, and is only filled
-    after callbacks ran. This function can go when the values of a step can be read in on_train_batch_end.
+    The values stay on their device. `trainer.callback_metrics` computes every epoch metric on each access, and is
+    filled only after the callbacks have run. Remove this once on_train_batch_end can read the values of a step.
     """
     results: Any = trainer.fit_loop._results
     found: dict[str, Tensor] = {}
@@ -139,12 +139,12 @@ def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the values that the ending evaluation run has logged with `self.log`, by name, over the whole run.
+    """Return the values that the evaluation run now ending has logged with `self.log`, reduced over the run, by name.
 
     With several data loaders a name ends with "/dataloader_idx_<i>", as Lightning writes it.
 
-    `trainer.callback_metrics` also holds what training logged; only the results know which hook a value came from. It
-    can go when Lightning offers the metrics of one loop in public.
+    `trainer.callback_metrics` also holds what training logged; only the private results tell which hook a value came
+    from. Remove this once Lightning has a public API for the metrics of one loop.
     """
     results: Any = trainer._results
     found: dict[str, Tensor] = {}
@@ -160,7 +160,7 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the counters that a training step moves, total and current: batches, epochs, then updates."""
+    """Return the counters (total and current) that a training step advances: batches, epochs, then updates."""
     loop: Any = trainer.fit_loop.epoch_loop
     by_lightning = loop.automatic_optimization.optim_progress.optimizer
     updates = [by_lightning.step, by_lightning.zero_grad, loop.manual_optimization.optim_step_progress]
@@ -169,10 +169,10 @@ def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 class LoopMarker:
-    """Saves and restores all counters that a training step moves, and the states of schedulers.
+    """Saves and restores all counters that a training step advances, and the states of the LR schedulers.
 
-    `trainer.global_step` is read-only, and checkpoints are written from these counters. It can go when a Trainer can be
-    set back to an earlier step in public. Create it when training starts: only then do all counters exist.
+    `trainer.global_step` is read-only, and checkpoints are written from these counters. Create the marker when training
+    starts: some counters do not exist before. Remove it once a public API can set a Trainer back to an earlier step.
 
     Args:
         trainer: The Trainer.
@@ -183,9 +183,9 @@ class LoopMarker:
         self._counters = _counters_of(trainer)
 
     def mark_updates(self) -> Callable[[], None]:
-        """Save only the counters of updates and the schedulers, and return a function that restores them.
+        """Save only the update counters and the schedulers, and return a function that restores them.
 
-        Counters of batches and the x axis of logs go on: batches whose updates are undone count as seen.
+        The batch counters and the x axis of logs keep counting: batches whose updates are undone still count as seen.
         """
         return self._saved(self._counters[4:])
 
@@ -219,10 +219,10 @@ class LoopMarker:
 
 
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:
-    """Call `check` before each checkpoint, and return a function that undoes this.
+    """Make the Trainer call `check` before it saves a checkpoint, and return a function that undoes this.
 
-    If `check` raises, nothing is saved. Lightning's hook on_save_checkpoint is not called for checkpoints of weights
-    alone, so the Trainer's method is replaced.
+    If `check` raises, nothing is saved. Lightning does not call the hook on_save_checkpoint for weights-only
+    checkpoints, so the Trainer's method is replaced.
     """
 
     def checked(save: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -233,10 +233,10 @@ def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], No
 
 
 def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `before_update` with the optimizer right before each update, and return a function that undoes this.
+    """Have `before_update(optimizer)` called right before each update, and return a function that undoes this.
 
-    At that point gradients are clipped and all hooks have run; no hook of Lightning comes as late. The replaced method
-    of the precision plugin runs for every kind of optimization.
+    At that point gradients are clipped and all hooks have run; no Lightning hook runs that late. The replaced method of
+    the precision plugin runs in automatic and in manual optimization.
     """
 
     def watched(after_closure: Callable[..., Any], model: Any, optimizer: Any) -> None:
@@ -247,7 +247,7 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
 
 
 class _ReplacedMethod:
-    """Replaces a method of an object by a function that gets the method first. Copies have the original."""
+    """Replaces an object's method with a function that gets the original first. Copies of the object are unaffected."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
@@ -282,21 +282,21 @@ class _ReplacedMethod:
 def write_checkpoint(trainer: Trainer, path: Path) -> None:
     """Write a full checkpoint; call it on every rank.
 
-    `trainer.save_checkpoint` ends with a barrier, in which the other ranks would wait for ever if rank 0 cannot write.
-    It can go when Lightning releases that barrier after a failure.
+    `trainer.save_checkpoint` ends with a barrier, in which the other ranks would wait forever if rank 0 cannot write.
+    Remove this once Lightning releases that barrier after a failure.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     trainer.strategy.save_checkpoint(checkpoint, path)
 
 
 def callbacks_of(trainer: Trainer) -> list[Any]:
-    """Return the callbacks of a Trainer, whose attribute has no type annotation."""
+    """Return a Trainer's callbacks; Lightning's attribute has no type annotation."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
     return callbacks
 
 
 def forget_batch(trainer: Trainer) -> None:
-    """Release the batch that `self.log`'s bookkeeping still holds after a failed step. No public way does that."""
+    """Release the batch that `self.log`'s bookkeeping still holds after a failed step. No public API does this."""
     results: Any = trainer._results
     if results is not None:
         results.batch = None
@@ -307,9 +307,9 @@ _STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_g
 
 
 def running_hook() -> str:
-    """Return the running hook, such as "EMA.on_train_epoch_end", or the work of Lightning in words; "" in a step.
+    """Return the running hook, such as "EMA.on_train_epoch_end", or Lightning's task, such as "saving a checkpoint".
 
-    It is read from the stack, because Lightning tells only profilers.
+    Return "" within a step. The hook is read from the stack, because Lightning reports it only to profilers.
     """
     frame = inspect.currentframe()
     hook = ""
@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return the hook that a frame of Lightning calls, or else its work in words; "" for other frames."""
+    """Return what a Lightning frame in `function` runs: a hook, or a task such as "saving a checkpoint"; else ""."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -345,7 +345,7 @@ def _hook_of(function: str, frame: FrameType) -> str:
 def untoggle_all(module: Any) -> None:
     """Restore each parameter's `requires_grad` after a step failed between `toggle_optimizer` and `untoggle_optimizer`.
 
-    `untoggle_optimizer` wants to know which optimizer was toggled, and nothing public tells.
+    `untoggle_optimizer` needs the toggled optimizer as an argument, and there is no public API to find it.
     """
     before: Mapping[Any, bool] = module._param_requires_grad_state
     for parameter, requires_grad in before.items():
@@ -361,7 +361,7 @@ def saves_on_exception(trainer: Trainer) -> bool:
 def forbid_saving_on_exception(trainer: Trainer) -> None:
     """Keep ModelCheckpoint(save_on_exception=True) from saving this step, whose weights are bad.
 
-    It has no public switch, so its record is set as if this step were saved already.
+    ModelCheckpoint has no public switch for this, so its private record says that this step is already saved.
     """
     for callback in callbacks_of(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
@@ -382,9 +382,9 @@ def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"])
 
 
 def source_of(loop: Any) -> Any:
-    """Return the object that gives a loop its data loaders.
+    """Return the object that provides a loop's data loaders.
 
-    No public way tells whether loaders were passed or come from a hook.
+    No public API tells whether loaders were passed to the Trainer or come from a hook.
     """
     return loop._data_source
 
@@ -401,7 +401,7 @@ def forget_saved_arguments(loader: Any) -> None:
 def forget_loaders(loop: Any) -> None:
     """Make a loop request its loaders again at its next `setup_data`, and end the workers of the current loaders.
 
-    The public `reload_dataloaders_every_n_epochs` acts at epochs only, and not between two batch sizes.
+    The public `reload_dataloaders_every_n_epochs` takes effect only between epochs, not between two batch sizes.
     """
     fetcher = loop._data_fetcher
     if fetcher is not None:
@@ -411,17 +411,17 @@ def forget_loaders(loop: Any) -> None:
 
 
 def prepared_loaders(loop: Any) -> list[Any]:
-    """Return the loaders that a loop will read, with the samplers that the Trainer put in; [] before they are set up.
+    """Return the loaders that a loop will read, with the samplers that the Trainer inserted; [] before they are set up.
 
-    `trainer.train_dataloader` gives the collection as the user nested it, and there is none for predict. It can go when
-    the Trainer gives the flat list.
+    `trainer.train_dataloader` returns the loaders as the user nested them, and predict has no such attribute. Remove
+    this once the Trainer exposes the flat list.
     """
     combined = loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
-    """Replace each of `prepared_loaders` by `change(loader)`. No hook runs before their iterators start."""
+    """Replace each of `prepared_loaders(loop)` with `change(loader)`; restart iterators that have already started."""
     before = prepared_loaders(loop)
     after = [change(one) for one in before]
     if any(new is not old for new, old in zip(after, before, strict=True)):
@@ -431,22 +431,22 @@ def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
 
 
 def mode_of(loaders: Any) -> Any:
-    """Return how a CombinedLoader combines its loaders, such as "max_size_cycle": it has no public attribute for it."""
+    """Return how a CombinedLoader combines its loaders, such as "max_size_cycle"; the attribute is private."""
     return loaders._mode
 
 
 def run_sanity_check(trainer: Trainer) -> None:
-    """Run the sanity check, the validation batches before training.
+    """Run the sanity check: the validation batches before training.
 
-    Publicly only `fit` runs it, which cannot be called within fit.
+    The only public API that runs it is `fit`, which cannot be called within fit.
     """
     trainer._run_sanity_check()
 
 
 def validate_every(trainer: Trainer, n_batches: int) -> None:
-    """Validate after every n training batches of each epoch, instead of as the Trainer's arguments say.
+    """Validate after every `n_batches` training batches of each epoch, overriding the Trainer's arguments.
 
-    `val_check_interval` is only read when loaders are set up, and an interval in seconds has a private attribute.
+    `val_check_interval` is read only when loaders are set up, and an interval in seconds is a private attribute.
     """
     trainer.val_check_batch = n_batches
     trainer.check_val_every_n_epoch = 1
@@ -454,20 +454,20 @@ def validate_every(trainer: Trainer, n_batches: int) -> None:
 
 
 def stop_validating(trainer: Trainer) -> None:
-    """Validate no more in this fit."""
+    """Run no more validation in this fit."""
     trainer.check_val_every_n_epoch = 2**62
 
 
 def set_root_directory(trainer: Trainer, directory: str) -> None:
-    """Set the default directory for files; `default_root_dir` can only be set in the Trainer's constructor."""
+    """Set a Trainer's default directory for files; `default_root_dir` can only be set in the constructor."""
     vars(trainer)["_default_root_dir"] = directory
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Replace the collectives that the loop runs in every batch, until the loop's attributes are restored.
+    """Replace the collectives that the loop runs in every batch with no-ops, until the loop's attributes are restored.
 
-    A rank that has run out of memory takes no part in them, and the others would wait for it. Lightning has no switch
-    to turn them off.
+    A rank that has run out of memory does not take part in them, so the other ranks would wait for it. Lightning has no
+    switch to turn them off.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     strategy: Any = trainer.strategy
@@ -481,25 +481,25 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Change a hyperparameter in the copy that `save_hyperparameters` made for loggers, if it has one."""
+    """Set the hyperparameter `name` in the copy that `save_hyperparameters` made for loggers, if `owner` has one."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value
 
 
 def end_the_call() -> BaseException:
-    """Return an error that ends a call of the Trainer cleanly before its loop has run, as Lightning's tuners do.
+    """Return an exception that ends a call of the Trainer cleanly if it is raised before the loop has run.
 
-    `trainer.should_stop` is reset when fit begins, and would still run the sanity check.
+    Lightning's tuners raise it. `trainer.should_stop` does not work: fit resets it and still runs the sanity check.
     """
     error: BaseException = part_of_lightning("utilities.exceptions")._TunerExitException()
     return error
 
 
 def is_compiled_by_lightning(module: LightningModule) -> bool:
-    """Return True if the module is the one that the Trainer unpacked from `torch.compile(module)`.
+    """Return True if the Trainer unpacked this module from `torch.compile(module)`.
 
-    The Trainer passes the plain module with the compiled call inside, and only this attribute tells.
+    The Trainer passes on the plain module, whose call is compiled; only this private attribute shows that.
     """
     return getattr(module, "_compiler_ctx", None) is not None
 
@@ -513,8 +513,8 @@ class StepClosure:
         forward: Runs training_step on a batch and returns Lightning's result, with `closure_loss` and `extra`.
         results: Lightning's collection of the values that training has logged with `self.log`.
         backward: Runs the backward pass of a loss.
-        zero_grad: Clears the gradients; None if they are accumulated.
-        skipped: Returns the result of a training_step that returned None.
+        zero_grad: Clears the gradients; None while gradients accumulate.
+        skipped: Makes the result that Lightning uses if training_step returned None.
     """
 
     batch: Any
@@ -528,7 +528,7 @@ class StepClosure:
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
     """Make Lightning call `run` for each training batch's forward and backward; return a function that undoes this.
 
-    No hook encloses both, and only the closure can run again within the batch.
+    No hook wraps both, and only the closure can be run again within the batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
 
@@ -567,9 +567,9 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
 
 
 def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -> None:
-    """Connect a Trainer to a module and a loader, so that its loops can run without `fit`, and keep it from logging.
+    """Connect a Trainer to a module and a loader, so that its loops can run without `fit`, and turn off its logging.
 
-    Nothing public runs the loops alone. This and the next functions can go when the loops are public.
+    No public API runs a loop alone. Remove this and the next functions once the loops are public.
     """
     states, connector = part_of_lightning("trainer.states"), trainer._logger_connector
     trainer.state.fn = states.TrainerFn({"train": "fit", "val": "validate"}.get(stage, stage))
@@ -583,7 +583,7 @@ def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -
 
 
 def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
-    """Begin an epoch in the loop of an attached Trainer. Return the object from which the loop takes batches."""
+    """Begin an epoch of an attached Trainer, with the module's start hooks if `runs_hooks`; return the data fetcher."""
     loop: Any = trainer.fit_loop
     loop.min_epochs, loop.max_epochs = 0, 1
     loop.setup_data()
@@ -596,7 +596,7 @@ def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
 
 
 def count_as(trainer: Trainer, original: Trainer) -> None:
-    """Copy the counters of epochs and updates from another Trainer."""
+    """Copy the epoch and update counters of `original` to `trainer`."""
     for counts, others in zip(_counters_of(trainer)[2:], _counters_of(original)[2:], strict=True):
         counts.update(others)
     steps: Any = original.fit_loop.epoch_loop
@@ -604,5 +604,5 @@ def count_as(trainer: Trainer, original: Trainer) -> None:
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:
-    """Make the loop take all batches for the last of an accumulation, or with `condition` for earlier ones."""
+    """Make the loop treat every batch as the last of an accumulation or, if `condition`, as an earlier one."""
     trainer.fit_loop._should_accumulate = lambda: condition  # type: ignore[method-assign]

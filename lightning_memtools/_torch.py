@@ -1,6 +1,6 @@
-"""Every use of torch's private parts, each with the reason why no public way serves and when it can go.
+"""Every use of torch's private parts, each with the reason why no public API serves and when it can go.
 
-Where a docstring says that there is no public way to do or to ask something, the use can go once there is one.
+Where a docstring says that there is no public API, the use can go once there is one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step.
+    """Return a mode in which new tensors are fakes, and in which operators also accept the real tensors of a step.
 
-    Its own cache is off: `RepeatedFakes` keeps results of equal calls, in a tenth of the time, and torch's setting is
-    for all modes only. And `copy.deepcopy` returns the mode itself: a copy would share the registered operators of the
-    original and remove them a second time, which ends the process. `Tensor.__deepcopy__` copies a fake's mode, as one
-    of its attributes; this can go when it leaves that out.
+    The mode's own cache is disabled: `RepeatedFakes` caches results of equal calls, in a tenth of the time, and torch's
+    setting applies to all modes at once. `copy.deepcopy` returns the mode itself: a copy would share the operators that
+    the original registered and remove them a second time, which crashes the process. `Tensor.__deepcopy__` copies a
+    fake's mode as one of its attributes; this override can go once it does not.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
@@ -50,10 +50,10 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fakes_copied_deeply() -> Iterator[None]:
-    """Within, make `copy.deepcopy` copy a fake tensor as it does a real one: to a tensor with its own storage.
+    """Inside, make `copy.deepcopy` copy a fake tensor as it does a real one: to a tensor with its own storage.
 
-    `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails at the value of a number. It can go when a
-    FakeTensor has a method of its own for this.
+    `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails on a scalar whose value is known. This can go
+    once FakeTensor defines `__deepcopy__`.
     """
     if "__deepcopy__" in vars(FakeTensor):
         yield
@@ -67,7 +67,7 @@ def fakes_copied_deeply() -> Iterator[None]:
 
 
 def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy with a storage of its own; tensors that share memory are copied one by one."""
+    """Return a copy with its own storage; tensors that share memory are copied separately."""
     if id(fake) not in memo:
         with torch.no_grad():
             made: Tensor = fake.detach().clone()
@@ -80,10 +80,10 @@ def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 class FakeMaker:
-    """Makes fakes of meta tensors as the constructor does, but in a fifth of its time.
+    """Makes fake tensors from meta tensors as FakeTensor's constructor does, but in a fifth of the time.
 
     The constructor sets a dozen attributes one by one, through properties; here they are copied from a fake that it
-    made. It can go when the constructor is as fast.
+    made. This can go once the constructor is as fast.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -94,7 +94,7 @@ class FakeMaker:
         self._guard = guards[mode._allow_unsafe_data_ptr_access]
 
     def __call__(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-        """Return a fake of a meta tensor that seems to be on a device."""
+        """Return a fake tensor that has the shape of a meta tensor and appears to be on `device`."""
         if device not in self._made:
             fake = FakeTensor(self._mode, meta, device)
             self._made[device] = fake.fake_device, dict(vars(fake))
@@ -108,7 +108,7 @@ class FakeMaker:
         return fake
 
     def number(self, value: torch.Tensor) -> FakeTensor:
-        """Return the fake of a new number, whose value stays known, as the mode does for `torch.tensor`."""
+        """Return a scalar fake tensor whose value stays known, as FakeTensorMode does for `torch.tensor`."""
         with without_torch_dispatch():
             kept = value.clone()
             fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
@@ -133,12 +133,12 @@ BACKWARD_HOOKS = "_backward_hooks"
 
 
 def has_accumulation_hook(parameter: nn.Parameter) -> bool:
-    """Return whether a tensor has hooks from `register_post_accumulate_grad_hook`, which nothing public lists."""
+    """Return whether a parameter has `register_post_accumulate_grad_hook` hooks; no public API lists them."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and children; `named_children` leaves out a child that is registered a second time."""
+    """Yield (name, child), including a child that is registered a second time, which `named_children` leaves out."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -147,16 +147,16 @@ _POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
 
 
 def iterates_power(module: nn.Module) -> bool:
-    """Return whether a forward pass in training advances a power iteration, so that a second pass has another weight.
+    """Return whether each forward pass in training changes the weight by power iteration, as spectral norm does.
 
-    Hooks can be added in public, but not listed, and the parametrization's class is private.
+    There is no public API to list hooks, and the parametrization's class is private.
     """
     candidates = (module, *module._forward_pre_hooks.values())
     return any(type(one).__name__ in _POWER_ITERATIONS for one in candidates)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return a module's own hooks on its call and its backward, which cannot be listed in public."""
+    """Return the forward and backward hooks of a module itself; there is no public API to list them."""
     kinds: list[Any] = [
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     ]  # fmt: skip
@@ -164,12 +164,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return the function that `module.compile()` put in place of the module's call, or None; nothing public tells."""
+    """Return the function with which `module.compile()` replaced the module's call, or None; there is no public API."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary of a module's buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
+    """Return the dict of a module's own buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
     return module._buffers
 
 
@@ -193,12 +193,12 @@ StorageWeakRef = reductions.StorageWeakRef  # says whether a storage is gone, wh
 
 
 def tensor_without_memory(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of a subclass that has a shape but no memory; nothing public makes one of a class of ours."""
+    """Return a tensor of the subclass `cls` that has a shape but no memory; there is no public API for this."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd knows a tensor as a view, which keeps its base alive."""
+    """Return whether autograd tracks a tensor as a view, which keeps its base alive."""
     return tensor._is_view()
 
 
@@ -208,7 +208,7 @@ write_count: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def write_count_or_none(tensor: Tensor) -> int:
-    """Return `write_count`; -1 for inference tensors and uninitialized parameters, which have no version counter."""
+    """Return a tensor's version counter; -1 for inference tensors and uninitialized parameters, which have none."""
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
@@ -216,13 +216,13 @@ def write_count_or_none(tensor: Tensor) -> int:
 
 
 def node_sequence_number(node: Any) -> int:
-    """Return the number of an autograd node: later nodes have higher ones, and nothing public tells their order."""
+    """Return the sequence number of an autograd node, higher for nodes created later; there is no public API."""
     number: int = node._sequence_nr()
     return number
 
 
 def autograd_sequence_number() -> int:
-    """Return the number that autograd gives to the next operator; the public profiler shows it only afterwards."""
+    """Return the sequence number that autograd gives to the next operator; the profiler shows it only afterwards."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -230,10 +230,10 @@ def autograd_sequence_number() -> int:
 
 
 def loader_with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int | None) -> DataLoader[Any]:
-    """Return a copy of a loader with another batch sampler, which shares everything else.
+    """Return a copy of a loader with another batch sampler and batch size, which shares everything else.
 
-    DataLoader refuses assignments to these attributes, because an iterator under way would not follow them; the
-    copy has none. Constructing a loader anew would lose a subclass's own arguments and attributes.
+    DataLoader refuses assignments to these attributes, because a running iterator would not follow them; the copy has
+    no iterator. Constructing a new loader would lose a subclass's own arguments and attributes.
     """
     new = copy.copy(loader)
     vars(new).update(batch_sampler=batch_sampler, batch_size=size, _iterator=None)
@@ -255,10 +255,10 @@ _COLLECTIVES = (
 
 @contextmanager
 def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within, replace the collectives of process groups, whoever starts them, by `replacement(name, original)`.
+    """Inside, replace each collective of all process groups with `replacement(name, original)`.
 
-    All public functions of torch.distributed, also those imported by name, end in these methods of ProcessGroup, some
-    of which are private. This can go when torch.distributed has a public hook for collectives.
+    All public functions of torch.distributed, even if imported by name, end in these methods of ProcessGroup, some of
+    which are private. This can go once torch.distributed has a public hook for collectives.
     """
     group: Any = torch.distributed.ProcessGroup
     # As they are in the class: getattr would return functions, which do not become methods again.
@@ -273,24 +273,24 @@ def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callab
 
 
 def in_backward() -> bool:
-    """Return whether backward runs in this thread. Public hooks report single nodes only."""
+    """Return whether a backward pass is running in this thread. Public hooks report single nodes only."""
     running: bool = torch._C._current_graph_task_id() != -1
     return running
 
 
 def node_in_backward() -> int:
-    """Return the sequence number of the node whose backward runs; -1 outside of backward. There is no public way."""
+    """Return the sequence number of the node whose backward is running; -1 outside backward. There is no public API."""
     node: Any = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
 
 
 def saved_reduction(node: Any) -> int | None:
-    """Return the reduction of a loss's node (2 is "sum"); None for other nodes. Nothing public tells."""
+    """Return the reduction of a loss's autograd node (2 is "sum"); None for other nodes. There is no public API."""
     return getattr(node, "_saved_reduction", None)
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of a node's first result in the forward pass; None if unknown. Nothing public tells."""
+    """Return the shape of an autograd node's first forward output; None if unknown. There is no public API."""
     return tuple(outputs[0].shape) if (outputs := getattr(node, "_input_metadata", None)) else None
 
 
@@ -304,7 +304,7 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 def saved_tensors_of(node: Any) -> Iterator[Tensor]:
     """Yield the tensors that an autograd node has saved, except those with hooks and those that were freed.
 
-    Only nodes of Python's functions have `node.saved_tensors`. This can go when every node has it.
+    Only nodes of functions defined in Python have `node.saved_tensors`. This can go once every node has it.
     """
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
@@ -321,8 +321,8 @@ def saved_tensors_of(node: Any) -> Iterator[Tensor]:
 def has_readable_values(tensor: Tensor) -> bool:
     """Return whether a tensor's own values can be read: some kinds have no memory, and reading them fails or crashes.
 
-    Double backward through abs gives zero tensors, for which `isfinite` ends the process; only a private method tells
-    them. FSDP frees storages and keeps the tensors. The layouts without a strided storage hold theirs elsewhere.
+    Double backward through abs gives zero tensors, which crash `isfinite`; only a private method identifies them. FSDP
+    frees the storages of tensors that live on. Non-strided layouts keep their values elsewhere.
     """
     if isinstance(tensor, FakeTensor) or is_lazy(tensor) or tensor.is_meta or tensor._is_zerotensor():
         return False
@@ -335,7 +335,7 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Return whether all values of a tensor lie in its own strided memory, so that copying this copies the tensor."""
+    """Return whether a tensor's values lie in its own strided memory, so that copying the memory copies the tensor."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_readable_values(tensor):
         return False
     # A class with a dispatch of its own may keep its values anywhere.
@@ -343,22 +343,22 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
-    """Copy each tensor of `from_` into the one at its index in `to`, with few kernels; no public function does so."""
+    """Copy each tensor of `from_` into the tensor at the same index in `to`, in few kernels; there is no public API."""
     torch._foreach_copy_(to, from_)
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype in one tensor; public functions do it one by one, in Python."""
+    """Concatenate the elements of tensors of one dtype into a 1-D tensor; public functions loop over them in Python."""
     return torch._C._nn.flatten_dense_tensors(tensors)
 
 
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Return the L2 norm of each tensor with one kernel; the public `get_total_norm` returns one norm of all."""
+    """Return the L2 norm of each tensor with one kernel; the public `get_total_norm` returns a single norm of all."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return an operator's schema, with the arguments that it writes and the types that it returns; none is public."""
+    """Return an operator's schema: which arguments it writes to, and which types it returns. There is no public API."""
     return operator._schema
 
 
@@ -371,7 +371,7 @@ DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a
 
 
 def takes_scaled_gradients(optimizer: Any) -> bool:
-    """Return whether GradScaler leaves gradients scaled for this optimizer, which unscales them in its kernels."""
+    """Return whether GradScaler leaves gradients scaled for an optimizer because its kernels unscale them."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -379,10 +379,10 @@ def takes_scaled_gradients(optimizer: Any) -> bool:
 
 
 def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
-    """Start recording the requests to CUDA's allocator, or go on recording them with or without stacks.
+    """Start recording the requests to the CUDA allocator, or turn stacks on or off in a running recording.
 
-    Only allocations get a stack, and only Python's: stacks of C++ make a dump take minutes (torchtitan measured 461 s
-    against 4 s), and freeing needs none. torch documents the function under its underscored name.
+    Only allocations get a stack, and only of Python frames: C++ stacks make a dump take minutes (torchtitan measured
+    461 s against 4 s), and frees need none. torch documents the function under its underscored name.
 
     Raises:
         RuntimeError: The allocator is not torch's own (cudaMallocAsync, pluggable ones), and keeps no history.
@@ -391,12 +391,12 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the requests to CUDA's allocator; torch documents the function under its underscored name."""
+    """Stop recording the requests to the CUDA allocator; torch documents the function under its underscored name."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def is_cuda_history_recorded() -> bool:
-    """Return whether somebody records CUDA's allocator already; there is no public way to ask.
+    """Return whether the CUDA allocator's history is already being recorded; there is no public API to ask.
 
     Raises:
         RuntimeError: The allocator is not torch's own.
@@ -406,9 +406,9 @@ def is_cuda_history_recorded() -> bool:
 
 
 def label_cuda_memory(label: str) -> None:
-    """Label all allocations from now on in the history; torch documents the function under its underscored name.
+    """Label all later allocations in the recorded history; torch documents the function under its underscored name.
 
-    Does nothing on a torch without labels.
+    Does nothing in versions of torch without labels.
     """
     set_label: Callable[[str], None] | None = getattr(torch.cuda.memory, "_set_memory_metadata", None)
     if set_label is not None:
@@ -418,8 +418,8 @@ def label_cuda_memory(label: str) -> None:
 def cuda_memory_snapshot() -> dict[str, Any]:
     """Return the segments, blocks and recorded history; torch documents the function under its underscored name.
 
-    torch 2.13 looks in its compiler for lines of generated code, and so imports all of it, which takes 2 s. Where
-    nobody has imported it, there are no such lines, and a placeholder answers.
+    torch 2.13 asks its compiler for lines of generated code, and so imports the whole compiler, which takes 2 s. If
+    nothing has imported the compiler, there are no such lines, and a placeholder module takes its place.
     """
     placeholder = None if "torch._inductor" in sys.modules else ModuleType("torch._inductor")
     if placeholder is not None:
@@ -437,14 +437,14 @@ KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the workspaces that torch keeps for cuBLAS; there is no public function for it."""
+    """Free the workspaces that torch keeps for cuBLAS; there is no public API for this."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -> None:
-    """Have CUDA's allocators call an observer before an out-of-memory error unwinds; torch offers no public hook.
+    """Make CUDA's allocators call an observer before they raise an out-of-memory error; torch has no public hook.
 
-    It cannot be detached again.
+    The observer cannot be detached.
 
     Raises:
         RuntimeError: The allocator is not torch's own.
@@ -457,7 +457,7 @@ def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -
 
 
 def default_process_group_store() -> Any:
-    """Return the store that the process group was made with; it has no public access once the group exists.
+    """Return the store that the default process group was created with; there is no public API for this.
 
     Raises:
         ValueError: There is no process group.
@@ -469,9 +469,9 @@ def default_process_group_store() -> Any:
 
 
 class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_available() else object):  # type: ignore[misc]
-    """A process group whose all-reduces end at once and change nothing; `n_all_reduces` counts them.
+    """A process group whose all-reduces return at once and change nothing; `n_all_reduces` counts them.
 
-    The object that a collective returns is made in C++ only. This can go when a public backend for one process exists.
+    The object that a collective returns has no public constructor. This can go once there is a public one.
     """
 
     def __init__(self, like: Any) -> None:
@@ -479,7 +479,7 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
         self.n_all_reduces = 0
 
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Any:
-        """Return at once."""
+        """Count the call, and return the tensors unchanged, as a finished operation."""
         self.n_all_reduces += 1
         from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
 
@@ -492,9 +492,9 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 
 @contextmanager
 def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
-    """Within, make DDP's reducer average gradients over another group of as many ranks.
+    """Inside, make DDP's reducer average gradients over another group with the same number of ranks.
 
-    DDP itself can only change its group for good. This can go when a backward pass that failed can be ended in public.
+    DDP itself can only switch groups permanently. This can go once there is a public API to end a failed backward pass.
     """
     wrapper.reducer._update_process_group(group)
     try:
@@ -509,25 +509,25 @@ def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 
 def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Parameter]]:
-    """Return the parameters of each of DDP's buckets, in the order in which they are averaged.
+    """Return the parameters of each of DDP's buckets, in the order in which the buckets are averaged.
 
-    DDP itself finds them like this for `join`, which makes zeros as large as the gradients; they are freed here.
+    DDP itself uses this call for `join`. It creates zeros as large as the gradients, which are freed here.
     """
     buckets: Any = wrapper.reducer._get_zeros_like_grad_buckets()
     return [list(bucket.parameters()) for bucket in buckets]
 
 
 def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Forget the order in which gradients became ready in the first backward pass, which DDP notes once.
+    """Make DDP forget the order in which gradients became ready in the first backward pass, which it records once.
 
-    DDP raises if it notes it twice, as after a pass that is run again. Once its buckets follow it, DDP notes nothing.
+    DDP raises if that pass is rerun and recorded again. It records nothing once its buckets follow the order.
     """
     if not wrapper._has_rebuilt_buckets:
         wrapper.reducer._reset_state()
 
 
 def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a communication hook averages the gradients in place of DDP; nothing public tells."""
+    """Return whether a communication hook averages the gradients instead of DDP; there is no public API to ask."""
     return bool(wrapper._comm_hooks)
 
 
@@ -536,10 +536,10 @@ def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 
 @contextmanager
 def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Make this process one rank of several: its collectives return at once, and objects come back as this rank's own.
+    """Inside, make this process act as one of several ranks: collectives return at once, with this rank's own objects.
 
     torch's "fake" backend moves no data, and its store and the functions that exchange objects can only be replaced
-    where torch keeps them. It can go when a public backend for one process exists.
+    where torch keeps them. This can go once torch has a public single-process backend.
     """
     from torch import distributed  # noqa: PLC0415, may not be built in
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415, registers the backend
@@ -557,7 +557,7 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
         objects[:] = [mine] * len(objects)
 
     def nothing(*_args: Any, **_options: Any) -> None:
-        """Leave everything as this rank has it."""
+        """Do nothing, so that this rank's own values are the result."""
 
     def keep_gradients(_state: Any, bucket: Any) -> Any:
         done: Any = torch.futures.Future()
@@ -601,12 +601,12 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was applied to a module. Its class is public; torch may be built without it."""
+    """Return whether `fully_shard` was applied to a module. This checks the class name: torch may lack FSDP."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def free_gathered_parameters(model: nn.Module) -> bool:
-    """Free the parameters that modules under `fully_shard` have gathered; return whether there are such modules."""
+    """Free the parameters that modules under `fully_shard` have gathered; return whether the model has such modules."""
     sharded: list[Any] = [module for module in model.modules() if is_fsdp_module(module)]
     for module in sharded:
         module.reshard()
@@ -615,9 +615,9 @@ def free_gathered_parameters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Within, remove the hooks by which `fully_shard` gathers and frees parameters; put them back afterwards.
+    """Inside, remove the hooks with which `fully_shard` gathers and frees parameters; put them back afterwards.
 
-    Hooks can be added in public, and removed by whoever added them, but not listed.
+    Public APIs add hooks, and let the code that added them remove them, but do not list them.
     """
     noted = []
     for module in model.modules():
@@ -649,8 +649,8 @@ without_torch_function = torch._C.DisableTorchFunction  # no mode of functions a
 class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
     """A `DispatchMode` whose handler is called without the compiler's wrapper.
 
-    The wrapper keeps `__torch_dispatch__` from being compiled: a third of the cost of an operator in an accounting
-    mode, and it loads the compiler. Nothing is compiled while these modes are active.
+    The wrapper keeps `__torch_dispatch__` from being compiled. It takes a third of an operator's time in a mode that
+    tracks memory, and it loads the compiler. Nothing is compiled while these modes are active.
     """
 
     # torch asks every mode for a rule on each higher-order operator (flex_attention, say); one rule serves here.
@@ -662,15 +662,15 @@ class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_composite(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator as the operators that it is composed of in C++.
+    """Run an operator through the operators that compose it in C++.
 
-    The public `decompose` prefers decompositions in Python, which round otherwise.
+    The public `decompose` prefers Python decompositions, which round differently.
     """
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Return whether an operator, such as "aten::add", has a kernel for a dispatch key; nothing public tells."""
+    """Return whether an operator, such as "aten::add", has a kernel for a dispatch key; there is no public API."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
@@ -680,12 +680,12 @@ def operator_names() -> list[str]:
 
 
 def without_autocast_on_cpu() -> Any:
-    """Return a context without autocast, for kernels of autocast, which would call themselves; none is public."""
+    """Return a context that turns off CPU autocast, so that autocast kernels do not call themselves; no public API."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 def remove_kernels(library: Any) -> None:
-    """Remove the kernels that a `torch.library.Library` has added; the public way is to wait for its collection."""
+    """Remove the kernels that a `torch.library.Library` added; otherwise they stay until it is garbage-collected."""
     library._destroy()
 
 
@@ -708,10 +708,10 @@ ENGINE_RUN = torch.autograd, "_engine_run_backward"
 
 
 def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of functions that run autograd's engine, which keeps a function mode entered meanwhile.
+    """Return a decorator for functions that run autograd's engine, which keeps a function mode active meanwhile.
 
-    `Tensor.backward` is a function that modes see, and torch switches a mode off while it sees one: layers that run
-    again in the backward pass would run without the mode. Nothing public tells whether a mode is off.
+    `Tensor.backward` is a function that modes intercept, and torch turns a mode off while it handles one: layers that
+    are recomputed in the backward pass would run without the mode. No public API tells whether a mode is off.
     """
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -733,12 +733,12 @@ def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], 
 
 
 def uncoalesced_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse COO tensor; the public accessors demand that it is coalesced."""
+    """Return the indices and values of a sparse COO tensor; the public accessors require it to be coalesced."""
     return tensor._indices(), tensor._values()
 
 
 def own_tensors(module: nn.Module) -> tuple[Any, Any]:
-    """Return a module's own parameters and buffers, None among them; the public iterators take ten times as long."""
+    """Return a module's own parameters and buffers, including None entries; the public iterators take 10x as long."""
     return module._parameters.values(), module._buffers.values()
 
 
@@ -768,17 +768,17 @@ CAPTURABLE_DEVICE_LOOKUPS = [
 
 
 def is_compiler_loaded() -> bool:
-    """Return whether torch's compiler is loaded, without loading it; anything public in torch.compiler would."""
+    """Return whether torch's compiler is loaded; anything public in torch.compiler would load it."""
     return "torch._dynamo" in sys.modules
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process. There is no public way to ask."""
+    """Return whether torch.compile has compiled anything in this process. There is no public API to ask."""
     return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, for which there is no public way; any other module itself."""
+    """Return the module inside a `torch.compile` wrapper, or any other module unchanged; there is no public API."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 

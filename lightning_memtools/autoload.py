@@ -14,12 +14,12 @@ _OFF = {"", "0", "false", "no", "off"}
 
 
 def for_lightning() -> list[object]:
-    """Return the callbacks for a Trainer of `lightning`; never raises."""
+    """Return the callbacks to add to each Trainer of `lightning`; never raises."""
     return _callbacks("lightning.pytorch")
 
 
 def for_pytorch_lightning() -> list[object]:
-    """Return the callbacks for a Trainer of `pytorch_lightning`; never raises."""
+    """Return the callbacks to add to each Trainer of `pytorch_lightning`; never raises."""
     return _callbacks("pytorch_lightning")
 
 

@@ -21,10 +21,10 @@ class RankReading:
         peak: The peak of the memory that this process's allocator reserved.
         limit: The most that the allocator may reserve: the capacity minus the margin, and minus memory held outside of
             the allocator (by other processes, and by the CUDA context).
-        spare: The bytes below the limit that tensors have to leave free, for a margin smaller than a segment.
+        spare: The bytes below the limit that tensors have to leave free, if the margin is smaller than a segment.
         peak_allocated: The peak of the memory that tensors held.
-        batch_allocated: The same peak up to the end of the backward pass. It depends on the batch size; the peak of an
-            optimizer that makes temporary copies in its step does not.
+        batch_allocated: The same peak, but only up to the end of backward. It depends on the batch size, unlike the
+            peak of an optimizer that makes temporary copies in its step.
         base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
         failure: Why this rank could not run the size; empty if it could.
     """
@@ -50,7 +50,7 @@ class SizeTrial:
     """The trial of one batch size on every rank.
 
     Attributes:
-        stage: train or val.
+        stage: "train" or "val".
         size: Samples per batch and rank.
         readings: The memory of each rank during the trial.
         is_configured: True for the size that was set before the search. It fits if it runs to its end, even if it
@@ -64,12 +64,12 @@ class SizeTrial:
 
     @property
     def ended(self) -> bool:
-        """True if every rank ran the size to its end, even if over its memory limit."""
+        """True if the trial ran to its end on every rank, even if it exceeded the memory limit."""
         return not any(reading.failure for reading in self.readings)
 
     @property
     def fits(self) -> bool:
-        """True if every rank ran the size within its limit; for the configured size, if every rank ran it."""
+        """True if every rank stayed within its limit; for the configured size, if every rank ran to the end."""
         return self.ended if self.is_configured else all(reading.fits for reading in self.readings)
 
     @property
@@ -79,7 +79,7 @@ class SizeTrial:
 
     @property
     def tightest(self) -> RankReading:
-        """The reading of the first rank that failed; if none did, of the rank with the least memory left."""
+        """The reading of the first rank that failed; if none failed, of the rank with the least memory left."""
         return min(self.readings, key=lambda r: (not r.failure, (r.limit or 0) - (r.peak or 0)))
 
     @property
@@ -163,6 +163,6 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
 
 
 def _peak_in_words(reading: RankReading) -> str:
-    """Return the reserved peak as text, as "over ..." if the trial ran out of memory and so needed more."""
+    """Return the reserved peak as text, such as "over 8 GiB" if the trial ran out of memory and needed more."""
     is_cut_off = reading.failure.startswith(OUT_OF_MEMORY) and reading.peak is not None
     return f"over {format_size(reading.peak)}" if is_cut_off else format_size(reading.peak)

@@ -40,7 +40,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     function, the workers' settings and a subclass's attributes.
 
     Raises:
-        CannotResizeError: It is no DataLoader, or its data set or a batch sampler fixes the batch size.
+        CannotResizeError: `loader` is not a DataLoader, or its data set or batch sampler fixes the batch size.
     """
     if not isinstance(loader, DataLoader):
         raise CannotResizeError(
@@ -62,17 +62,17 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Read the sizes of a loader's samples; None if its samples cannot be chosen or its data set names the largest."""
+    """Return the sizes of a loader's samples; None if they have no index or the data set names the largest itself."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     return _measured(loader.dataset)
 
 
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
-    """Return a copy of a loader with the samples that take the most memory in every batch.
+    """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
-    The loader's own collate function and workers make the batches. The data set's method `worst_case(n)` names the
-    largest samples, or else `sizes` does. If neither does, return the loader itself.
+    The loader's own collate function and workers make the batches. The largest samples are those named by the data
+    set's method `worst_case(n)`, or without it by `sizes`. If neither names any, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -89,7 +89,7 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
 
 
 def _chooses_samples(loader: Any) -> bool:
-    """Return True for a DataLoader that can be given a list of indices: not of a stream, nor of ready batches."""
+    """Return True for a DataLoader whose samples can be chosen by index, and whose data set does not make batches."""
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     return is_map and loader.batch_sampler is not None
 
@@ -124,7 +124,7 @@ class SampleSizes:
     """The sizes of those samples of a data set that were read.
 
     Attributes:
-        of: The number of values of each sample, by its index.
+        of: The number of values (such as elements of tensors) in each sample, by its index.
         shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are left out.
         n_samples: The number of samples in the data set.
     """
@@ -146,8 +146,8 @@ class SampleSizes:
     def largest(self, n: int) -> list[int]:
         """Return the indices of the n largest samples.
 
-        First come the samples that are largest in one dimension, since a batch is padded in each dimension; then all
-        samples by their number of values, largest first.
+        The samples that are largest in one dimension come first, because a batch is padded in each dimension. All
+        other samples follow, ordered by their number of values, largest first.
         """
         n_dims = {len(shape) for shape in self.shapes.values()}
         dims = range(n_dims.pop()) if len(n_dims) == 1 else ()
@@ -164,7 +164,7 @@ class SampleSizes:
 def _measured(dataset: Any) -> SampleSizes | None:
     """Read samples in random order for at most a second, and return their sizes; None if reading one fails.
 
-    Random streams are restored. The samples take no memory of a VirtualDevice.
+    The state of the random generators is restored. The samples do not count as memory of a VirtualDevice.
     """
     try:
         n_samples = len(dataset)
@@ -199,7 +199,7 @@ def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
 
 
 def _values_of(leaf: Any) -> int:
-    """Return the length of a text, the number of values of an array, or the pixels of an image; 1 for other types."""
+    """Return the length of a string, the size of an array, or the number of an image's pixels; 1 for other types."""
     if isinstance(leaf, str | bytes):
         return len(leaf)
     size = getattr(leaf, "size", None)

@@ -20,16 +20,16 @@ _CHOICES = {"keep": ("learning_rate", "effective"), "on_failure": ("raise", "war
 
 @dataclass(slots=True, kw_only=True)
 class SizeLimits:
-    """The batch sizes that one stage admits. A trial sets `n_samples` and `drop_last` once it has made the loaders.
+    """The batch sizes allowed in one stage. A trial sets `n_samples` and `drop_last` once it has made the loaders.
 
     Attributes:
-        max_val: No larger size is admitted.
-        multiple_of: Only multiples of this are admitted.
-        per_rank: Samples per optimizer step and rank, which each admitted size must divide; None for any number.
+        max_val: The largest size allowed; None for no limit.
+        multiple_of: Only multiples of this number are allowed.
+        per_rank: Samples per optimizer step and rank, which must be a multiple of the size; None for no such rule.
         n_samples: Samples per rank and epoch; None if unknown.
         min_batches: The fewest batches per epoch that the Trainer's settings need, such as `val_check_interval`.
         drop_last: True if the loader leaves out an incomplete last batch.
-        avoid_single: True if no batch may have a single sample, on which BatchNorm raises in training.
+        avoid_single: True if no batch may have a single sample, because BatchNorm raises on that in training.
     """
 
     max_val: int | None = None
@@ -41,7 +41,7 @@ class SizeLimits:
     avoid_single: bool = False
 
     def round_down(self, size: float) -> int:
-        """Return the largest admitted size of at most `size`; 0 if there is none. For infinity, at most 2^62."""
+        """Return the largest allowed size of at most `size`, which may be infinity (capped at 2^62); 0 if none is."""
         highest = min(size, self.max_val or math.inf, self._most_by_data, self.per_rank or math.inf, 2**62)
         candidate = max(int(highest), 0) // self.multiple_of * self.multiple_of
         while candidate > 0 and (self._splits_unevenly(candidate) or self._leaves_single_sample(candidate)):
@@ -49,10 +49,10 @@ class SizeLimits:
         return candidate
 
     def smallest(self) -> int:
-        """Return the smallest admitted size.
+        """Return the smallest allowed size.
 
         Raises:
-            ValueError: No size is admitted.
+            ValueError: No size is allowed.
         """
         for candidate in range(self.multiple_of, self.round_down(math.inf) + 1, self.multiple_of):
             if self.round_down(candidate) == candidate:
@@ -76,7 +76,7 @@ class SizeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSettings:
-    """The arguments of BatchSizeTuner, checked. Its docstring describes each.
+    """Checks and holds the arguments of BatchSizeTuner, whose docstring describes them.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -118,9 +118,9 @@ class TunerSettings:
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
-        """Return the bytes that all processes may reserve (None without a capacity), and those that tensors must spare.
+        """Return the bytes that all processes may reserve (None if unlimited), and those that tensors must leave free.
 
-        Memory is reserved in segments. A margin smaller than a segment is therefore left free within reserved memory.
+        Memory is reserved in segments, so a margin smaller than a segment is kept as free space within reserved memory.
         """
         capacity = None if reader is None else reader.stats().capacity
         if capacity is None:

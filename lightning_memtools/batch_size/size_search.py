@@ -34,7 +34,7 @@ def find_largest(
     Args:
         run: Runs a trial of a size. If the data have fewer samples, it may run and report a smaller size.
         start: The sizes to run first. A size is skipped if earlier trials show whether it fits.
-        limits: The admitted sizes. A trial may narrow them, once it knows the number of samples.
+        limits: The allowed sizes. A trial may narrow them, once it knows the number of samples.
         max_trials: The most trials to run.
     """
     trials: list[SizeTrial] = []
@@ -97,13 +97,13 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if the memory left for batches is so large that a segment of the allocator hardly counts in it."""
+    """Return True if a segment of the allocator is a negligible part of the memory that is left for batches."""
     rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
     return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
 
 
 def _predict(trials: Sequence[SizeTrial]) -> float:
-    """Predict the size at which the first rank reaches its memory limit; infinity if no peak was seen to grow."""
+    """Predict the smallest size at which any rank reaches its memory limit; infinity if no peak was seen to grow."""
     ended = sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.size)
     if not ended:
         return math.inf
@@ -115,8 +115,8 @@ def _predict(trials: Sequence[SizeTrial]) -> float:
 def _reaches_limit(before: Sequence[SizeTrial], last: SizeTrial, rank: int) -> float:
     """Predict the size at which a rank reaches its memory limit, by a line through the last trial and an earlier one.
 
-    Without an earlier trial the line begins at size 0. If it is steeper than up to the earlier trial, it is expected to
-    go on getting steeper.
+    Without an earlier trial the line starts at size 0. If the slope has increased since the earlier trial, it is
+    expected to keep increasing.
     """
     reading = last.readings[rank]
     if reading.limit is None or reading.batch_allocated is None:

@@ -46,9 +46,9 @@ def assert_peak_memory(
     """Fail if a training step, or the code in a `with` statement, takes more memory than its budget. Needs no GPU.
 
     Given a model and a batch, it estimates steps as `estimate_memory` does: nothing is computed, and a model on the
-    meta device needs no memory. Without a model it returns a context manager that measures the code within: on this
-    process's CUDA device, which may be that of a dry run (``python -m lightning_memtools.null_cuda -m pytest``), or
-    else on a simulated device.
+    meta device needs no memory. Without a model it returns a context manager that measures the code in the `with`
+    block on this process's CUDA device, or on a simulated one if it has none. The CUDA device may be that of a dry
+    run (``python -m lightning_memtools.null_cuda -m pytest``).
 
     Under pytest the peak is also compared with the recorded peak of the test.
 
@@ -67,8 +67,8 @@ def assert_peak_memory(
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.
-        ValueError: The budget is no size, the GPU is unknown, there is neither a budget nor a recorded peak, or nothing
-            was trained or allocated.
+        ValueError: The budget is not a size, the GPU is unknown, there is neither a budget nor a recorded peak, or
+            nothing was trained or allocated.
     """
     __tracebackhide__ = True
     if stage not in get_args(Stage):

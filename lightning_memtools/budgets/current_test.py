@@ -17,7 +17,7 @@ class BudgetSettings:
     Attributes:
         file: The file of recorded peaks.
         root: The root of the tests, to which the paths of lines of code are relative.
-        records: True to record peaks anew instead of comparing them.
+        records: True to record new peaks instead of comparing with recorded ones.
         tolerance: The share by which a peak may exceed the recorded one.
     """
 
@@ -34,7 +34,7 @@ class CurrentTest:
     Attributes:
         name: The test's node id.
         settings: The settings that pytest was started with.
-        peaks: The peaks that the test has measured, by their names in the file.
+        peaks: The peaks that the test has measured, by their names in the file of recorded peaks.
         notes: Sentences for the end of pytest's report.
     """
 
@@ -44,7 +44,7 @@ class CurrentTest:
     notes: list[str] = field(default_factory=list)
 
     def next_name(self) -> str:
-        """Return the name of the next peak: the test's name, with a number from the second peak on."""
+        """Return the name of the test's next peak: the test's name, followed from the second peak on by a number."""
         number = len(self.peaks) + 1
         return self.name if number == 1 else f"{self.name} #{number}"
 

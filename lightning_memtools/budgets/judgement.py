@@ -16,7 +16,7 @@ def parse_budget(at_most: object, *, what: str = "at_most") -> int:
     """Return a budget such as "8GiB" in bytes; `what` names it in error messages.
 
     Raises:
-        ValueError: The budget is no size with a unit, or not above zero.
+        ValueError: The budget is not a size with a unit, or is not positive.
     """
     __tracebackhide__ = True
     try:
@@ -29,7 +29,7 @@ def parse_budget(at_most: object, *, what: str = "at_most") -> int:
 
 
 def judge(peak: PeakMemory, at_most: int | None) -> None:
-    """Compare a peak with its budget. Within a test, compare it with the recorded peak as well, or record it.
+    """Compare a peak with its budget. Within a test, also compare it with the recorded peak, or record it.
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.

@@ -63,14 +63,14 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
 def measured_code(gpu: str | None) -> Iterator[Measuring]:
     """Measure the peak memory of the code in the context.
 
-    Earlier allocations do not count, and garbage is collected after each optimizer step and at no other time, so that
-    the peak depends on the code alone.
+    Earlier allocations do not count. Garbage is collected after each optimizer step and at no other time, so that the
+    peak depends on nothing but the code.
 
     Args:
         gpu: The GPU to measure for; None for this process's device, or an A100 if it has none.
 
     Raises:
-        ValueError: This process has a CUDA device that is not like the GPU.
+        ValueError: This process has a CUDA device of another type than `gpu`.
     """
     measuring: Measuring
     if torch.cuda.is_available():
@@ -103,7 +103,7 @@ def _check_device(gpu: str | None) -> None:
 
 @contextmanager
 def _used_objects(measuring: Measuring) -> Iterator[None]:
-    """Report modules that run and optimizers that step to a measurement, even if they existed before the context."""
+    """Report to `measuring` the modules that run and the optimizers that step, including those created earlier."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     roots: list[weakref.ref[nn.Module]] = []
     used: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -190,7 +190,7 @@ class _Phases(DeviceListener):
 
 
 class _OnCuda:
-    """Measures code on this process's CUDA device: its requests are replayed on an empty allocator."""
+    """Measures code on this process's CUDA device: the code's allocations are replayed on an empty allocator."""
 
     def __init__(self, gpu: str | None) -> None:
         here = torch.cuda.get_device_name().removesuffix(" (dry run)")

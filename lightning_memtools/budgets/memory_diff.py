@@ -29,23 +29,23 @@ class Change:
 
     @property
     def difference(self) -> int:
-        """The bytes by which it grew; negative if it fell."""
+        """The bytes by which the value grew; negative if it fell."""
         return self.after - self.before
 
     @property
     def sign(self) -> str:
-        """The difference in words, such as "+1.20 GiB"."""
+        """The difference as text with its sign, such as "+1.20 GiB"."""
         change = self.difference
         return f"{'+' if change > 0 else '-'}{format_size(abs(change))}" if change else "0"
 
     @property
     def sizes(self) -> str:
-        """Both values in words, such as "180 MiB -> 204 MiB"."""
+        """Both values as text, such as "180 MiB -> 204 MiB"."""
         return f"{format_size(self.before)} -> {format_size(self.after)}"
 
     @property
     def percent(self) -> str:
-        """The difference as a share of the first value, such as "+12.5%"; "" if that is 0."""
+        """The difference as a percentage of the first value, such as "+12.5%"; "" if the first value is 0."""
         return f"{100 * self.difference / self.before:+.1f}%" if self.before and self.difference else ""
 
 
@@ -78,7 +78,7 @@ class MemoryDiff:
 
     @property
     def modules(self) -> list[Change]:
-        """The modules that changed, largest change first. Modules of a list are summed, as "layers.*.norm"."""
+        """The modules that changed, largest change first. Modules in a list are summed, under "layers.*.norm"."""
         return _changes(by_pattern(self.before.modules), by_pattern(self.after.modules))
 
     @property
@@ -98,7 +98,7 @@ class MemoryDiff:
         ]
 
     def tables(self) -> Iterator[Table]:
-        """Yield a table of totals, and one each of changed categories, modules and lines, as far as any changed."""
+        """Yield a table of totals, then one each for categories, modules and lines if any of them changed."""
         yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
         for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
             if changes:
@@ -141,7 +141,7 @@ class MemoryDiff:
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[[str], str] = str) -> list[Change]:
-    """Return the changes, largest first. Names of both sides with the same `key` are one; the later name is shown."""
+    """Return the changes, largest first. Entries whose names have the same `key` are merged under the later name."""
     found: dict[str, Change] = {}
     for name, size in before.items():
         known = found.get(key(name), Change(name, 0, 0))

@@ -44,12 +44,12 @@ class PeakMemory:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the peak as plain values, without empty ones."""
+        """Return the peak as a dictionary for JSON, without empty values."""
         return {name: value for name, value in asdict(self).items() if value or isinstance(value, int)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return the peak that `as_json` returned as plain values.
+        """Return the peak from the dictionary that `as_json` returned.
 
         Raises:
             TypeError: `allocated` or `reserved` is missing.
@@ -61,7 +61,7 @@ class PeakMemory:
     def recorded_form(self, root: Path) -> Self:
         """Return the peak for a file that people review: without small parts, and with line paths relative to `root`.
 
-        Modules in a list are summed, as "layers.*.norm".
+        Modules in a list are summed, under a name such as "layers.*.norm".
         """
         least = _SMALL_SHARE * self.allocated
         modules = {name: size for name, size in by_pattern(self.modules).items() if size >= least}
@@ -78,7 +78,7 @@ def _named_from(line: str, root: Path) -> str:
 
 
 def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of modules with the modules of a list summed: numbers in their paths become "*"."""
+    """Return the bytes of modules, with the modules in a list summed: numbers in their paths become "*"."""
     sizes: Counter[str] = Counter()
     for name, size in modules.items():
         sizes[_NUMBER.sub("*", name)] += size
@@ -86,7 +86,7 @@ def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
 
 
 def without_number(line: str) -> str:
-    """Return a line of code without its line number, which changes with the lines above it."""
+    """Return a line of code without its line number, which changes when lines above it are added or removed."""
     match = _LINE.fullmatch(line)
     return f"{match['file']}{match['text']}" if match else line
 
@@ -99,7 +99,7 @@ def read_recorded(file: Path) -> dict[str, PeakMemory]:
     """Return the recorded peaks by the names of their tests; {} if there is no file.
 
     Raises:
-        ValueError: The file is damaged, or of another format.
+        ValueError: The file is damaged, or has another format version.
     """
     if not file.exists():
         return {}
@@ -116,7 +116,7 @@ def read_recorded(file: Path) -> dict[str, PeakMemory]:
 
 
 def write_recorded(file: Path, new: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add `new` peaks, each as from `PeakMemory.as_json`, to the file, in place of peaks with the same names."""
+    """Add `new` peaks (from `PeakMemory.as_json`) to the file. They replace peaks of the same names."""
     known = {name: peak.as_json() for name, peak in read_recorded(file).items()}
     content = {"about": _ABOUT, "format": FORMAT, "tests": {**known, **new}}
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)

@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark and read the options.
 
     Raises:
-        UsageError: The tolerance is not a share.
+        UsageError: The tolerance is not a percentage of at least 0%.
     """
     config.addinivalue_line(
         "markers",
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run a test, under the budget of its mark if it has one."""
+    """Run a test; if it has the mark for a memory budget, fail it if its peak is over the budget."""
     test = item.stash[_TEST] = CurrentTest(item.nodeid, item.config.stash[_SETTINGS])
     mark = item.get_closest_marker(_MARK)
     with test.running():
@@ -83,7 +83,7 @@ _T = TypeVar("_T")
 
 
 def _without_frames(run: Callable[[], _T]) -> _T:
-    """Call a function, and report its errors as failures of the test, without the frames of this package."""
+    """Call a function. Report its errors as failures of the test, without a traceback through this package."""
     try:
         return run()
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def _budget_of(mark: pytest.Mark) -> PeakMemoryBudget:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Add the peaks to the report of the test's call, which xdist sends to its controller."""
+    """Attach the test's peaks to the report of its call phase, which xdist sends to its controller."""
     report = yield
     test = item.stash.get(_TEST, None)
     if call.when == "call" and test is not None and (test.peaks or test.notes):

@@ -210,17 +210,14 @@ class HaltRun:
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
     def warn_if_blind(self) -> None:
-        """Warn once if the checks have seen no gradient, although the run has losses or manual optimizer steps."""
-        guard = self.guard
+        """Warn once if optimizers stepped in manual optimization, but no gradient was ever seen."""
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
-        is_seen = guard.saw_gradients or (self._is_automatic and not guard.saw_losses)
-        if is_trained and not is_seen and not self._warned_of_blindness:
+        if is_trained and not (self._is_automatic or self.guard.saw_gradients or self._warned_of_blindness):
             self._warned_of_blindness = True
             warnings.warn(
-                "HaltOnNaN saw no gradient in this epoch, so it checks none. In manual optimization, use "
-                "self.optimizers() and self.manual_backward(loss); else see whether the strategy or an optimizer keeps "
-                "gradients elsewhere than in p.grad.",
+                "HaltOnNaN saw no gradient in this epoch, so it checks none. Use self.optimizers() and "
+                "self.manual_backward(loss), by which Lightning and its callbacks see each step.",
                 DegradedWarning,
                 stacklevel=2,
             )

@@ -24,7 +24,7 @@ from lightning_memtools.checkpointing.repetition_proof import (
 
 
 class Range(NamedTuple):
-    """The layers `start` to `stop` (exclusive) of a chain: they keep only their input, and run again in backward."""
+    """Layers `start` to `stop` (exclusive) of a chain of layers. Only their input is kept; they rerun in backward."""
 
     start: int
     stop: int
@@ -48,9 +48,9 @@ class ChainPlan:
 
 
 class AppliedPlan:
-    """Applies a plan to a model. `remove` undoes the plan, and so does leaving this as a context manager.
+    """Applies a checkpointing plan to a model. Calling `remove`, or leaving the `with` block, undoes the plan.
 
-    Copies and pickles that are made under the plan are of the plain model. Calls in evaluation mode or without
+    Copies and pickles made while the plan is applied contain the plain model. Calls in evaluation mode or without
     gradients run as usual.
 
     Args:
@@ -58,11 +58,11 @@ class AppliedPlan:
         plans: The ranges to recompute, by Sequential or module.
         heads: The names of the linear layers whose loss is computed in chunks.
         prove: Run every range two more times at its first call, and compare all values bit for bit. A range that gives
-            other values runs as usual from then on, with a warning that names the layer.
+            different values runs as usual from then on, with a warning that names the layer.
 
     Attributes:
-        heads: The forwards of the layers whose loss is computed in chunks, by name.
-        differing: The layers that gave other values when they ran again, by name, with the evidence.
+        heads: The replacement forwards of the layers whose loss is computed in chunks, by layer name.
+        differing: For each layer (by name) that gave different values when it ran again, a description of how.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """The forward of a Sequential or module under a plan. It recomputes a range only if that gives the same values.
+    """Replaces the forward of a Sequential or module, to recompute ranges of layers that give the same values again.
 
     Args:
         module: The Sequential or module.
         plan: The ranges of its layers to recompute.
         layers: Its layers.
-        differing: Layers that give other values when they run again are added here, by name, with the evidence.
+        differing: Receives, for each layer (by name) that gives different values when rerun, a description of how.
         prove: Run each range two more times at its first call, to see whether it gives the same values.
     """
 
@@ -153,7 +153,7 @@ class _PlannedForward:
         return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layers of a range one after the other, the first with the arguments, and again in backward."""
+        """Call the layers of a range in sequence, the first with `args` and `kwargs`; backward calls them again."""
         layers, names = self._layers[which.start : which.stop], self._plan.layers[which.start : which.stop]
         norms: list[nn.Module] = [
             part for of_layer in self._norms[which.start : which.stop] for part in of_layer if updates_statistics(part)
@@ -217,7 +217,7 @@ def _submodule(model: nn.Module, name: str, planned: str) -> nn.Module:
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:
-    """Yield a chain's layers, with those of nested Sequentials, but not of Sequentials whose id is in `known`."""
+    """Yield a Sequential's layers. A nested Sequential is replaced by its layers unless its id is in `known`."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child

@@ -28,9 +28,9 @@ class Chain:
     Attributes:
         name: The Sequential's qualified name in the model; "" for the model itself.
         layers: The qualified names of its layers; nested plain Sequentials are replaced by their layers.
-        outside: By the index of a layer, the reason why it must not be recomputed.
+        outside: For each layer (by index) that must not be recomputed, the reason.
         is_module: True for a single module with its own forward, which is then its only layer.
-        forced: True if a pattern names this module, so that every plan recomputes it.
+        forced: True if an `include` pattern names this module, so that every plan recomputes it.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Chain:
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class, to be called without the module, even if it is a static method."""
+    """Return the forward that a module's class defines, bound to the module unless it is a static method."""
     own = getattr_static(type(module), "forward")
     return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return True if a call of a planned module runs as usual: without gradients, in eval mode, or under a compiler.
+    """Return True if a module under a plan should run as usual: without gradients, in eval mode, or when compiled.
 
-    `trained` is the module's mode when the plan was applied. If it was eval mode, calls in eval mode are recomputed.
+    `trained` is `module.training` at the time the plan was applied. If False, calls in eval mode are recomputed too.
     """
     return (
         not torch.is_grad_enabled()
@@ -60,7 +60,7 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
 
 
 class NothingToApplyTo(DegradedWarning):
-    """Warns that the model has no chain that can be recomputed."""
+    """Warns that the model has no Sequential or module that can be recomputed."""
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -110,11 +110,11 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 
 
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
-    """Return the modules besides layers of chains that can be recomputed as a whole, each as a chain of its own.
+    """Return the modules that can be recomputed as a whole, except layers of `chains`, each as a Chain of one layer.
 
-    They have their own forward, such as blocks in a ModuleList and modules inside of these, or FSDP 2 shards them: what
-    runs again inside one sharded module finds its parameters gathered. Whether they run at all, and can run again, is
-    not known before a step is traced.
+    These are modules with their own forward, such as blocks in a ModuleList and modules inside them, and modules that
+    FSDP 2 shards, whose parameters are gathered during recomputation. Only tracing a step shows whether a module runs
+    at all and may run twice.
     """
     names = _Names(model, options)
     known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
@@ -134,7 +134,7 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
 
 
 class _Names:
-    """The modules of a model by name, with those that the options exclude or torch.compile compiles."""
+    """The modules of a model by name, and the names of those that the options exclude or torch.compile compiles."""
 
     def __init__(self, model: nn.Module, options: CheckpointOptions) -> None:
         self.modules = dict(model.named_modules())
@@ -143,7 +143,7 @@ class _Names:
         self._options = options
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
-        """Return, by the index of a layer, the reason why it may not be recomputed."""
+        """Return the reason for each layer that may not be recomputed, by the layer's index."""
         reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
         return {at: reason for at, reason in reasons.items() if reason is not None}
 

@@ -19,17 +19,17 @@ class CheckpointOptionsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """The options of `plan_checkpoints`; `parse` makes them from its arguments.
+    """The options of `plan_checkpoints`; `parse` creates them from that function's arguments.
 
     Attributes:
         segments: The number of chunks that each Sequential is cut into; None to choose ranges freely.
-        budget_share: The share of the plain step's activation memory that the plan may have; None for no limit.
+        budget_share: The share of the plain step's activation memory that the plan may use; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: What may happen to BatchNorm and Dropout layers.
         include: Patterns of the modules to recompute; None to choose among all modules.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
-        differing: Names of layers that returned other values when they ran again.
+        differing: Names of layers that returned different values when they ran again.
     """
 
     segments: int | None
@@ -77,7 +77,7 @@ class CheckpointOptions:
         )
 
     def limit(self, plain: StepCost) -> int | None:
-        """Return the highest peak that the budget allows, in bytes; None without a budget."""
+        """Return the highest peak in bytes that the budget allows, given the plain step; None without a budget."""
         if self.budget_share is not None:
             return plain.static_bytes + int(self.budget_share * plain.activation_bytes)
         return self.budget_bytes

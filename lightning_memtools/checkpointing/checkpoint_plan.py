@@ -26,9 +26,9 @@ class CheckpointPlan:
         plain: The memory and operations of the step without the plan; None if there is nothing to plan.
         planned: The memory and operations of the step with the plan.
         refused: The reason why nothing is recomputed; None if something is.
-        notes: Other effects of the plan, in words.
+        notes: Phrases that describe other effects of the plan.
         heads: The linear layers whose cross-entropy is computed in chunks.
-        left_out: By the name of a layer, the reason why it may not be recomputed.
+        left_out: For each layer (by name) that may not be recomputed, the reason.
     """
 
     chains: tuple[ChainPlan, ...]
@@ -57,20 +57,20 @@ class CheckpointPlan:
         return self.planned.operations / self.plain.operations - 1
 
     def apply(self, module: nn.Module) -> AppliedPlan:
-        """Apply the plan to the module that it was made for, or to one built the same.
+        """Apply the plan to the module that it was made for, or to another with the same structure.
 
-        Returns a handle: `remove()` undoes the plan, and so does leaving it as a context manager. At its first call
-        every range runs two more times, to prove that it gives the same values bit for bit.
+        Call `remove()` of the returned handle to undo the plan, or use the handle in a `with` statement. At its first
+        call every range runs two more times, to prove that it gives the same values bit for bit.
         """
         return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
 
     def recomputed(self, most: int = _MOST_NAMES) -> str:
-        """Return the names of at most `most` recomputed modules, as "blocks.0-40, head.mlp"; "nothing" if none is."""
+        """Return the names of at most `most` recomputed modules, such as "blocks.0-40, head.mlp", or "nothing"."""
         names = [layer for chain in self.chains for one in chain.ranges for layer in chain.layers[one.start : one.stop]]
         return first_of(collapsed(names), most) or "nothing"
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
-        """Return lines on what the plan saves and costs, the last one on the measured peak if that is given."""
+        """Return lines of text on what the plan saves and costs, and on the measured peak if one is given."""
         if self.plain is None or self.planned is None:
             return []
         plain, planned = self.plain, self.planned
@@ -112,7 +112,7 @@ class CheckpointPlan:
 
 
 def collapsed(names: Iterable[str]) -> list[str]:
-    """Return names of modules in which consecutive numbers are joined, such as "blocks.0-40.mlp"."""
+    """Return module names with consecutive numbers merged into ranges, such as "blocks.0-40.mlp"."""
     found = [tuple(name.split(".")) if name else ("the model",) for name in names]
     for place in range(max(map(len, found), default=0) - 1, -1, -1):  # the last number of a name tells most
         alike: dict[tuple[Any, ...], list[str]] = {}

@@ -14,21 +14,21 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 
 
 def chunk_rows(width: int) -> int:
-    """Return the rows per chunk for a layer with `width` inputs: a chunk's logits take half as much as the weights.
+    """Return the rows per chunk for a layer with `width` inputs: a chunk's logits are half the size of the weights.
 
-    Logits and their probabilities exist at the same time. With smaller chunks, the weights and their gradient would be
-    read and written more often than the logits.
+    Half, because the logits and their probabilities exist at the same time. With smaller chunks, reading and writing
+    the weights and their gradient would cause more memory traffic than the logits do.
     """
     return max(width // 2, _LEAST_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedCrossEntropy:
-    """The cross-entropy of a linear layer's output, with the arguments of `F.cross_entropy`.
+    """Computes the cross-entropy of a linear layer's output in chunks, with the options of `F.cross_entropy`.
 
-    If the loss is one number, the layer's backward pass runs within the forward pass, chunk by chunk, so that nothing
-    is computed twice. In two cases the logits are computed again in backward: in float16, in which a gradient that is
-    not scaled would vanish, and for a loss per row, whose upstream gradient is not known yet.
+    If the loss is a single number, the layer's backward pass runs within the forward pass, chunk by chunk, so that
+    nothing is computed twice. In two cases the logits are computed again in backward: in float16, where an unscaled
+    gradient would underflow, and for one loss per row, whose upstream gradient is not known during forward.
 
     Attributes:
         target: The class of each row.
@@ -49,7 +49,7 @@ class ChunkedCrossEntropy:
     label_smoothing: float = 0.0
 
     def __call__(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss: 0-dim, or one per row. Without rows it is NaN or 0, as in torch.
+        """Return the loss: 0-dimensional, or one value per row. With no rows it is NaN or 0, as in torch.
 
         Args:
             source: The input of the layer, of shape (rows, width).
@@ -101,10 +101,10 @@ class ChunkedCrossEntropy:
         return self._reduced(torch.stack(losses).sum(), found.dtype), gradients
 
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each row and the gradient of the logits, with two copies of the logits; torch makes four.
+        """Return each row's loss and the logits' gradient. Two copies of the logits exist at once; torch needs four.
 
-        With label smoothing e, the target has the share 1 - e and every class e / classes, times the class weight. The
-        gradient is the probabilities times the sum of the shares, minus the shares.
+        With label smoothing e, the target class has a share of 1 - e, and every class has e / classes; both are
+        multiplied by the class weight. The gradient is the probabilities times the sum of the shares, minus the shares.
         """
         with torch.enable_grad():
             changed = logits.requires_grad_()
@@ -192,7 +192,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        """Return the gradients of the inputs: those from the forward pass if they are still there, or else new ones."""
+        """Return the gradients of the inputs: those kept by the forward pass if any; otherwise compute them now."""
         gradients, ctx.gradients = ctx.gradients, None
         needed = ctx.needs_input_grad[1:]
         inputs = ctx.saved_tensors

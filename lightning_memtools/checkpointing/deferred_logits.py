@@ -32,7 +32,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of shapes as it is; defer a function if possible; call any other with the real logits."""
+        """Handle functions that can do without the real logits, such as `size`; pass the real logits to all others."""
         del types
         kwargs = kwargs or {}
         if _asks_for_no_values(func) or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
@@ -51,24 +51,24 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator that torch's C++ code calls with the real logits. Autograd has already recorded the call."""
+        """Run, on the real logits, an operator called by torch's C++ code. Autograd has already recorded the call."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
 
 
 @dataclass(eq=False, slots=True)
 class _Recipe:
-    """A recipe by which deferred logits are computed, all at once or in chunks.
+    """Describes how to compute deferred logits, all at once or in chunks.
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
         source: The input, in the shape of the logits but with features in the dimension of the classes.
         class_dim: The index of the dimension of the classes.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
-        head: The layer's forward, which notes if the logits are read or go into a loss.
+        head: The layer's replaced forward, which notes whether the logits are read or go into a loss.
         version: The version counter of the layer's weights.
         autocast: Whether autocast was on, and its dtype.
-        steps: The elementwise operations since the layer.
+        steps: The elementwise operations applied to the layer's output so far.
         parent: The recipe of the logits that these were computed from; None for the layer's output.
         change: The function that computed these logits from the parent's.
         real: The logits, once they had to be computed.
@@ -95,7 +95,7 @@ class _Recipe:
 
     @property
     def is_real(self) -> bool:
-        """True if these logits, or the logits that they are a view of, were computed, and may have been written to."""
+        """True if these logits, or those that they derive from, were computed, and so may have been written to."""
         return self.real is not None or (self.parent is not None and self.parent.is_real)
 
     def all_logits(self) -> Tensor:
@@ -134,7 +134,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: The layer's forward, which notes if the output is read or goes into a loss.
+        head: The layer's replaced forward, which notes whether the output is read or goes into a loss.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -149,7 +149,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:
-        """Return a placeholder of the logits' shape without memory."""
+        """Return a placeholder that has the shape of the logits but takes no memory."""
         ctx.recipe, ctx.inputs = recipe, inputs
         made: DeferredLogits = tensor_without_memory(DeferredLogits, recipe.shape, recipe.dtypes[1], inputs[0].device)
         made.recipe = recipe
@@ -165,21 +165,21 @@ class _Deferred(torch.autograd.Function):
 
 
 def _asks_for_no_values(func: Any) -> bool:
-    """Return True if a function needs no values: only shapes, dtypes or devices, as the attribute `Tensor.device`."""
+    """Return True if a function or attribute getter needs no values, only metadata such as shape, dtype or device."""
     attribute = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
     return func in _OF_SHAPES or (attribute is not None and attribute.__name__ not in _VALUES)
 
 
 def _is_our_own(hook: Any) -> bool:
-    """Return True if a gradient hook is from this package: such a hook only notes when a layer's backward begins.
+    """Return True if a gradient hook comes from this package: it then only notes when a layer's backward begins.
 
-    It may be skipped, as deferred logits whose loss is computed in chunks have no gradient.
+    Such a hook may be skipped, because deferred logits whose loss is computed in chunks have no gradient.
     """
     return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:
-    """Return arguments of a function with real logits in place of deferred ones, at any depth."""
+    """Return the arguments `values` of a function with all deferred logits, at any depth, replaced by real ones."""
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
@@ -231,7 +231,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a view of deferred logits that keeps the dimension of the classes whole; None for other views."""
+    """Return the view that `func` makes, as deferred logits; None if it does not keep the class dimension whole."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
         made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)
@@ -272,9 +272,9 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the deferred result of an elementwise operation; None if it would change the device or not be floating.
+    """Return the deferred result of an elementwise operation; None if its device differs or its dtype is not floating.
 
-    For `type()` without arguments, return the name of the type.
+    For `type()` without arguments, return the name of the tensor type.
     """
     step = partial(_call, func, args, kwargs)
     empty = step(torch.empty(0, dtype=recipe.dtypes[1], device=recipe.source.device))

@@ -48,7 +48,7 @@ def is_special(module: nn.Module) -> bool:
 
 
 def updates_statistics(module: nn.Module) -> bool:
-    """Return True if a forward pass updates running statistics, as BatchNorm does, or InstanceNorm on request."""
+    """Return True if a forward pass of this module updates running statistics, as BatchNorm does in training."""
     return isinstance(module, StatisticsNorm) and module.training and module.track_running_stats
 
 
@@ -66,7 +66,7 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 @contextmanager
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have modules write running statistics to copies in this context, so that the real ones stay as they are.
+    """Within this context, make modules write running statistics to copies, so that the real ones stay as they are.
 
     In training a batch is normalized by its own statistics, so the output is the same. A momentum of 0 instead of
     copies would turn an infinite activation into 0 * inf = NaN.
@@ -87,22 +87,22 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def own_streams(modules: Iterable[nn.Module]) -> list[Stream]:
-    """Return the random generators that layers hold themselves or name in their forward.
+    """Return the random generators that layers hold as attributes or refer to in their forward.
 
     They are found in attributes, in lists and dictionaries that are attributes, and among the variables that the
-    forward names. A generator that a layer makes later is not found.
+    forward refers to. A generator that a layer creates later is not found.
     """
     return list({id(one): one for one in _values_of(modules) if generator_state(one) is not None}.values())
 
 
 def stream_states(own: Sequence[Stream]) -> list[tuple[Stream, Any]]:
-    """Return the random streams of Python, of NumPy and of the layers' `own` generators, each with its state."""
+    """Return the global generators of Python and NumPy and the generators in `own`, each with its current state."""
     return [(stream, generator_state(stream)) for stream in (*_global_streams(), *own)]
 
 
 @contextmanager
 def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
-    """Set streams to these states, and on exit restore the states that they had on entry."""
+    """Within this context, set random generators to the given states; on exit, restore their previous states."""
     present = [(stream, generator_state(stream)) for stream, _ in states]
     _set(states)
     try:
@@ -138,8 +138,8 @@ def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 class _RunLog:
     """Compares what each layer of a range returns in the second run with what it returned in the first.
 
-    Torch's own check only tells that some saved tensor differs; this one names the layer. It compares shapes, dtypes
-    and the last operators, which are known without waiting for the device.
+    Torch's own check only says that some saved tensor differs; this one names the layer. It compares shapes, dtypes
+    and types of `grad_fn`, which are known without waiting for the device.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ class _RunLog:
         self._again: Iterator[tuple[str, str]] | None = None
 
     def begin(self) -> None:
-        """Note that the first or a later run of the range begins."""
+        """Note that a run of the range begins, the first or a later one."""
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
@@ -178,7 +178,7 @@ def recomputed(
         run: A function that runs the layers one after the other.
         names: The qualified names of the layers.
         norms: The modules in the layers that update running statistics.
-        streams: The random generators that the layers hold or name themselves.
+        streams: The random generators that the layers hold or refer to, from `own_streams`.
         given: The arguments of the first layer, by position and by name.
     """
     log = _RunLog(names)

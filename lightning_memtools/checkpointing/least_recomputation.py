@@ -36,10 +36,10 @@ class StepParts:
     Attributes:
         spans: The spans of units that may run twice, each with the index of its chain and the range of its layers.
         forced: The spans that must run twice.
-        left_out: The reasons why layers may not run twice, by the layer's name.
+        left_out: For each layer (by name) that may not run twice, the reason.
         chains: The chains of the model.
         rows: For each chain, its groups of consecutive layers that may all run twice.
-        step: The units of the step.
+        step: The step, cut into units: stretches of the forward pass between layer boundaries.
     """
 
     spans: dict[Span, tuple[int, Range]]
@@ -75,7 +75,7 @@ class StepParts:
         return parts
 
     def chunks(self, segments: int) -> tuple[ChainPlan, ...]:
-        """Cut the outermost Sequentials into equal chunks, and return all but the last of each as ranges.
+        """Cut the outermost Sequentials into equal chunks; return plans that recompute all chunks but the last.
 
         As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual, since it would be recomputed
         right away. Layers that may not run twice are left out.
@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the (layer, unit) at which ranges may begin and end. If there are many, take those with small inputs."""
+    """Return where ranges may begin and may end, as (layer, unit). Of many places, keep those with small inputs."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)
@@ -129,11 +129,11 @@ def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, i
 
 
 class LeastRecomputation:
-    """Finds the spans with the least recomputation for each amount of memory that a step may take.
+    """Finds the layers to recompute that cost the fewest extra operations, for each limit on a step's memory.
 
     Args:
-        parts: The parts of the step.
-        limit_bytes: The largest amount of memory to solve for.
+        parts: The parts of the step that may run twice.
+        limit_bytes: The largest memory limit to solve for.
     """
 
     def __init__(self, parts: StepParts, limit_bytes: int) -> None:
@@ -171,7 +171,7 @@ class LeastRecomputation:
         ]
 
     def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
-        """Return the ranges with the least recomputation whose peak is within a limit; None if there are none."""
+        """Return the plans with the least recomputation that keep the peak within a limit; None if none can."""
         left, at, held = min(int(limit_bytes / self._slot), _SLOTS), 0, True
         if left < 0 or self._table[0, 1, left] == _INFINITE:
             return None
@@ -184,7 +184,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield each choice of a unit, as (end of its span or None, slots used, is its output held), with its costs."""
+        """Yield each choice for a unit: (end of its recomputed span or None, memory slots, keeps output), and costs."""
         unit = self._units[at]
         size = 0 if held else self._between[at]
         if at not in self._forced:
@@ -207,7 +207,7 @@ class LeastRecomputation:
 
 
 def _boundaries(units: Sequence[Unit]) -> list[int]:
-    """Return the bytes of the tensors passed into each unit, and out of the last."""
+    """Return the bytes of the tensors that are passed into each unit, and of those that the last unit returns."""
     passed = [0]
     for unit in units:
         passed.append(unit.out_bytes or (passed[-1] if unit.same_storage else 0))
@@ -217,9 +217,9 @@ def _boundaries(units: Sequence[Unit]) -> list[int]:
 def _needs(
     units: Sequence[Unit], between: Sequence[int], start: int, stops: set[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """For each span from `start`, yield its end, and the memory and operations that it needs if it runs again.
+    """For each span of units that begins at `start`, yield its end and what it takes to recompute the span.
 
-    These are the bytes that later units keep anyway, the bytes to run again besides the input, and the operations.
+    The results are (end, bytes that later units keep anyway, bytes needed to rerun besides the input, operations).
     """
     kept, held, first, forward, backward, operations, again = 0, True, 0, 0, 0, 0, 0
     shared: list[tuple[int, int, int]] = []

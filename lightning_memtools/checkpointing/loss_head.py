@@ -55,9 +55,9 @@ class DeferredHead:
     Args:
         name: The layer's name.
         module: The layer.
-        check: Compare the first loss and its gradients with those of all logits at once, over the rows of one chunk and
-            one more row. The norm of the difference may be four roundings of the layer's dtype plus 1e-5, relative to
-            the norm. Warn if it is more, and if anything reads the output.
+        check: Compare the first loss and its gradients, over one chunk and one more row, with those computed from all
+            logits at once. Warn if the norm of the difference, relative to the norm, exceeds 1e-5 plus four times the
+            dtype's machine epsilon. Also warn if anything else reads the output.
 
     Attributes:
         n_losses: The number of calls of cross-entropy with the output.
@@ -88,7 +88,7 @@ class DeferredHead:
         return made
 
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss, computed in chunks. Check it at the first call, and use all logits at once if that fails."""
+        """Return the loss, computed in chunks. If the check at the first call fails, use all logits at once instead."""
         if self._checks and not holds_fake_tensors((source, weight)):
             self._checks = False
             if not _is_alike(loss, (source, weight, bias)):
@@ -115,7 +115,7 @@ class DeferredHead:
 
 
 def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return True if the loss and gradients in chunks equal those of all logits at once. Waits for the device."""
+    """Return True if loss and gradients in chunks match those from all logits, up to rounding. Waits for the device."""
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [

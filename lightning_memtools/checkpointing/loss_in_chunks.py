@@ -18,7 +18,7 @@ class LossInChunks:
         names: The linear layers whose output only cross-entropy reads.
         logits: The number of predictions, the number of classes, and the bytes of one copy of the largest logits.
         chunk_rows: The number of rows per chunk of these logits.
-        read_by: The function that reads the largest logits, whose layer is then not in `names`; "" if none does.
+        read_by: The function that reads the largest logits, so that their layer is not in `names`; "" if none does.
         plain: The memory and operations of the unchanged step.
         cost: The memory and operations with the loss in chunks.
     """
@@ -36,15 +36,15 @@ class LossInChunks:
 
     @property
     def size(self) -> str:
-        """The size of the logits in words."""
+        """The dimensions and bytes of the logits, as a phrase for messages."""
         rows, classes, n_bytes = self.logits
         return f"the logits ({rows:,} x {classes:,}) take {format_size(n_bytes)} for each copy"
 
 
 def loss_in_chunks(step: TracedStep) -> LossInChunks | None:
-    """Trace the step with its loss in chunks; return None if no loss can be in chunks.
+    """Trace the step with its loss in chunks; return None if no loss can be computed in chunks.
 
-    The logits must come from a linear layer with at least 1,024 outputs, and reach cross-entropy by nothing but changes
+    The logits must come from a linear layer with at least 1,024 outputs, and reach cross-entropy only through changes
     of dtype or shape and elementwise operations.
 
     Raises:

@@ -75,7 +75,7 @@ def plan_checkpoints(
 ) -> CheckpointPlan:
     """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
-    The step is traced on fake tensors: nothing is computed, and neither the module nor random numbers are changed. A
+    The step is traced on fake tensors: nothing is computed, and neither the module nor any random state changes. A
     plan whose predicted peak is not below the plain one is refused; `refused` then says why.
 
     Args:
@@ -85,13 +85,13 @@ def plan_checkpoints(
         segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
             `torch.utils.checkpoint.checkpoint_sequential` does. "auto" chooses freely: the plan with the lowest product
             of activation memory and operations, with at most a third more operations than the plain step.
-        memory_budget: A float is the share of the plain step's activation memory that the plan may have (1.0
+        memory_budget: A float is the share of the plain step's activation memory that the plan may use (1.0
             recomputes nothing); a size such as "8GiB" is the highest allocated peak. The plan is the one with the
             least recomputation that fits.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit.
-        include: Patterns of module names to take instead of choosing among all modules. A match that is no Sequential
-            becomes one recomputed segment.
+        include: Patterns of the names of modules to recompute; by default any module may be chosen. A match that is
+            not a Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
             that lowers the peak and nothing else reads the output; with "keep", all at once.
@@ -125,7 +125,7 @@ class StepPlanner:
 
         Args:
             options: The options.
-            nearest: If no plan reaches a budget that is a share, return the plan with the lowest peak.
+            nearest: If no plan fits a budget given as a share, return the plan with the lowest peak and do not raise.
 
         Raises:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
@@ -157,7 +157,7 @@ class StepPlanner:
 
     @cached_property
     def in_chunks(self) -> LossInChunks | None:
-        """The step with its loss in chunks; None if it has no cross-entropy of a linear layer."""
+        """The step with its loss in chunks; None if it computes no cross-entropy of a linear layer's output."""
         # The user's step may do anything with logits that are not there; what is wrong with it is found later.
         with suppress(Exception):
             return loss_in_chunks(self._step)
@@ -187,7 +187,7 @@ class StepPlanner:
         return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
-        """Measure the units of the step, or return those measured before for the same chains."""
+        """Return the measured units (stretches between layer boundaries) of the step. Cached by `chains`."""
         heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
         key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
@@ -207,7 +207,7 @@ class StepPlanner:
 
 @contextmanager
 def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
-    """Yield a function that traces the step under a plan and returns its cost, unless that is in `known`.
+    """Yield a function that traces the step under a plan and returns its cost. `known` caches the costs.
 
     The loss of the layers `heads` is computed in chunks. The fake model is made once, when it is first needed.
     """
@@ -243,7 +243,7 @@ class _PlanSearch:
         plain: The memory and operations of the plain step.
         start: The memory and operations without recomputation, but with the loss in chunks if that is used.
         parts: The parts of the step that may run twice.
-        cost_of: A function that traces the step under a plan.
+        cost_of: A function that traces the step under a plan and returns its cost.
     """
 
     options: CheckpointOptions
@@ -268,7 +268,7 @@ class _PlanSearch:
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan of these ranges if it lowers the peak by `least_saving`, else one that recomputes nothing."""
+        """Return the plan for `chains`, or one without recomputation if it lowers the peak less than `least_saving`."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
@@ -304,7 +304,7 @@ class _PlanSearch:
         return best
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with the least recomputation whose traced peak is within the limit."""
+        """Return the plan with the least recomputation whose traced peak fits. `nearest`: see `StepPlanner.plan`."""
         if self.start.peak_bytes <= limit:
             return self._plan(())
         aim = float(limit)

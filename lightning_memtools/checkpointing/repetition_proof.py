@@ -26,16 +26,16 @@ _STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
 
 
 class RecomputationDiffersWarning(DegradedWarning):
-    """Warns that a range is not recomputed, because a layer in it gave other values in the second run."""
+    """Warns that a range is not recomputed, because one of its layers gave different values in the second run."""
 
 
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
-    """Run layers twice, and return the index of the first that gives other values, with the evidence, or None.
+    """Run layers twice; return the index of the first that gives different values and a description, or None.
 
-    Outputs and the tensors that are kept for backward are compared bit for bit, by a hash of each. As only hashes are
-    kept, this needs no more memory than the forward pass of the range. Random streams, buffers and running statistics
+    Outputs and tensors saved for backward are compared by hashes of all their bits. Because only the hashes are kept,
+    this needs no more memory than the forward pass of the range. Random generators, buffers and running statistics
     are left as they were. Waits for the device.
     """
     seen: list[list[tuple[int, str, Tensor]]] = []
@@ -64,9 +64,9 @@ def holds_fake_tensors(value: Any) -> bool:
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers, and return the tensors that they return or keep for backward, and the buffers that they change.
+    """Run layers. Return hashes of the tensors that they return or save for backward, and the buffers they change.
 
-    Each tensor is (layer's index, description, hash), and each changed buffer (layer's index, description).
+    A tensor is listed as (layer index, description, hash), and a changed buffer as (layer index, description).
     """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
@@ -96,7 +96,7 @@ def _fingerprints_of(
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return True if a tensor may be a seed or offset of GPU attention: a host number, uninitialized at dropout 0.
+    """Return True if a tensor may be GPU attention's dropout seed or offset, which is uninitialized without dropout.
 
     Source: `_efficient_attention_forward` in aten/src/ATen/native/transformers/cuda/attention.cu.
     """
@@ -105,16 +105,16 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 
 
 def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return True if a tensor is the reserve of oneDNN or cuDNN for a recurrent layer, which is partly uninitialized.
+    """Return True if a tensor is a recurrent layer's reserve space of oneDNN or cuDNN, which is partly uninitialized.
 
-    Whether such a layer gives the same values is seen in its output.
+    The output shows whether such a layer gives the same values.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Restore buffers on exit, and yield a list that then holds the layers that changed one. Leave out `norms`."""
+    """Restore all buffers but those of `norms` on exit, and add the layers that changed one to the yielded list."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())
@@ -150,11 +150,11 @@ def _shown(tensor: Tensor) -> str:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a number that differs, for practical purposes, if any bit or the order of the elements differs.
+    """Return a hash that differs, for practical purposes, if any bit or the order of the elements differs.
 
-    It is a sum modulo 2^64: every 8 bytes times a fixed random odd number (multilinear hashing, Carter and Wegman
-    1979). One element that differs always changes it. `torch.hash_tensor` would be the same for elements in another
-    order, and for any even number of equal elements. It is 0 for tensors whose values cannot be read.
+    The hash is a sum modulo 2^64 of every 8 bytes times a fixed random odd number (multilinear hashing, Carter and
+    Wegman 1979). A single different element always changes it. `torch.hash_tensor` ignores the order, and is the same
+    for any even number of equal elements. The hash is 0 for tensors whose values cannot be read.
     """
     if not has_readable_values(tensor):
         return torch.zeros((), dtype=torch.int64)
@@ -185,6 +185,6 @@ def _hash(bits: Tensor) -> Tensor:
 
 
 def _weights(n: int, device: torch.device) -> Tensor:
-    """Return n random odd numbers, the same in every call. No random stream of the user is drawn from."""
+    """Return n random odd numbers, the same in every call, without advancing any of the user's random generators."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)

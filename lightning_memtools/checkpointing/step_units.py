@@ -31,7 +31,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A part of the forward pass between two boundaries of layers. Sizes in bytes, each storage counted once.
+    """A stretch of the forward pass between two layer boundaries. Sizes in bytes; each storage is counted once.
 
     Attributes:
         own_bytes: The bytes that the unit keeps for backward, besides its input and output.
@@ -46,9 +46,9 @@ class Unit:
         forward_bytes: The peak of its forward pass, above the bytes allocated when it began.
         forward_base: The bytes allocated when its forward pass begins, besides its input and what earlier units keep.
         backward_base: The bytes allocated when its backward pass begins, besides what it and earlier units keep.
-        backward_need: The same bytes at the peak of its backward pass; 0 if no gradient passes through it.
-        shared: For each tensor that this unit and later units keep: the last of these units, the bytes, whether it is
-            this unit's input, and whether it is its output and the next unit keeps it.
+        backward_need: As `backward_base`, but at the peak of its backward pass; 0 if no gradient passes through it.
+        shared: For each tensor that this unit and later ones keep: (index of the last such unit, bytes, True if it is
+            this unit's input, True if it is this unit's output and the next unit keeps it).
     """
 
     own_bytes: int
@@ -67,7 +67,7 @@ class Unit:
     shared: tuple[tuple[int, int, bool, bool], ...]
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
-        """Return the bytes that the unit adds if it keeps its tensors, and True if its output is then held."""
+        """Return the bytes that the unit adds if it keeps its tensors, and whether its output is then kept too."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         return added, input_held or self.in_kept > 0 if self.same_storage else self.out_held
 
@@ -79,8 +79,8 @@ class StepUnits:
     Attributes:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
-        spans: For each layer in its first call, its first unit and the index after its last.
-        changed: The reasons why layers must not run twice, as seen when they ran.
+        spans: For each layer's first call, the index of its first unit and the index after its last.
+        changed: For each layer that must not run twice because it changes an attribute or buffer, text that names it.
     """
 
     units: tuple[Unit, ...]
@@ -114,7 +114,7 @@ def units_of_step(
 
 @dataclass(slots=True)
 class _Record:
-    """The measurements of one unit. `input`, `output` and `saved` are blocks of memory: their sizes by id."""
+    """The measurements of one unit. `input`, `output` and `saved` map the ids of memory blocks to their sizes."""
 
     allocated_before: int
     operations_before: int
@@ -134,7 +134,7 @@ class _Recorder:
 
     Attributes:
         records: The measurements of the units, in the order of the forward pass.
-        spans: The first record of each layer's first call and the index after its last, by chain and layer.
+        spans: For each layer's first call, by chain and layer: the index of its first record, and one past its last.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
@@ -159,7 +159,7 @@ class _Recorder:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin_backward(self) -> None:
-        """Note that the forward pass is over. The unit that ran last is the first to go backward."""
+        """End the forward pass, and begin the backward pass of the unit that ran last."""
         self._state_after = _state_of(self._trace.model)
         self._cut((), begins=False)
         for given in self._given:
@@ -176,8 +176,8 @@ class _Recorder:
     def close(self) -> None:
         """Release the step's tensors and the hooks on them.
 
-        A graph keeps its hooks alive, and these keep this recorder and the user's model. If the recorder kept a tensor
-        of the graph, that cycle, which Python's garbage collector does not see, would live forever.
+        A graph keeps its hooks alive, and the hooks refer to this recorder and the user's model. If the recorder held
+        a tensor of the graph, that would be a reference cycle that Python's garbage collector cannot see or free.
         """
         for hook in self._hooks:
             hook.remove()
@@ -185,7 +185,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers whose run changed an attribute or buffer that they had before, with its name in words."""
+        """Return the layers whose forward changed an existing attribute or buffer, each with text that names it."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and not _is_same(before[key], value)]
         owners = dict(reversed(names))  # the first of each
@@ -233,7 +233,7 @@ class _Recorder:
             self.records[at].overwrites = True
 
     def _cut(self, value: Any, *, begins: bool) -> None:
-        """End a unit and begin the next, where a layer gets or returns `value`. If nothing has run since, end none."""
+        """Begin a unit where a layer takes or returns `value`. The previous unit is recorded if anything ran in it."""
         record, keys = self._open, self._keys(value)
         record.operations = self._trace.counted.total
         has_run = record.operations_at_last_save is not None or record.operations > record.operations_before
@@ -254,7 +254,7 @@ class _Recorder:
         self._trace.peak_since()
 
     def _note_makers(self, record: _Record, value: Any) -> None:
-        """Add hooks to a unit's output, which note that its backward pass begins once the output has its gradient."""
+        """Hook a unit's output tensors: the unit's backward pass begins when the gradient of one of them is ready."""
         for tensor in tensors_in(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 key = node_sequence_number(tensor.grad_fn), tensor.output_nr
@@ -265,7 +265,7 @@ class _Recorder:
                 self._makers[key].append(record)
 
     def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
-        """Begin the backward passes of the units that returned one tensor, last unit first: only the first made it."""
+        """Begin backward for the units that returned one tensor, last first: the first made it, others forwarded it."""
         del gradient
         for record in reversed(makers):
             self._enter_backward(record)
@@ -283,7 +283,7 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _keys(self, value: Any) -> dict[int, int]:
-        """Return the memory blocks of those tensors in `value` that the step allocated: their sizes by id."""
+        """Return the memory blocks (id to size) of those tensors in `value` that the step itself allocated."""
         entries = map(self._trace.device.block_of, tensors_in(value))
         blocks = [entry.block for entry in entries if entry is not None]
         return {block.id: block.size for block in blocks if block.id not in self._static}
@@ -344,7 +344,7 @@ def _units(records: Sequence[_Record]) -> Iterator[Unit]:
 def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
     """Return all attributes of modules that a forward pass could change: numbers, strings, tensors and lists.
 
-    Running statistics are left out, since exact_recomputation.py handles them. It handles no other buffers.
+    Running statistics are left out: exact_recomputation.py handles those, but no other buffers.
     """
     state: dict[tuple[int, str], list[Any]] = {}
     for part in model.modules():

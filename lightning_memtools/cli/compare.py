@@ -16,7 +16,7 @@ EXCEEDED = 4
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `compare` to the parser of `memtools`."""
     parser = commands.add_parser(
         "compare",
         help="compare two runs by their summary.json, as a gate for CI",
@@ -46,10 +46,10 @@ def _share(text: str) -> float:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Compare, print, and return the exit status.
+    """Compare the summaries of two runs, print the changes, and return the exit status.
 
     Raises:
-        UsageError: A file is not a summary.
+        UsageError: One of the files is not a summary.
     """
     from lightning_memtools.reporting.tables import console_table  # noqa: PLC0415, --help needs none
     from lightning_memtools.verdict.comparing import PEAK, STEP_TIME, compare, exceeded, table_of  # noqa: PLC0415

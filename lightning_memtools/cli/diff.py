@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `diff` to the parser of `memtools`."""
     parser = commands.add_parser(
         "diff",
         help="what changed between two memory results, or two git revisions of a script",
@@ -43,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Compare, and print what changed."""
+    """Compare two results or two git revisions, and print what changed."""
     diff = _diff_of(chosen)
     if chosen.json:
         print(json.dumps(diff.as_json(), indent=1, ensure_ascii=False))  # noqa: T201, a command prints
@@ -54,10 +54,10 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
-    """Return the difference between the two results or revisions of the command line.
+    """Return the difference between the two results or git revisions that the command line names.
 
     Raises:
-        UsageError: The command line does not name two results, or no script.
+        UsageError: There are not two results, or there is no script for the revisions.
     """
     from lightning_memtools.budgets.memory_diff import MemoryDiff  # noqa: PLC0415, --help needs none
 
@@ -87,10 +87,10 @@ def _show(diff: MemoryDiff) -> None:
 
 
 def peak_in(path: Path) -> PeakMemory:
-    """Return the peak of a result.
+    """Return the peak memory in a file that `memtools dry-run --json` or `memtools estimate --json` wrote.
 
     Args:
-        path: The result's file.
+        path: The path of the file.
 
     Raises:
         UsageError: The file cannot be read, or holds no result.
@@ -115,14 +115,14 @@ def _of_content(content: Mapping[str, Any]) -> PeakMemory:
 
 
 def peak_at_revision(revision: str | None, script: Sequence[str]) -> PeakMemory:
-    """Return the peak of a dry run of a script as it was at a git revision.
+    """Dry-run a script as it was at a git revision, and return its peak memory.
 
     Args:
-        revision: The revision; None for the working tree.
-        script: Options of the dry run, the script and its arguments.
+        revision: The git revision; None for the files as they are now.
+        script: The options of `memtools dry-run`, then the script and its arguments.
 
     Raises:
-        UsageError: There is no such revision, or the script does not run to its end there.
+        UsageError: There is no such revision, or the script does not complete its dry run there.
     """
     here = Path.cwd()
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ TARGET = Target("diagnose", ("model", "dataloader"), "optimizer")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `doctor` to the parser of `memtools`."""
     parser = commands.add_parser(
         "doctor",
         help="find the classic training mistakes, by running a few steps that are taken back",
@@ -33,7 +33,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Examine, print the report, and return 1 if something serious was found.
+    """Run the doctor's checks, print the report, and return the exit status: 1 if something serious was found.
 
     Raises:
         UsageError: The target or an option is wrong.

@@ -20,7 +20,7 @@ _WITH_ADVICE = "plan"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `dry-run` to the parser of `memtools`."""
     parser = commands.add_parser(
         "dry-run",
         aliases=[_WITH_ADVICE],
@@ -49,7 +49,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run the script, print the result, and return the exit status."""
+    """Dry-run the script, print the result, and return the exit status."""
 
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
@@ -91,7 +91,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _held_to(result: DryRunResult, budget: int) -> int:
-    """Print to stderr if the run takes more than its budget, and return the exit status."""
+    """Compare the peak with the budget, print an error to stderr if it is higher, and return the exit status."""
     peak = result.peak
     if not peak.allocated:
         print("memtools: --at-most: nothing was allocated on the device, so nothing is within it.", file=sys.stderr)  # noqa: T201

@@ -23,7 +23,7 @@ TARGET = Target("estimate_memory", ("model", "batch"), "step")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `estimate` to the parser of `memtools`."""
     parser = commands.add_parser(
         "estimate",
         help="predict the memory of a training step, without a GPU",
@@ -48,10 +48,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Estimate, print the result and return the exit status.
+    """Estimate the memory of a step, print the result, and return the exit status.
 
     Raises:
-        UsageError: The target cannot be found or returns something else, or an argument is refused.
+        UsageError: The target cannot be found or returns something unexpected, or an argument is invalid.
     """
     require_folder_of(chosen.snapshot)
     if not is_on_null_device() and not _torch_starts():
@@ -130,16 +130,16 @@ def _gpu_named(capacity: str | None) -> str | None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
-    """Return at most n rows on each side of the first GPU that fits, and the row of the GPU that the user named.
+    """Return the rows of up to `n` GPUs on each side of the first one that fits, and the row of the GPU `asked`.
 
-    `rows` are sorted by size.
+    `rows` holds (GPU, "yes" or "no"), sorted by memory size.
     """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]
 
 
 def optimizer_of(name: str) -> Any:
-    """Return the class of that name in torch.optim.
+    """Return the optimizer class with this name in torch.optim.
 
     Raises:
         UsageError: There is no such class.

@@ -13,7 +13,7 @@ from lightning_memtools.cli.targets import UsageError, print_error
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command and all of its subcommands."""
+    """Return the parser of `memtools` with all of its subcommands."""
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
     parser.add_argument("--version", action="version", version=f"lightning_memtools {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -23,12 +23,12 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0; 1 after an error or a serious finding; 130 after Ctrl-C.
+    """Run `memtools` and return its exit status: 0, 1 after an error or a serious finding, or 130 after Ctrl-C.
 
-    Without arguments it prints the help and returns 2, which argparse gives for a wrong option too.
+    Without arguments, print the help and return 2, as argparse does for a wrong option. Subcommands may add statuses.
 
     Args:
-        arguments: The command line; by default that of the process.
+        arguments: The command line; by default the process's own.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_parser()
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Return True if nobody reads the output any more, as with `| head`. The rest of the output is then dropped."""
+    """Return True if nobody reads stdout anymore, as with `| head`, and then discard the rest of the output."""
     from lightning_memtools.reporting.console import drop_what_is_left  # noqa: PLC0415, --help does not need it
 
     try:

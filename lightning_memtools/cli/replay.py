@@ -9,7 +9,7 @@ from lightning_memtools.cli.targets import UsageError, load, working
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `replay` to the parser of `memtools`."""
     parser = commands.add_parser("replay", help="run a step with NaN or Inf again, from its file", description=__doc__)
     parser.add_argument("path", metavar="PATH", type=Path, help="the file that HaltOnNaN wrote")
     parser.add_argument(
@@ -23,7 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Replay the step, and print the result.
+    """Rerun the step that HaltOnNaN saved in a file, and print the result.
 
     Raises:
         UsageError: A file cannot be read, or the module cannot be created.

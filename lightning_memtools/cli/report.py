@@ -10,7 +10,7 @@ from lightning_memtools.cli.targets import UsageError, working
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both subcommands to the command's parser."""
+    """Add the subcommands `report` and `snapshot` to the parser of `memtools`."""
     report = _add(commands, "report", "write the Memory tab of a log directory to one HTML file", _report)
     report.add_argument("source", metavar="LOGDIR", type=Path, help="as given to tensorboard --logdir")
     _add_output(report, "report.html")
@@ -36,7 +36,7 @@ def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    """Write the page of a log directory. Raise UsageError if the directory is missing or has nothing to show."""
+    """Write the HTML page of a log directory. Raise UsageError if there is no directory, or nothing in it to show."""
     from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.report_html import report_html  # noqa: PLC0415, as above
 
@@ -58,7 +58,7 @@ def _report(chosen: argparse.Namespace) -> None:
 
 
 def _snapshot(chosen: argparse.Namespace) -> None:
-    """Write the page of a snapshot. Raise UsageError if the file is not a snapshot."""
+    """Write the HTML page of a memory snapshot. Raise UsageError if the file is not a snapshot."""
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, as above
     from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above

@@ -18,7 +18,7 @@ _GROUP = "lightning.pytorch.callbacks_factory"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command's parser."""
+    """Add the subcommand `run` to the parser of `memtools`."""
     parser = commands.add_parser(
         "run",
         help="run an unchanged training script with the callbacks, and end with a verdict",
@@ -50,10 +50,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Replace this process by the script, so that its name, arguments and signals are as without this command.
+    """Replace this process with the script, which gets the same name, arguments and signals as without `memtools run`.
 
     Raises:
-        UsageError: There is no such script or callback, or this installation has no entry points.
+        UsageError: There is no such script or callback, or the package's entry points are not installed.
     """
     if not chosen.module and not Path(chosen.script).is_file():
         raise UsageError(f"There is no file {chosen.script}. Give the script, or with -m the name of its module.")
@@ -71,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the validated options that differ from the defaults."""
+    """Return the options for the callbacks that the command line sets, after checking them."""
     arguments: dict[str, dict[str, Any]] = {}
     for text in chosen.arguments or ():
         import yaml  # noqa: PLC0415, --help does not need it
@@ -97,7 +97,7 @@ def _options(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _replaced_by(command: list[str], variables: dict[str, str]) -> int:
-    """Replace this process by a command. Where that is impossible, run the command and return its status."""
+    """Replace this process with a command. If the OS cannot do that, run the command and return its exit status."""
     environment = os.environ | variables
     if os.name == "posix":
         os.execve(command[0], command, environment)  # noqa: S606, the user's own script

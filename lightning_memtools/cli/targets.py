@@ -22,7 +22,7 @@ class UsageError(Exception):
 
 
 def require_folder_of(path: str | None) -> None:
-    """Raise if the folder of an output file does not exist. Call it before the work is done.
+    """Check that the folder of an output file exists. Call this before any long work.
 
     Raises:
         UsageError: The folder does not exist.
@@ -32,7 +32,7 @@ def require_folder_of(path: str | None) -> None:
 
 
 def working(text: str) -> Status:
-    """Show a text on a terminal while the code inside runs. If stdout is not a terminal, print nothing."""
+    """Return a context that shows a text on the terminal while its body runs; without a terminal, it shows nothing."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     # With NO_COLOR, a terminal gets no codes at all: those that move the cursor are none of colours.
@@ -40,7 +40,7 @@ def working(text: str) -> Status:
 
 
 def say(*parts: Any) -> None:
-    """Print texts and tables, each on its own lines. Raise if they cannot be written, as to a full disk."""
+    """Print texts and tables, each on its own lines. Raise if they cannot be written, for example to a full disk."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     console = Console()
@@ -49,9 +49,9 @@ def say(*parts: Any) -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error as Python does; for an error in the user's code, only the frames of the user's code.
+    """Print an error with its traceback. For an error in the user's code, show only the frames of the user's code.
 
-    Frames above and below belong to this package, and to the libraries on which it runs the code.
+    The frames above and below belong to this package and to the libraries through which it runs the code.
     """
     from lightning_memtools.memory.user_code import owner_of  # noqa: PLC0415, --help does not need torch
 
@@ -68,12 +68,12 @@ def print_error(error: BaseException) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A user's function that returns arguments for a function of ours, as a dict or as a tuple of the first ones.
+    """A user's function that returns the arguments for one of our functions, as a dict or as a tuple of two or three.
 
     Attributes:
         function: The name of our function that takes the arguments.
-        required: The names of the two arguments that a tuple must have.
-        optional: The name of the optional third argument.
+        required: The names of the first two arguments, which a tuple must have.
+        optional: The name of the third argument, which a tuple may have.
     """
 
     function: str
@@ -82,25 +82,25 @@ class Target:
 
     @property
     def forms(self) -> str:
-        """The accepted forms of the result, for messages."""
+        """The accepted forms of the return value, for messages."""
         first = ", ".join(self.required)
         return f"({first}), ({first}, {self.optional}), or a dict with the arguments of {self.function}"
 
     def add_to(self, parser: argparse.ArgumentParser, advice: str = "") -> None:
-        """Add the target to a command's arguments.
+        """Add the target, as MODULE:CALLABLE, to the arguments of a subcommand.
 
         Args:
-            parser: The command's parser.
-            advice: A sentence for its help.
+            parser: The parser of the subcommand.
+            advice: A sentence to append to the help text.
         """
         text = f"a function without arguments that returns {self.forms}. {advice}"
         parser.add_argument("target", metavar="MODULE:CALLABLE", help=text.strip())
 
     def arguments(self, chosen: argparse.Namespace, options: tuple[str, ...]) -> dict[str, Any]:
-        """Call the function that the command line names, and return its arguments together with the given options.
+        """Call the function that the command line names; return its arguments, updated with the options that are set.
 
         Raises:
-            UsageError: There is no such function, it needs arguments, or it returns none of the accepted forms.
+            UsageError: There is no such function, it needs arguments, or its return value has a wrong form.
         """
         function = load(chosen.target)
         try:
@@ -125,7 +125,7 @@ class Target:
 
 
 def load(target: str) -> Callable[[], Any]:
-    """Return the callable named MODULE:CALLABLE. Modules are also searched in the working directory.
+    """Import and return the callable named MODULE:CALLABLE. The working directory is searched for modules, too.
 
     Raises:
         UsageError: There is no such callable.

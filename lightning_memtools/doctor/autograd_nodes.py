@@ -15,9 +15,9 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 
 def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]:
-    """Yield `node` and the autograd nodes that backward reaches from it, nearest first, at most `limit` in all.
+    """Yield at most `limit` nodes of an autograd graph, from a node back toward the leaves, nearest first.
 
-    The AccumulateGrad nodes of parameters outlive the step, so they are included only with `leaves=True`.
+    AccumulateGrad nodes belong to parameters and outlive the step: they are included only with `leaves=True`.
     """
     queue, seen = deque([node]), {node}
     while queue and limit:
@@ -31,17 +31,17 @@ def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]
 
 
 def inputs_of(node: Any) -> list[Any]:
-    """Return the autograd nodes that computed a node's inputs. Inputs that do not require grad have no node."""
+    """Return the autograd nodes that computed a node's inputs. Inputs that do not require gradients have no node."""
     return [before for before, _ in node.next_functions if before is not None]
 
 
 def operator_of(node: Any) -> str:
-    """Return the operator's name: "Sub" for the node SubBackward0."""
+    """Return the name of a node's operator, such as "Sub" for SubBackward0."""
     return str(node.name()).partition("Backward")[0]
 
 
 def place_of(node: Any) -> str:
-    """Return a text with a node's operator and, if anomaly mode recorded it, the user's line that created the node."""
+    """Return a text that names a node's operator and, if anomaly mode recorded it, the user's line that ran it."""
     for frame in reversed(node.metadata.get("traceback_", ())):
         match = _FRAME.search(frame)
         if match is not None and owner_of(match[1]) == "user":

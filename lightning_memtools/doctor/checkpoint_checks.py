@@ -18,9 +18,9 @@ _STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 def load_and_compare(model: nn.Module, path: str) -> list[Finding]:
-    """Load a checkpoint, of Lightning or a plain script, into the model. Return findings on keys that do not fit.
+    """Load a checkpoint, of Lightning or a plain script, into the model. Return findings on keys that do not match.
 
-    The model changes: the caller restores it. Nothing in the file is executed (`weights_only=True`).
+    The caller has to restore the model afterwards. No code in the file is executed (`weights_only=True`).
 
     Raises:
         ValueError: The file cannot be read, or holds no state_dict.

@@ -51,28 +51,28 @@ def diagnose(
     """Find the classic training mistakes in a model, its data and its optimizer, by running a few training steps.
 
     The steps are real, and then undone: afterwards weights, buffers, optimizer state, attributes and random streams are
-    as before. A loader's data set is read, and a generator given as the dataloader is used up by `steps` batches.
+    as before. Consumed data is not restored: a generator passed as `dataloader` loses up to `steps` batches.
 
     Args:
-        model: A module, or a LightningModule. If the model itself is in eval mode, train() is called for the steps.
-        dataloader: Yields the training batches. It is iterated again if it ends early. A tensor, a tuple, a dict or
-            a list of tensors is one batch.
-        optimizer: The optimizer, or several. If None, configure_optimizers of a LightningModule is called. Without
-            any optimizer, only gradients are computed.
+        model: A module, or a LightningModule. If the module itself is in eval mode, train() is called for the steps.
+        dataloader: Yields the training batches. It is read again if it ends early. A tensor, a tuple, a dict or a
+            list of tensors is one batch.
+        optimizer: One or several optimizers. None calls configure_optimizers of a LightningModule. Without any
+            optimizer, only gradients are computed.
         step: Returns the loss of a batch. Needed for a plain module; a LightningModule has its training_step.
-        val_dataloader: Yields the evaluation batches; without it, evaluation is not checked.
-        evaluate: Runs an evaluation batch as your own loop does, with no_grad or without. None takes a
+        val_dataloader: Yields evaluation batches; without it, evaluation is not examined.
+        evaluate: Runs an evaluation batch as your own loop does, with or without no_grad. None runs a
             LightningModule's validation_step, without gradients as Lightning does.
-        checkpoint: The path of a checkpoint whose keys are compared with the model's.
+        checkpoint: The path of a checkpoint, whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
         steps: The number of training steps to watch.
 
     Returns:
-        The report. A step that raises adds a finding of severity "error", with the user's line, to earlier findings.
+        The report. If a step raises, the report keeps what was found before, and adds an error at the user's line.
 
     Raises:
-        ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
+        ValueError: A check's name is unknown, `steps` is below 1, a plain module is passed without `step`, or the
             checkpoint cannot be read.
     """
     names = selected_checks(checks, ignore)
@@ -124,7 +124,7 @@ class _RealSteps(StepListener, Callback):
         self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
 
     def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
-        """Run `steps` training steps, and then as many evaluation batches."""
+        """Run `steps` training steps, and then up to `steps` evaluation batches with `evaluate` or validation_step."""
         model, tell = self._case.model, self._examination.tell
         if not model.training:
             model.train()
@@ -155,7 +155,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Set the optimizers to check, without the mock that Lightning creates if a model configures none."""
+        """Store the optimizers, except the mock that Lightning creates for a model without optimizers."""
         names = self._case.parameter_names()
         groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
         self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]

@@ -68,7 +68,7 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
         ignore: The names of checks to leave out.
 
     Raises:
-        ValueError: A name is not the name of a check.
+        ValueError: There is no check of a given name.
     """
     wanted = NAMES if checks == "all" else [checks] if isinstance(checks, str) else checks
     ignored = [ignore] if isinstance(ignore, str) else ignore
@@ -79,18 +79,18 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
 
 
 class Examination:
-    """Runs the checks on the first steps of a training and of evaluation, and collects their findings.
+    """Runs the checks during the first training and evaluation steps.
 
-    A check's function is not called again after it has failed or has found something.
+    A check's function is not called again once it has raised or has returned findings.
 
     Args:
-        case: The training to check.
+        case: The objects and settings of the training.
         names: The names of the checks.
         steps: The number of training batches, and of evaluation batches, to watch.
 
     Attributes:
         findings: The findings so far.
-        failures: The errors of checks that failed, each with the check's name.
+        failures: The errors that the checks' functions raised, each with the check's name.
         n_evaluated: The number of evaluation batches that were watched.
         is_concluded: True once the training steps have been watched.
     """
@@ -108,11 +108,11 @@ class Examination:
         self._is_first = FirstTime()
 
     def report(self) -> DoctorReport:
-        """Return the findings so far."""
+        """Return a report of the findings so far."""
         return DoctorReport.of(self.findings, self.names, self.case.n_steps)
 
     def tell(self, event: Event, argument: Any = None) -> None:
-        """Pass an event to the checks; after the last watched batch, do nothing."""
+        """Pass an event and its argument, such as the loss, to the checks. Do nothing after the last watched batch."""
         self.stop()
         is_evaluation = event.startswith("evaluation")
         if self.n_evaluated >= self._steps if is_evaluation else self.is_concluded:

@@ -50,7 +50,7 @@ class DoctorReport:
 
     Attributes:
         findings: The findings.
-        checks: The names of the checks that were made.
+        checks: The names of the checks that were run.
         steps: The number of training steps that were watched.
     """
 

@@ -26,7 +26,7 @@ _IN_A_ROW = 6
 
 
 def mark_graph(case: TrainingCase, loss: Tensor) -> None:
-    """Attach an object to the autograd graph of a step's first loss: it lives only as long as the graph's nodes."""
+    """Attach an object to the nodes of a step's first graph, to see later whether the graph is still alive."""
     if len(case.marks) <= case.n_steps:
         mark: set[Any] = set()  # of the plain objects, sets can be referred to weakly
         for node in nodes_below(loss.grad_fn, _MARKED_NODES):
@@ -35,14 +35,14 @@ def mark_graph(case: TrainingCase, loss: Tensor) -> None:
 
 
 def note_clock(case: TrainingCase, _: Any) -> None:
-    """Record autograd's sequence number at the start of a step: nodes created later have higher numbers."""
+    """Record autograd's sequence number at the start of a step; nodes created later have higher numbers."""
     case.clocks.append(autograd_sequence_number())
 
 
 def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding if something holds the graphs of earlier steps, as `total_loss += loss` does.
 
-    It runs after each step, because a sum may be reset when an epoch ends.
+    This runs after each step, because a running sum may be reset when an epoch ends.
     """
     # The last two may be alive by right: the latest loss, and an attribute that is about to be replaced.
     earlier = case.marks[:-2]
@@ -57,7 +57,7 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the name of the variable or attribute that holds graphs of old steps, and a text on their tensors."""
+    """Return the variable or attribute that holds graphs older than the last two steps, and a phrase on its tensors."""
     numbers = range(case.clocks[0], case.clocks[-2])
     held = [
         tensor
@@ -76,7 +76,7 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
 
 
 def evaluation_graphs(_: TrainingCase, outputs: Any) -> list[Finding]:
-    """Return a finding if an evaluation step has returned outputs with a graph."""
+    """Return a finding if an evaluation step has returned outputs with an autograd graph."""
     with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     if not with_graph:
         return []

@@ -25,16 +25,16 @@ _NEAR, _FAR = 1.5, 2.0  # factors between the length of a schedule and a number 
 
 
 def note_shapes(case: TrainingCase, batch: Any) -> None:
-    """Note the size of the first batch, and the shapes of its tensors."""
+    """Record in `case` the batch size and the tensor shapes of the first batch."""
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and not tensor.is_nested]
     case.batch_size = next((tensor.shape[0] for tensor in tensors), 1)
     case.batch_shapes = frozenset(without_ones(tensor.shape) for tensor in tensors)
 
 
 def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return a finding on BatchNorm layers that will raise in the last batch, because it has only one sample.
+    """Return a finding if BatchNorm layers will raise because the last batch of an epoch has only one sample.
 
-    These layers get one value per channel and sample in the first step, and a single value has no variance.
+    These are the layers that get one value per channel and sample in the first step: one value has no variance.
     """
     norms = [module for module in case.model.modules() if isinstance(module, AnyBatchNorm) and module.training]
     # SyncBatchNorm counts the samples of all ranks.
@@ -73,9 +73,9 @@ def _ends_with_one(case: TrainingCase) -> bool:
 
 
 def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if all workers of an IterableDataset yield the same batches, so that training repeats each.
+    """Return a finding if all workers of an IterableDataset yield the same batches, which are thus used repeatedly.
 
-    Only for such loaders, the host waits for the device in the first steps.
+    Only with such a loader, the host waits for the device in the first steps.
     """
     n_workers = getattr(case.train_loader, "num_workers", 0)
     is_iterable = n_workers > 1 and isinstance(case.train_loader.dataset, IterableDataset)
@@ -93,13 +93,13 @@ def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def note_free_memory(case: TrainingCase, _: Any) -> None:
-    """Note how much shared memory is free before workers fill it."""
+    """Record in `case` the free bytes of shared memory, before workers use it."""
     limits = (free_shared_memory(), free_in_container())
     case.free_shared = min((limit for limit in limits if limit is not None), default=None)
 
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if the batches that workers prefetch take more than the free shared memory."""
+    """Return a finding if the batches that workers prefetch need more than the free shared memory."""
     loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
     if not loaders or case.free_shared is None:
         return []
@@ -120,7 +120,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return findings on schedulers made for the number of updates but stepped once per epoch, or the reverse."""
+    """Return findings on schedulers that are stepped once per epoch but are as long as all updates, or vice versa."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
@@ -137,7 +137,7 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if the last gradient accumulation of each epoch has fewer batches than the others."""
+    """Return a finding if each epoch's last gradient accumulation window has fewer batches than the others."""
     n_batches, accumulate = case.n_train_batches or 0, case.accumulate
     n_last = n_batches % accumulate
     if not n_last:

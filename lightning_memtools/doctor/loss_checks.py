@@ -26,7 +26,7 @@ _SUM = 2  # torch's number of reduction="sum"
 
 
 def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return findings on operations near the first loss that broadcast every prediction against every target."""
+    """Return findings on operations near the first loss in which a prediction wrongly broadcasts against its target."""
     found = {}
     for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
         shapes = _broadcast(case, node)
@@ -37,11 +37,11 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """Return (prediction shape, result shape) if a node broadcasts a prediction over the batch; otherwise None.
+    """Return the shape of a prediction that a node broadcasts over the batch by mistake, and the result's, or None.
 
-    The node's other input has no gradient, so it is a target. A tensor of the batch has the prediction's shape, apart
-    from dimensions of size 1, so the target should have that shape too. An unsqueezed prediction is meant to
-    broadcast, as for distances of all pairs.
+    It is a mistake under three conditions. The other input has no gradient, so it is a target. A tensor of the batch
+    has the prediction's shape, apart from dimensions of size 1. The prediction was not unsqueezed, as it would be to
+    compute the distances of all pairs.
     """
     inputs = inputs_of(node)
     if operator_of(node) not in _COMPARE or len(inputs) != 1 or case.batch_size == 1:
@@ -57,13 +57,13 @@ def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
 
 
 def note_sums(case: TrainingCase, loss: Tensor) -> None:
-    """Find the sums over the batch in the first loss, and record the gradients that backward passes to each sum."""
+    """Find the sums over the batch in the first loss, and register hooks that record the gradients leading to them."""
     if case.batch_size > 1 and not case.computes_nothing:
         case.sums = _sums(case.batch_size, loss.grad_fn, ())
 
 
 def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[SumOverBatch]:
-    """Return the sums over the batch that, up to factors, are the loss or its terms. `way` leads from loss to node."""
+    """Return the terms of the loss that sum over the batch, up to factors; `way` has the gradients above `node`."""
     gradients: list[Tensor] = []
     node.register_prehook(lambda arriving: gradients.extend(one.detach() for one in arriving if one is not None))
     way = (*way, gradients)
@@ -83,10 +83,10 @@ def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[Sum
 
 
 def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if the loss is a sum over the batch that is never divided by its size.
+    """Return a finding if the loss is a sum over the batch that is never divided by the batch size.
 
-    In backward, the gradient on its way from the loss to the sum is multiplied by the factors of the sum. A whole
-    number or a half is a constant; any other factor divides by a number of samples, elements or tokens.
+    Between the loss and the sum, each node changes the gradient by the factor that multiplies the sum there. Integers
+    and 0.5 count as constants; any other factor counts as a division by a number of samples, elements or tokens.
     """
     for one in case.sums:
         arrived = [float(gradients[0]) for gradients in one.way if gradients]

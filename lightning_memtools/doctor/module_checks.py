@@ -20,10 +20,10 @@ _LARGEST_USUAL_SEED = 2**32
 
 
 def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on modules with dropout or BatchNorm that are trained in eval mode.
+    """Return a finding on modules in eval mode that get gradients and contain dropout or BatchNorm.
 
-    Modules without gradients are skipped, since they are frozen or teachers. A BatchNorm layer in eval mode within a
-    module in train mode is skipped too, since that is intended.
+    Modules without gradients are skipped as frozen parts or teachers. A dropout or BatchNorm layer in eval mode is
+    skipped as intended if its parent is in train mode.
     """
     parts = [
         parent or type(case.model).__name__
@@ -40,7 +40,7 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_start(case: TrainingCase, _: Any) -> None:
-    """Record the weights of frozen BatchNorm layers, and the number of writes to their running statistics."""
+    """Record in `case` the weights of frozen BatchNorm layers, and how often their statistics were written."""
     case.norms_at_start = [
         (name, norm, _weights_of(norm), n_counter)
         for name, norm, n_counter in _norm_counts(case)
@@ -49,7 +49,7 @@ def note_start(case: TrainingCase, _: Any) -> None:
 
 
 def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Record the number of writes to BatchNorm layers' running statistics before an evaluation batch."""
+    """Record in `case`, before an evaluation batch, how often BatchNorm statistics were written."""
     case.norms_before = _norm_counts(case)
 
 
@@ -94,7 +94,7 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on modules in eval mode with gradient checkpointing on, which only works in train mode."""
+    """Return a finding if gradient checkpointing is on in modules trained in eval mode, where it has no effect."""
     idle = [
         name or type(case.model).__name__
         for name, part in case.model.named_modules()
@@ -108,7 +108,7 @@ def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on parameters, buffers and plain tensor attributes that are not where most parameters are."""
+    """Return a finding on parameters, buffers and tensor attributes that are not on the device of most parameters."""
     model = case.model
     sizes: Counter[torch.device] = Counter()
     for parameter in model.parameters():

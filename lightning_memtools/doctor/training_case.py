@@ -26,7 +26,7 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Norms of gradients and weights just before an optimizer's update, with their names, still on their devices."""
+    """Norms of gradients and weights just before an optimizer's update, with parameter names, on their devices."""
 
     optimizer: Optimizer
     held: list[str]
@@ -37,7 +37,7 @@ class UpdateNorms(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """The objects and settings of a training, which the checks only read, and what they record about its steps."""
+    """The objects and settings of a training run, which an examination only reads, and what its checks recorded."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
@@ -70,7 +70,7 @@ class TrainingCase:
 
     @property
     def computes_nothing(self) -> bool:
-        """True in a dry run, whose values are meaningless, so that checks of values are skipped."""
+        """True in a dry run, where values are meaningless and are not checked."""
         return computes_nothing(self.device)
 
     def parameter_names(self) -> dict[int, str]:

@@ -26,9 +26,9 @@ class TracedSize:
     """The result of tracing a step with one batch size.
 
     Attributes:
-        fits: True if the step fits.
+        fits: True if the step fits in memory.
         peak: The peak of allocated memory in bytes.
-        trace: The requests to the allocator; None if they are not known.
+        trace: The requests to the allocator; None if unknown.
     """
 
     fits: bool
@@ -44,19 +44,19 @@ def largest_batch(
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
-    """Find by trials a batch size that fits while one more does not; return 0 if a batch of one does not fit.
+    """Find by trials a batch size that fits when one more sample does not; return 0 if no batch fits.
 
-    If the step fails with a batch of one, as BatchNorm does in training, a batch of two is tried instead: the result is
-    then 0 if two do not fit.
+    If the step fails with a batch of one, as BatchNorm does in training, a batch of two is tried instead, and the
+    result is 0 if that does not fit.
 
-    Tensor sizes are linear in the batch size, so two trials give the requests to the allocator at any other size, and
-    replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. If
-    the program behaves differently at other sizes, the line is drawn anew through nearer trials.
+    Tensor sizes are linear in the batch size, so the requests to the allocator at any size follow from two trials, and
+    replaying them is much faster than a trial. Usually, two trials for this extrapolation and two for the answer are
+    enough. If the program behaves differently at other sizes, nearer trials replace the first two.
 
     Args:
         start: A size to start from.
-        attempt: Tries a size.
-        serves: Returns whether all requests of a trace find memory.
+        attempt: Traces the step at a batch size.
+        serves: Returns whether every request of a trace can be served.
         limit: The capacity in bytes.
         known: Results of sizes that were tried before.
 
@@ -123,7 +123,7 @@ def _guess(
 def _line(
     first: int, trace: AllocationTrace | None, second: int, other: AllocationTrace | None
 ) -> Callable[[int], AllocationTrace] | None:
-    """Return a function that extrapolates the trace of any batch size; None if two traces differ in more than sizes."""
+    """Return a function that extrapolates the trace to any batch size; None if the traces differ in more than sizes."""
     if trace is None or other is None or not trace.has_same_events(other):
         return None
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
@@ -132,7 +132,7 @@ def _line(
 def _last_that(
     serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], low: int, high: int
 ) -> int:
-    """Return by bisection the last size in [low, high) that `serves`: low does, and high does not."""
+    """Return the largest size in [low, high) whose trace `serves`, by bisection; low fits, and high does not."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and serves(line(high)):
@@ -144,7 +144,7 @@ def _last_that(
 
 
 def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
-    """Return the size at which a line through the outermost peaks meets the limit; the middle if out of range."""
+    """Return the size at which a line through the outermost peaks reaches the limit; if out of range, the middle."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
     if high < _MOST:
@@ -155,9 +155,9 @@ def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return the batch with another batch size, in tensors whose first dimension is the batch.
+    """Return the batch with another batch size, which is the first dimension of its tensors.
 
-    Small tensors in host memory repeat their rows, so that a step which reads lengths or a mask finds some. The others
+    Small CPU tensors repeat their rows, so that a step that reads lengths or a mask finds values. All other tensors
     become meta tensors.
     """
     old = batch_size_in(batch)

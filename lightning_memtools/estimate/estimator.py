@@ -46,31 +46,31 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Predict the peak memory of training on one GPU, from the model and one batch, without a GPU.
 
-    The step runs on fake tensors: they have sizes and no values, so nothing is computed, and a model on the meta device
-    needs no memory. Every storage they would have is given a block in a simulated CUDA caching allocator. The model,
+    The step runs on fake tensors, which have sizes but no values: nothing is computed, and a model on the meta device
+    needs no memory. Each storage that they would have gets a block in a simulated CUDA caching allocator. The model,
     the batch and the optimizer are left exactly as they were.
 
-    A step is: forward, old gradients set to None, backward, clipping, the optimizer's step; as Lightning's Trainer runs
-    it. So from the second step on the gradients of the step before are there during forward. A Trainer's callbacks are
-    left out. One rank of DDP or FSDP is what a dry run of the script shows (docs/dry-run.md).
+    A step runs as in Lightning's Trainer: forward, gradients set to None, backward, clipping, the optimizer's step. So
+    from the second step on, the previous gradients are still allocated during forward. A Trainer's callbacks are left
+    out. For one rank of DDP or FSDP, use a dry run of the script (docs/dry-run.md).
 
     Args:
         model: A LightningModule, whose own steps run (automatic or manual optimization), or any module with ``step``.
-        batch: A batch as the step takes it: real, meta or fake tensors, in any nesting.
+        batch: A batch in the form that the step takes: real, meta or fake tensors, nested in any way.
         step: ``step(model, batch)`` returns the loss.
         optimizer: An optimizer over the model's parameters, its class, or a function of the parameters that makes one.
-            By default a LightningModule's own; any other module trains without one.
-        stage: "train", or "val", "test" or "predict" for a step without gradients.
-        precision: By Lightning's names: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        steps: The number of steps. Two show the peak of a longer training; a third changes little.
+            By default, that of a LightningModule; any other module then trains without an optimizer.
+        stage: "train"; or, for a step without gradients, "val", "test" or "predict".
+        precision: One of Lightning's names: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+        steps: The number of steps. Two show the peak of longer training; a third changes little.
         accumulate: The number of batches per optimizer step.
-        clip: The norm to which gradients are clipped.
+        clip: The norm to which gradients are clipped; None for no clipping.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
 
     Returns:
-        The prediction. A step may read the values of the batch and of what follows from it alone. For other values
-        ``notes`` says what was assumed, and where: floats are finite, a mask selects everything, a number is 1.
+        The prediction. A step may read values that depend on the batch alone. If it reads others, ``notes`` says what
+        was assumed, and where: floats are finite, a mask selects everything, a number is 1.
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
@@ -101,7 +101,7 @@ def estimate_memory(
 
 
 def estimate_step(request: StepRequest) -> MemoryEstimate:
-    """Estimate steps on fake tensors; see `estimate_memory`.
+    """Estimate the memory of steps by running them on fake tensors; see `estimate_memory`.
 
     Raises:
         RuntimeError: An operator has no kernel for fake tensors.
@@ -125,7 +125,7 @@ def estimate_step(request: StepRequest) -> MemoryEstimate:
 
 
 def _faults(request: StepRequest) -> Iterator[Exception]:
-    """Yield the faults of a request. Those that come later may follow from the first one."""
+    """Yield an exception for each invalid argument. Later ones may be consequences of the first."""
     recipe = request.recipe
     for name, number in (("steps", recipe.steps), ("accumulate", recipe.accumulate)):
         if not is_count(number):
@@ -147,7 +147,7 @@ def _faults(request: StepRequest) -> Iterator[Exception]:
 
 
 def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]:
-    """Yield the faults of a model and its step."""
+    """Yield an exception for each reason why the model or its step cannot run."""
     if not isinstance(model, nn.Module):
         yield TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
@@ -170,7 +170,7 @@ def _faults_of_model(model: Any, step: Any, stage: Stage) -> Iterator[Exception]
 
 
 def _faults_of_training(model: nn.Module, request: StepRequest) -> Iterator[Exception]:
-    """Yield the reasons why a model cannot be trained as requested."""
+    """Yield an exception for each reason why a model cannot be trained as requested."""
     parameters, optimizer = {id(parameter) for parameter in model.parameters()}, request.optimizer
     if not parameters:
         yield ValueError(

@@ -20,8 +20,8 @@ class PeakPlace:
     Attributes:
         step: The step, counted from 1; 0 before the first.
         phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
-        module: The path of the module that allocated; in backward the one whose gradients are computed.
-        operation: The operator, such as "aten.convolution_backward"; empty if none allocated.
+        module: The path of the module that allocated; in backward, of the module whose gradients are computed.
+        operation: The operator that allocated, such as "aten.convolution_backward"; empty if none did.
     """
 
     step: int
@@ -37,16 +37,16 @@ class PeakPlace:
 
 @dataclass(frozen=True, slots=True)
 class ModuleMemory:
-    """One module of the model.
+    """The memory of one module of the model.
 
     Attributes:
         name: Its path; empty for the model itself.
         kind: Its class.
-        output_shapes: The shape of every tensor its first call returned, as a forward hook sees it.
-        n_parameters: Elements of its own parameters and those of its submodules, each counted once.
-        saved_bytes: Activations that its own operators made in the last step's forward and that were still allocated
-            when forward had ended; submodules not included.
-        at_peak_bytes: Activations that its own operators made and that were allocated at the peak.
+        output_shapes: The shapes of the tensors that its first call returned, as a forward hook sees them.
+        n_parameters: The number of elements in its parameters and those of its submodules, each parameter counted once.
+        saved_bytes: Bytes of activations that its own operators, not its submodules, allocated in the last step's
+            forward and that were still allocated when forward ended.
+        at_peak_bytes: Bytes of activations that its own operators allocated and that were still allocated at the peak.
     """
 
     name: str
@@ -59,18 +59,18 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The predicted memory of a step. Sizes in bytes; no figure was measured on a GPU.
+    """The predicted memory of a step. Sizes are in bytes; no figure was measured on a GPU.
 
     Attributes:
-        peak_allocated: The most that tensors hold at one moment, as torch.cuda.max_memory_allocated.
-        peak_reserved: The most that the allocator asks of the device, as torch.cuda.max_memory_reserved. The CUDA
+        peak_allocated: The most memory that tensors take at one moment, as in torch.cuda.max_memory_allocated.
+        peak_reserved: The most memory that the allocator reserves, as in torch.cuda.max_memory_reserved. The CUDA
             context, 300 to 700 MB more, is not part of it.
         peak_at: The point at which ``peak_allocated`` was reached first.
         composition: The bytes by category at that moment: parameters, gradients, optimizer, activations, inputs,
-            temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and
-            other kernels) and other (buffers among them). They add up to ``peak_allocated``.
-        parameter_count: Elements of all parameters, tied ones counted once.
-        gradient_count: Elements of the parameters that got a gradient.
+            temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and other kernels) and other,
+            which includes buffers. They add up to ``peak_allocated``.
+        parameter_count: The number of elements in all parameters; tied parameters count once.
+        gradient_count: The number of elements in the parameters that got a gradient.
         parameter_bytes: Bytes of parameters and buffers.
         modules: Every module of the model, in its order.
         holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
@@ -80,7 +80,7 @@ class MemoryEstimate:
         begin: The number of events at the start of the trace that put the model on the device.
         batch_size: The first dimension of the batch's first tensor; None if there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
-        capacity: The limit the estimate was asked for; None for none.
+        capacity: The capacity that was passed to `estimate_memory`, or None.
     """
 
     peak_allocated: int
@@ -102,10 +102,10 @@ class MemoryEstimate:
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     def fits(self, capacity: str) -> bool:
-        """Return whether the steps run on a device of that capacity, with the allocator's retry with an empty cache.
+        """Return whether the steps fit in a capacity, given that the allocator retries after it has emptied its cache.
 
         Args:
-            capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", of which 500 MiB go to the context.
+            capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", whose CUDA context takes 500 MiB.
 
         Raises:
             ValueError: The capacity cannot be read.
@@ -121,15 +121,15 @@ class MemoryEstimate:
         return max(0, self.peak_allocated - usable_bytes(capacity))
 
     def max_batch_size(self, capacity: str) -> int:
-        """Return the largest batch size that fits: it fits, and one more does not. 0 if a batch of one does not fit.
+        """Return a batch size that fits when one more sample does not; 0 if a batch of one does not fit.
 
-        Both sizes are traced. They are predicted from two traces, so that mostly three or four traces are made beside
-        the estimate's own. The allocator cuts its segments by size, so now and then a batch that is larger by a few
-        samples fits too.
+        The sizes on both sides of the limit are traced. Two traces predict them, so usually three or four traces are
+        made in addition to the estimate's own. The allocator splits segments by size, so a batch that is a few samples
+        larger may fit as well.
 
         Raises:
-            ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, the step fails
-                with a batch of another size, or memory does not grow with it.
+            ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, the step fails with
+                a batch of another size, or memory does not grow with the batch.
         """
         if self.batch_size is None:
             raise ValueError("The batch holds no tensor with a first dimension, so there is no batch size to change.")
@@ -153,20 +153,20 @@ class MemoryEstimate:
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=usable)
 
     def traced_size(self, capacity: str) -> TracedSize:
-        """Return this estimate as a trial for `largest_batch`."""
+        """Return this estimate in the form of a trial, as `largest_batch` takes it."""
         return TracedSize(self.fits(capacity), self.peak_allocated, self.trace)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:
-        """Return every known GPU from the smallest on, and whether the steps fit on it."""
+        """Return (name, whether the steps fit) for each known GPU, the smallest first."""
         gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
         return [(gpu.name, self.fits(gpu.name)) for gpu in gpus]
 
     def as_snapshot(self, path: str | Path) -> None:
-        """Write a memory snapshot for https://pytorch.org/memory_viz, as torch.cuda.memory._dump_snapshot does."""
+        """Write a memory snapshot for https://pytorch.org/memory_viz, like torch.cuda.memory._dump_snapshot."""
         write_snapshot(take_snapshot(self._simulation), path)
 
     def summary_table(self) -> Table:
-        """Return the figures, one per row."""
+        """Return a table of the estimate's figures, one per row."""
         rows = [
             ("peak allocated", format_size(self.peak_allocated)),
             ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
@@ -180,7 +180,7 @@ class MemoryEstimate:
         """Return one row per module: its output, its parameters, and the activations that it keeps for backward.
 
         Args:
-            top: The number of modules to show, those that keep most; None for all, in the model's order.
+            top: The number of modules to show, those that keep the most; None for all, in the model's order.
         """
         modules = list(self.modules)
         if top is not None:
@@ -198,7 +198,7 @@ class MemoryEstimate:
         return Table(("module", "class", "output", "parameters", "saved for backward"), rows)
 
     def to_markdown(self, top: int | None = 10) -> str:
-        """Return everything in words and tables, for a report or a console."""
+        """Return the whole estimate as markdown text and tables; `top` limits the number of modules listed."""
         parts = [
             markdown_table(self.summary_table()),
             f"The peak is reached at {self.peak_at}.",
@@ -214,7 +214,7 @@ class MemoryEstimate:
     _repr_html_ = shown_as(__str__)
 
     def word_on_capacity(self) -> str:
-        """Return a sentence on whether the steps fit in the given capacity, or how far not; "" if none was given."""
+        """Return a sentence on whether the steps fit in `self.capacity`, or the shortfall; "" if it is None."""
         if self.capacity is None:
             return ""
         usable = usable_bytes(self.capacity)
@@ -234,9 +234,9 @@ class MemoryEstimate:
 
 
 def usable_bytes(capacity: str) -> int:
-    """Return the bytes that a size, or a GPU by name without its context of 500 MiB, leaves for the allocator.
+    """Return the bytes left for the allocator on a device: a size, or a GPU by name, less 500 MiB for its CUDA context.
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: The text is neither a size nor the name of a known GPU.
     """
     return parse_capacity(capacity) - context_bytes(capacity)

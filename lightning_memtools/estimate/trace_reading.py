@@ -29,7 +29,7 @@ _PART_OF = {
 
 
 def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int], MemoryEstimate]) -> MemoryEstimate:
-    """Return the estimate of a traced step."""
+    """Return the estimate for a traced step; `retrace` estimates the same step at another batch size."""
     model, recorder, peak = uncompiled(request.model), traced.recorder, traced.recorder.peak
     holders = holders_at(recorder, peak, type(model).__name__)
     at_peak = held_by(holders, "category")
@@ -59,7 +59,7 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
 
 
 def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
-    """Return the point of the step at which an event happened; its module is named without the model's own name."""
+    """Return the point of the step at which an event happened, with the module's path in the model (class `model`)."""
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")
@@ -76,7 +76,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """Return a module's name as `named_modules` gives it; other names are returned unchanged."""
+    """Return a module's name as in `named_modules`, without the class `model` of the model; "" outside of modules."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:
@@ -101,7 +101,7 @@ def _modules(traced: Traced, model: nn.Module, holders: Iterable[PeakHolder]) ->
 
 
 def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
-    """Return the bytes of activations at the end of the last forward, by module."""
+    """Return the bytes of activations that are still allocated at the end of the last forward, by module."""
     last = max((step for _, step, phase in recorder.marks if phase == "forward"), default=0)
     begins = [event for event, step, phase in recorder.marks if (step, phase) == (last, "forward")]
     if not begins:
@@ -123,12 +123,12 @@ def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
 
 
 def _part_of(allocation: Allocation) -> str:
-    """Return the one of `_PARTS` that a block belongs to."""
+    """Return the category in `_PARTS` that a block belongs to."""
     return "temporaries" if is_passing(allocation) else _PART_OF.get(allocation.kind, "other")
 
 
 def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[PeakHolder, ...]:
-    """Return the memory that is allocated right after an event, by category, module and line."""
+    """Return the memory that is allocated right after an event, by category, module and line of code."""
     return gathered(
         PeakHolder(_part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
         for one in recorder.allocations.values()

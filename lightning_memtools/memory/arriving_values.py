@@ -24,10 +24,10 @@ class _PendingCopy(Generic[Note]):
 
 
 class ArrivingValues(Generic[Note]):
-    """Copies device tensors to the host in the background, and returns their values with a note once they are there.
+    """Copies device tensors to the host in the background, and returns the values once they are there.
 
-    The values come back in the order in which they were sent. On the CPU they can be received at once. Accelerators
-    other than CUDA have no event that every build of torch offers: there `receive` waits for the device.
+    Each tensor is sent with a note, which comes back with its values, in the order of sending. Tensors on the CPU can
+    be received at once. On accelerators other than CUDA, `receive` waits for the device.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class EarlyWarnings:
 
     Args:
         retries: The device's count of allocation retries when the run began.
-        snapshot: Returns a snapshot of the allocator's recorded history, or None if nobody records it.
+        snapshot: Returns a snapshot of the allocator's recorded history, or None if no history is recorded.
     """
 
     def __init__(self, *, retries: int = 0, snapshot: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
@@ -71,7 +71,7 @@ class EarlyWarnings:
             yield "fragmentation", text + self._expandable()
 
     def _expandable(self) -> str:
-        """Return advice on expandable segments, tried by replaying the recorded requests if there are any."""
+        """Return advice on expandable segments, based on a replay of the recorded requests if there are any."""
         advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         snapshot = self._snapshot()
         if snapshot is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class FirstTime:
-    """Remembers the keys it was called with."""
+    """A callable that tells whether it is called with a key for the first time."""
 
     said: set[object] = field(default_factory=set)
 

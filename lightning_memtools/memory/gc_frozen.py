@@ -11,13 +11,13 @@ _MOST_OF_PYTHON = 1000
 
 
 def are_objects_frozen() -> bool:
-    """Return whether the program has frozen its objects with `gc.freeze()`. This takes as long as a collection."""
+    """Return whether the program has called `gc.freeze()`. This takes as long as a garbage collection."""
     return gc.get_freeze_count() > _MOST_OF_PYTHON
 
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Within, have garbage collection skip the objects that exist already, so that it takes milliseconds.
+    """Return a context in which garbage collection skips the objects that exist already, and so takes milliseconds.
 
     A full collection over the objects of torch and Lightning takes a quarter of a second, and code that makes many
     objects at once, such as a traced step, triggers one every few steps. Reference cycles among the existing objects

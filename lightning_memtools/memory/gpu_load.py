@@ -19,7 +19,7 @@ GPU_LOAD_TAGS = tuple(tag for name in _FIGURES for tag in (f"device/{name}", f"d
 
 
 class GpuLoad:
-    """Samples one GPU from `begin` to `stop`, in a thread of its own: the training thread never asks the driver.
+    """Samples one GPU from `begin` to `stop` in a separate thread, so that the training thread never calls the driver.
 
     Attributes:
         problem: The reason why there are no figures; "" if there are some, or if none has been read yet.
@@ -57,7 +57,7 @@ class GpuLoad:
         return found
 
     def stop(self) -> None:
-        """End the thread. Idempotent."""
+        """End the sampling thread. Idempotent."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -22,23 +22,23 @@ _Note = tuple[int, str | None, dict[int, BlockOwner]]
 
 @dataclass
 class OwnerNotes:
-    """Notes which stage runs and who owns which block, to be read together with the allocator's history.
+    """Records which stage runs and who owns which memory block, to complement the allocator's history.
 
     Attributes:
         lines: The lines of code that made the optimizers.
-        notes: Each has the time in microseconds since 1970, as in the history; the stage that runs from then on, or
-            None; and the owners of blocks by address.
+        notes: A list of tuples: the time in microseconds since 1970, as in the history; the stage that runs from then
+            on, or None; and the owners of blocks by address.
     """
 
     lines: OptimizerLines = field(default_factory=OptimizerLines)
     notes: list[_Note] = field(default_factory=list)
 
     def enter(self, stage: str | None) -> None:
-        """Note that a stage begins or continues; None means that no stage runs from now on."""
+        """Record that a stage begins or continues; None means that no stage runs from now on."""
         self.notes.append((_now(), stage, {}))
 
     def note(self, stage: str | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
-        """Note who owns the blocks of parameters, buffers, gradients, optimizer states and inputs."""
+        """Record the running stage, and which blocks the model, its gradients, the optimizers and the batch own."""
         self.notes.append((_now(), stage, block_owners(model, optimizers, batch, self.lines)))
 
     def holders(self, entries: Sequence[_Entry]) -> dict[str, tuple[PeakHolder, ...]]:
@@ -76,7 +76,7 @@ class OwnerNotes:
         return ", in ".join(filter(None, (phase or "forward", module)))
 
     def _peaks(self, entries: Sequence[_Entry]) -> dict[str, int]:
-        """Return, for each stage, the index of the history entry after which most memory was allocated."""
+        """Return, for each stage, the index of the history entry after which the most memory was allocated."""
         most: dict[str, tuple[int, int]] = {}
         stage, allocated = None, 0
         for at, (entry, passed) in enumerate(self._beside(entries)):
@@ -90,7 +90,7 @@ class OwnerNotes:
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
-        """Yield each entry with the notes made since the entry before it; then an empty entry with the last notes."""
+        """Yield each entry with the notes made since the previous entry; then an empty entry with the last notes."""
         notes = deque(self.notes)
         for entry in entries:
             passed = []

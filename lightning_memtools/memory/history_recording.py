@@ -26,14 +26,14 @@ _running: dict[object, bool] = {}
 
 @dataclass(frozen=True, slots=True)
 class HistoryRecording:
-    """A running recording of the allocator.
+    """Controls a running recording of the allocator's history.
 
     Attributes:
         take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
         now: Returns the present time on the recording's clock (`time_us`).
         stop: Ends the recording.
-        want_stacks: Says whether the Python stack of each allocation is wanted from now on, as it is at first. A stack
-            takes some three microseconds of the host. Another recording of the process may still want them.
+        want_stacks: Takes a bool: whether to record the Python stack of each allocation, which takes about 3 us. Stacks
+            are recorded at first, and as long as any recording in this process wants them.
     """
 
     take: Callable[[], dict[str, Any]]
@@ -43,7 +43,7 @@ class HistoryRecording:
 
 
 def record(reader: MemoryReader | None) -> HistoryRecording | None:
-    """Start recording the allocator's history, or join a recording that somebody else has started.
+    """Start recording the allocator's history, or join a recording that other code has started.
 
     Returns:
         The recording; None if the device keeps no history.
@@ -83,7 +83,7 @@ def _record_cuda() -> HistoryRecording | None:
 
 
 def _change(recording: object, *, stacks: bool | None) -> None:
-    """Have one of our recordings on CUDA with or without stacks; None ends it."""
+    """Start or change one of this package's CUDA recordings, with or without stacks; `stacks=None` ends it."""
     before = _running.copy()
     if stacks is None:
         _running.pop(recording, None)
@@ -96,7 +96,7 @@ def _change(recording: object, *, stacks: bool | None) -> None:
 
 
 def recorded_snapshot(reader: MemoryReader) -> dict[str, Any] | None:
-    """Return a snapshot of the present recording, whoever started it; None if nobody records."""
+    """Return a snapshot of the running recording, whatever code started it; None if no history is recorded."""
     if isinstance(reader, VirtualDevice):
         return None if reader.history is None else reader.snapshot()
     try:

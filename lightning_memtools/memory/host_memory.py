@@ -32,7 +32,7 @@ class ProcessMemory:
 
     Attributes:
         pid: The process's id.
-        proportional: The memory of its own, and its share of the memory that it shares with others (PSS).
+        proportional: The memory that only it uses, plus its share of the memory that it shares with others (PSS).
         unique: The memory that no other process shares (USS).
     """
 
@@ -50,7 +50,7 @@ class HostMemory:
         workers: The workers of its loaders.
         pinned: Pinned memory that torch holds for CUDA; None without CUDA.
         used: The part of `limit` that all processes together use.
-        limit: The limit of the container, or else the memory of the machine.
+        limit: The memory limit of the container; without one, the memory of the machine.
         in_container: Whether `limit` is a container's.
         shared: The used part of /dev/shm; None if it does not exist.
     """
@@ -70,7 +70,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The memory of the process and its workers; what they share counts once."""
+        """The memory of the process and its workers; memory that they share counts once."""
         return self.process.proportional + self.in_workers
 
     def scalars(self) -> dict[str, float]:

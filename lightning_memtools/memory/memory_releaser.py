@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a collection may take: some seconds, or if that is more, a share of the time since the last one."""
+    """The time that a garbage collection may take: `seconds`, or `share` of the time since the last one, if longer."""
 
     seconds: float
     share: float
@@ -75,8 +75,8 @@ class RetainedMemory:
     """The memory that is still allocated at the end of a stage, in bytes.
 
     Attributes:
-        total: The allocated memory, without the inputs that belong there.
-        unaccounted: The part of it that neither the model nor its optimizers own.
+        total: The allocated memory, excluding a batch that belongs on the device.
+        unaccounted: The part of `total` that neither the model nor its optimizers own.
         owned: The memory that the model and its optimizers own.
     """
 
@@ -98,22 +98,22 @@ class ReleasedMemory:
 
     Attributes:
         freed_bytes: The memory that the device got back.
-        elapsed_ms: The time that collecting garbage and emptying the cache took, with the wait for the device.
+        elapsed_ms: The time that collecting garbage and emptying the cache took, including the wait for the device.
     """
 
     freed_bytes: int
     elapsed_ms: float
 
     def scalars(self) -> dict[str, float]:
-        """Return both figures by log tag."""
+        """Return the released GiB and the elapsed time, by log tag."""
         return {"memory/cache/freed_gib": to_gib(self.freed_bytes), "memory/cache/ms": self.elapsed_ms}
 
 
 class MemoryReleaser:
     """Collects garbage and empties the cache of one device when that is worth the time.
 
-    A full garbage collection takes 0.1 to 0.5 s per million objects. So it runs only if it can free something: if more
-    is allocated beside what the model and its optimizers own than after the last collection. In a healthy run that
+    A full garbage collection takes 0.1 to 0.5 s per million objects. So it runs only if it can free something: if the
+    memory that neither the model nor its optimizers own has grown since the last collection. In a healthy run that
     happens two or three times, at the beginning. The time that it may take depends on its benefit: memory that is worth
     releasing, or only an exact figure. A slower collection waits until its time is a small share of the time since the
     last one; the time of the first is estimated from the number of memory blocks that Python has allocated. Collecting
@@ -121,13 +121,13 @@ class MemoryReleaser:
     are in the oldest generation.
 
     Args:
-        reader: The device.
-        on_device: Tells which tensors are on the device.
+        reader: Reads the device's memory.
+        on_device: Returns whether a tensor is on the device.
         threshold: Decides when the cache is emptied.
         leak_detector: Receives the readings of `find_leak`; None for no search for leaks.
 
     Attributes:
-        cannot_empty: The reason why the device cannot empty its cache, once it has refused to; else "".
+        cannot_empty: The reason why the device cannot empty its cache, once an attempt has failed; otherwise "".
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class MemoryReleaser:
     def release(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
     ) -> tuple[ReleasedMemory, RetainedMemory]:
-        """Collect garbage as `collect` does, then empty the cache if that is worth the wait for the device."""
+        """Collect garbage like `collect`, empty the cache if worth the wait; return the freed and retained memory."""
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0
@@ -192,7 +192,7 @@ class MemoryReleaser:
         return ReleasedMemory(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
     def find_leak(self, retained: RetainedMemory) -> LeakReport | None:
-        """Give the leak detector the present reading, and return its report if it finds a leak."""
+        """Pass this reading to the leak detector, and return its report if it finds a leak."""
         if self.leak_detector is None:
             return None
         return self.leak_detector.read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -16,7 +17,7 @@ _NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested containers, dataclasses and plain objects in their order, each object visited once.
+    """Yield all tensors in nested containers, dataclasses and plain objects, in order, visiting each object once.
 
     A container with more than 1000 items is skipped if its first item holds no tensor: it may be an index of millions
     of file names.
@@ -55,17 +56,12 @@ def _contents(thing: Any) -> Collection[Any]:
 
 
 def is_plain_object(thing: Any) -> bool:
-    """Return whether an object may be a part of a batch that holds tensors in its attributes."""
+    """Return whether an object may be data with tensors in its attributes, unlike a module or a function."""
     # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
     if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return False
     # Graphs of PyTorch Geometric can be called. What can be moved to a device is data, and no function.
     return not callable(thing) or hasattr(type(thing), "to")
-
-
-def attributes_of(thing: Any) -> dict[str, Any]:
-    """Return the attributes that an object itself holds, in its dictionary and in its slots."""
-    return {**slots_of(thing), **getattr(thing, "__dict__", {})}
 
 
 def slots_of(thing: Any) -> dict[str, Any]:
@@ -124,7 +120,7 @@ def _named_attributes(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _held_by(thing: Any) -> dict[str, Any]:
     if is_dataclass(thing):
         return {field.name: getattr(thing, field.name, None) for field in fields(thing)}
-    return attributes_of(thing)
+    return {**slots_of(thing), **getattr(thing, "__dict__", {})}
 
 
 def _visited(items: Collection[Any]) -> Collection[Any]:
@@ -134,9 +130,9 @@ def _visited(items: Collection[Any]) -> Collection[Any]:
 
 
 def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # noqa: PLR0911, one per kind
-    """Return a copy of the nesting with every tensor replaced by ``change(tensor)``.
+    """Return a copy of nested containers with every tensor replaced by ``change(tensor)``.
 
-    It finds the tensors that `tensors_in` finds: in dictionaries and everything like them (also transformers'
+    The tensors are those that `tensors_in` finds: in dictionaries and other mappings (such as transformers'
     BatchEncoding), lists, tuples, named tuples, sets, dataclasses and plain objects. Parts that hold no tensor are
     not copied.
     """
@@ -165,6 +161,16 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
     return new
 
 
+def in_new_containers(batch: Any) -> Any:
+    """Return a batch with the same tensors in new containers, so that it stays as it is when a step changes its own."""
+    if isinstance(batch, torch.Tensor):
+        return batch
+    with suppress(Exception):  # an object of the user's may refuse to be copied
+        new = map_tensors(batch, lambda tensor: tensor)
+        return copy(batch) if new is batch else new
+    return batch
+
+
 # Added to the names by torch.compile and older wrappers.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -183,7 +189,7 @@ def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list
 
 
 def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of all that a module and its submodules keep in plain attributes, not as buffers."""
+    """Yield (name, tensor) for all tensors that a module and its submodules keep in attributes, not as buffers."""
     of_every_module = vars(torch.nn.Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""

@@ -53,7 +53,7 @@ def is_killed_worker(error: BaseException) -> bool:
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then each error that it was raised from (`__cause__`, `__context__`) or contains as a group."""
+    """Yield an error, the errors that it was raised from (`__cause__`, `__context__`) and those in exception groups."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

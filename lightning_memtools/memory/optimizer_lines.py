@@ -15,7 +15,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class OptimizerLines:
-    """Notes, within its `with` statement, which line makes each optimizer and which optimizer is taking a step.
+    """Records, inside its `with` block, which line of code makes each optimizer, and which optimizer takes a step.
 
     Attributes:
         n_steps: The number of steps that optimizers have taken.
@@ -42,7 +42,7 @@ class OptimizerLines:
             hook.remove()
 
     def line_of(self, optimizer: Optimizer) -> str:
-        """Return the line that made an optimizer; "" if it was not seen."""
+        """Return the line that made an optimizer; "" if that was not recorded."""
         return self._lines.get(optimizer, "")
 
     @property

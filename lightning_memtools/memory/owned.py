@@ -20,7 +20,7 @@ OnDevice = Callable[[Tensor], bool]
 
 @runtime_checkable
 class KnowsItsTensors(Protocol):
-    """A device that tells which tensors it holds. A simulated device must, because its tensors are CPU tensors."""
+    """A device that tells which tensors it holds, as a simulated device must, because its tensors are CPU tensors."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is on this device."""
@@ -30,7 +30,7 @@ class KnowsItsTensors(Protocol):
 
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
-    """Return a function that tells which tensors count in the reader's figures.
+    """Return a function that tells whether a tensor counts in the reader's figures.
 
     Args:
         reader: The reader of the device.
@@ -52,8 +52,8 @@ class Owned:
     """The memory that a model and its optimizers own.
 
     Attributes:
-        by_category: Bytes of parameters, buffers, gradients and optimizer state, as the allocator rounds them.
-        storages: The ids of their storages, valid while the tensors live.
+        by_category: Bytes of parameters, buffers, gradients, optimizer state and inputs, as the allocator rounds them.
+        storages: The ids of the storages of all these tensors, valid while the tensors live.
     """
 
     by_category: Mapping[str, int]
@@ -71,7 +71,7 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
     Args:
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
-        on_device: Tells which tensors count.
+        on_device: Returns whether a tensor is on the device.
         inputs: A batch, or anything else that holds tensors and belongs on the device now; it is counted too.
     """
     seen: set[int] = set()
@@ -105,7 +105,7 @@ class OwnedTensor(NamedTuple):
         category: One of `CATEGORIES_OF_OWNERS`.
         tensor: The tensor.
         owner: The tensor's name; for a gradient or optimizer state, the name of its parameter.
-        suffix: What the expression for the tensor adds to that name: `.grad`, or a key of the state.
+        suffix: What follows `owner` in the expression for the tensor: `.grad`, or a key of the state.
         module: The path of its module, empty for the model itself; None if it belongs to no module.
         optimizer: The optimizer whose state it is; None for other tensors.
     """
@@ -161,15 +161,15 @@ def cuda_address(tensor: Tensor) -> int | None:
 
 
 def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str, int]:
-    """Divide allocated bytes into the categories of the log tags, which add up to them.
+    """Split the allocated bytes into the categories of the log tags; the parts add up to `allocated`.
 
     Bytes without an owner count as activations: results kept for backward, and temporaries.
 
     Args:
         owned: The bytes that have an owner.
         allocated: All bytes.
-        older: The number of bytes without an owner that are older than the batch, and so no activations; they count as
-            other, as buffers do.
+        older: The number of bytes without an owner that are older than the batch, and so are not activations; they
+            count as other, as buffers do.
     """
     known = owned.by_category
     # Views of larger storages can seem to take more than is allocated.

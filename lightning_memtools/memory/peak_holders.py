@@ -55,7 +55,7 @@ class BlockOwner:
     Attributes:
         category: A category of `owned.owned_tensors`.
         module: The path of its module, or the class of the model itself; None if it belongs to no module.
-        line: For an optimizer's state the line that made the optimizer; else empty.
+        line: For optimizer state, the line of code that made the optimizer; otherwise empty.
         name: The expression for a tensor in the block; empty if it is not known.
     """
 
@@ -73,7 +73,7 @@ def block_owners(
     *,
     address_of: Callable[[Tensor], int | None] = cuda_address,
 ) -> dict[int, BlockOwner]:
-    """Return the owner of each block that model, optimizers or inputs own, by the block's address.
+    """Return the owner of each block that the model, the optimizers or the inputs own, by the block's address.
 
     Args:
         model: The model.

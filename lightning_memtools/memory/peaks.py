@@ -26,12 +26,12 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PeakWindow:
-    """The highest allocated and reserved bytes while the window was running; made by `PeakCounter.open`.
+    """Keeps the highest allocated and reserved bytes that occur while it is running; `PeakCounter.open` creates it.
 
     Attributes:
         allocated: Highest allocated bytes; None before the first reading, or where the device keeps no peaks.
-        reserved: Likewise for reserved bytes.
-        composition: Bytes per category when allocated was highest, where the device knows.
+        reserved: The same for reserved bytes.
+        composition: Bytes per category when allocated was highest; None if the device cannot tell.
     """
 
     def __init__(self, counter: PeakCounter) -> None:
@@ -47,13 +47,13 @@ class PeakWindow:
         return stats
 
     def resume(self) -> MemoryStats:
-        """Start watching, and return the device's statistics. Peaks from before do not count."""
+        """Start watching, and return the device's statistics. Earlier peaks do not count."""
         stats = self._counter.fold()
         self._counter.running.add(self)
         return stats
 
     def restart(self) -> None:
-        """Forget the peak. A running window goes on from now; call it after `fold`."""
+        """Forget the peak. A running window starts again from now. Call this after `PeakCounter.fold`."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class PeakWindow:
 
 
 class PeakCounter:
-    """The only owner of a device's peak counter. `peak_counter(reader)` returns it."""
+    """Reads and resets a device's peaks for all windows; no other code may reset them. See `peak_counter`."""
 
     def __init__(self, reader: MemoryReader) -> None:
         # Weak, because the counter is kept for as long as its reader lives.
@@ -86,7 +86,7 @@ class PeakCounter:
         return PeakWindow(self)
 
     def fold(self, *, reset: bool = True) -> MemoryStats:
-        """Read the device, add its peaks to all running windows, and return the statistics.
+        """Read the device, raise the peaks of all running windows to the device's, and return the statistics.
 
         Args:
             reset: Whether to reset the device's peaks; False if the caller does so.
@@ -118,7 +118,7 @@ _COUNTERS: weakref.WeakKeyDictionary[MemoryReader, PeakCounter] = weakref.WeakKe
 
 
 def peak_counter(reader: MemoryReader) -> PeakCounter:
-    """Return the owner of this device's peak counter, the same for every caller."""
+    """Return the device's `PeakCounter`, the same one for every caller."""
     return _COUNTERS.setdefault(reader, PeakCounter(reader))
 
 
@@ -127,12 +127,12 @@ def peak_counter(reader: MemoryReader) -> PeakCounter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A stage's memory at one point of its curve.
+    """One point on the memory curve of a stage.
 
     Attributes:
-        stats: The device at this moment.
+        stats: The device's statistics at this moment.
         peak_allocated: Highest allocated bytes since the stage's last point; None if the device keeps no peaks.
-        peak_reserved: Likewise reserved.
+        peak_reserved: The same for reserved bytes.
         composition: Bytes per category when allocated was highest; None if the device cannot tell.
     """
 
@@ -196,7 +196,7 @@ class StageWatch:
 
         Args:
             stage: The stage.
-            owned: The memory that has an owner now, for devices that cannot tell the composition of a peak.
+            owned: What model and optimizers own now, for devices that cannot tell the composition of a peak.
         """
         stats = self._counter.fold()
         window = self._windows[stage]
@@ -249,9 +249,9 @@ class PhaseWatch:
     """Keeps one peak window per phase of a training step: forward, backward, optimizer.
 
     Args:
-        counter: The device's peak counter; None if it has none, and only `clock` measures.
-        between: The phase after a backward pass or an optimizer's step. In manual optimization the step goes on, with
-            the next forward; in automatic optimization nothing is computed until the next hook (None).
+        counter: The device's peak counter; None if the device has none, so that only `clock` measures.
+        between: The phase after a backward pass or an optimizer's step: "forward" in manual optimization, where the
+            training step goes on; None in automatic optimization, where nothing is computed until the next hook.
         clock: Measures the host time of the same phases.
     """
 

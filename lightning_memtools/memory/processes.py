@@ -34,7 +34,7 @@ class GpuProcess:
 
 
 def in_words(processes: Sequence[GpuProcess] | str) -> str:
-    """Return the processes as text, or the reason why they are not known."""
+    """Return the processes as comma-separated text; return a string, the reason why they are not known, unchanged."""
     return processes if isinstance(processes, str) else ", ".join(map(str, processes)) or "none"
 
 

@@ -52,7 +52,7 @@ class ReachableVariable:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Collection[str]:
-    """Return the names of globals and attributes in a function's code, and in that of functions defined in it."""
+    """Return the names of globals and attributes that a function's code uses, including functions defined in it."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return dict.fromkeys([*code.co_names, *(name for names in inner for name in names)])
 
@@ -77,7 +77,7 @@ def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
 
 
 def _of(thing: Any, calls: int) -> Iterator[ReachableVariable]:
-    """Yield the variables that a function or object can reach; `calls` is its distance from the hook, in calls."""
+    """Yield the variables that a function or object can reach; `calls` counts the calls from the hook to it."""
     if calls > _MOST_CALLS or isinstance(thing, _NO_STATE) or thing is None:
         return
     if isinstance(thing, partial):

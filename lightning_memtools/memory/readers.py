@@ -13,9 +13,9 @@ from lightning_memtools.memory.virtual import VirtualDevice
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:
-    """Return the reader of a device's memory: the active VirtualDevice, else the accelerator's own statistics.
+    """Return the reader of a device's memory: the active VirtualDevice if there is one, otherwise the accelerator's.
 
-    It is None on the plain CPU, and on devices that keep no statistics.
+    Returns None for the plain CPU, and for devices that keep no statistics.
     """
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
@@ -53,7 +53,7 @@ def _reader_of(device: torch.device, is_current: bool) -> MemoryReader | None:
 
 
 class AcceleratorReader:
-    """Reads any accelerator through torch.accelerator."""
+    """Reads the memory of any accelerator through torch.accelerator."""
 
     simulated = False
 
@@ -107,7 +107,7 @@ class CudaReader(AcceleratorReader):
 
 
 class MpsReader:
-    """Reads Apple's Metal device, which keeps no peaks and no counts of events."""
+    """Reads the memory of Apple's Metal device, which keeps no peaks and no counts of events."""
 
     simulated = False
     name = "mps"
@@ -150,7 +150,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Return the statistics. `value` gives a figure by torch's name and kind; `counts` are retries and failures."""
+    """Build `MemoryStats`: `value` looks up one of torch's statistics; `counts` has the alloc retries and the OOMs."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),

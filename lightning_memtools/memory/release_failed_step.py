@@ -32,13 +32,13 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class FailedStepRelease:
-    """The memory that was freed after a failed step, and the rest. `print` it.
+    """The memory that `release_failed_step` freed, and the memory that is still allocated. Print it for a summary.
 
     Attributes:
         freed_bytes: The allocated memory that was freed, over all devices.
         allocated_bytes: The memory that is still allocated.
-        owned_bytes: The part of it that models and optimizers own.
-        holders: Who holds the largest other tensors, each with its size.
+        owned_bytes: The part of `allocated_bytes` that models and optimizers own.
+        holders: What holds the largest other tensors, each with the size.
     """
 
     freed_bytes: int
@@ -59,7 +59,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
 
     The local variables in the frames of the error are cleared, gradients become None, what autograd keeps of a failed
     backward pass is freed, garbage is collected, and the cache is emptied. Weights and optimizer states stay. Frames
-    that still run, such as the one that caught the error, keep their variables; what they hold is named.
+    that still run, such as the one that caught the error, keep their variables; the result names what they hold.
 
     Args:
         error: The error that was caught.
@@ -103,7 +103,7 @@ def uncounted() -> AbstractContextManager[None]:
 
 
 def _running_frames_of(error: BaseException) -> list[FrameType]:
-    """Return the frames of the error that have not returned: those of the functions that caught it."""
+    """Return the error's frames that are still running, such as that of the function that caught it."""
     frames = [] if error.__traceback__ is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     running = set()
     frame = inspect.currentframe()

@@ -60,7 +60,7 @@ def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> d
 
 
 def composition_scalars(point: MemoryPoint) -> dict[str, float]:
-    """Return the part of each category in the peak of allocated memory in GiB; empty if it is not known."""
+    """Return how many GiB of the peak allocated memory belong to each category; empty if that is not known."""
     return {f"memory/composition/{part}_gib": to_gib(size) for part, size in (point.composition or {}).items()}
 
 

@@ -33,10 +33,10 @@ def shared_memory_use() -> tuple[int, int] | None:
 def container_use(cgroup: Path | None = None) -> tuple[int, int] | None:
     """Return the bytes that a container uses and its limit; None without a limit. Shared memory counts as used.
 
-    Files that the kernel keeps in memory, and takes back when memory is needed, do not count.
+    Page cache that the kernel can reclaim does not count.
 
     Args:
-        cgroup: The directory of the control group; by default the one with the least room of this process's groups.
+        cgroup: The directory of the control group; by default, the group of this process with the least free memory.
     """
     found = [use for place in ([cgroup] if cgroup else _own_cgroups()) if (use := _use_of(place)) is not None]
     return min(found, key=lambda use: use[1] - use[0], default=None)

@@ -19,17 +19,8 @@ GIB = 2**30
 _CUDA_CONTEXT_BYTES = 500 * MIB
 
 # IEC 80000-13: binary prefixes are powers of 1024, SI prefixes powers of 1000.
-_BYTES_PER_UNIT = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_BYTES_PER_UNIT: dict[str, int] = {f"{prefix}b": 1000**power for power, prefix in enumerate(("", *"kmgt"))}
+_BYTES_PER_UNIT |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
 _LETTERS = {"K", "M", "G", "T"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
@@ -48,7 +39,7 @@ def parse_size(text: str | int) -> int:
     The number 0 is accepted too: it is the same size in any unit.
 
     Raises:
-        ValueError: The text has no unit or an unknown one, or is a number other than 0, which never means bytes.
+        ValueError: The text has no unit or an unknown one, or is a number other than 0.
     """
     if text == 0 and isinstance(text, int) and not isinstance(text, bool):
         return 0
@@ -81,7 +72,7 @@ def _suggested_units(text: object) -> str:
 def format_size(n_bytes: int | None) -> str:
     """Return bytes in the largest binary unit that gives at least 1, with three significant digits: ``"1.50 GiB"``.
 
-    None is "not known".
+    For None, return "not known".
     """
     if n_bytes is None:
         return "not known"
@@ -113,10 +104,10 @@ def _three_digits(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of the data file ``gpus.json``, which names the source of each figure.
+    """A GPU that is listed in the data file ``gpus.json``, which names the source of each figure.
 
     Attributes:
-        name: Its name with its size, such as "H100 80GB".
+        name: Its name with its memory size, such as "H100 80GB".
         usable_bytes: The most that a process can use: the total that the driver reports.
         estimated: Whether ``usable_bytes`` is a low estimate from the marketing size, because no figure was found.
         compute_capability: The version of its architecture, such as "8.6".
@@ -131,19 +122,19 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability as numbers, to compare."""
+        """The compute capability as (major, minor), for comparisons."""
         major, minor = map(int, self.compute_capability.split("."))
         return major, minor
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """The numbers of a GPU that kernels and their workspaces depend on; by default an A100's.
+    """The properties of a GPU that kernels and their workspaces depend on; by default an A100's.
 
     Attributes:
         multiprocessors: The number of streaming multiprocessors.
         threads: The number of threads that each multiprocessor can hold.
-        compute_capability: Its generation, major and minor.
+        compute_capability: The compute capability as (major, minor).
     """
 
     multiprocessors: int = 108
@@ -154,7 +145,7 @@ class GpuShape:
     def of(cls, gpu: Gpu | None) -> GpuShape:
         """Return the shape of a GPU; for None, an A100's.
 
-        Threads: "maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
+        Threads are the "maximum number of resident threads per SM" in the CUDA C++ programming guide's table.
         """
         if gpu is None:
             return cls()
@@ -173,7 +164,7 @@ def parse_capacity(text: str | int) -> int:
     is not known, it is estimated from the vendor's figure, read as GiB: 95% of it, 91% with error correction in memory.
 
     Raises:
-        ValueError: It is neither, or names a GPU that comes with different sizes, or is a number below 1 MiB.
+        ValueError: `text` is neither, or names a GPU that comes with different sizes, or is a number below 1 MiB.
     """
     if not isinstance(text, str):
         return _capacity_in_bytes(text)

@@ -15,7 +15,7 @@ class MemoryStats:
 
     Attributes:
         allocated: Memory of the blocks that tensors hold, as the allocator rounds them.
-        reserved: Memory of the segments that the allocator holds of the device, used or not.
+        reserved: Memory of the segments that the allocator has reserved from the device, used or not.
         active: Allocated memory, and freed blocks that still wait for another stream.
         inactive_split: Free memory in segments that also hold used blocks, so that it cannot be released.
         requested: Memory that the tensors requested, before rounding.
@@ -24,7 +24,7 @@ class MemoryStats:
         alloc_retries: The number of times that the cache had to be emptied to serve a request.
         ooms: The number of out-of-memory errors that were raised.
         capacity: The total memory of the device.
-        device_used: The memory that all processes together use of it.
+        device_used: The memory of the device that all processes together use.
     """
 
     allocated: int | None = None
@@ -50,11 +50,11 @@ class MemoryReader(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the device for people, such as ``"cuda:0 (NVIDIA H200)"``."""
+        """The name of the device for people to read, such as ``"cuda:0 (NVIDIA H200)"``."""
 
     @property
     def simulated(self) -> bool:
-        """True if the figures come from a simulation, which is said wherever they are shown."""
+        """True if the figures come from a simulation; output that shows the figures then says so."""
 
     def stats(self) -> MemoryStats:
         """Read the statistics now, without waiting for the device."""

@@ -65,7 +65,7 @@ class StepSnapshot:
             self._labels.enter_phase(phase)
 
     def end(self, *, step: int, rank: int) -> dict[str, Any]:
-        """Stop recording, and return the snapshot with its marks."""
+        """Stop recording, and return the snapshot, with the phases and the owners of blocks added to it."""
         self._owned.append((self._recording.now(), self._addresses()))
         snapshot = self._recording.take()
         self.stop()

@@ -73,7 +73,7 @@ def short_path(file: str) -> str:
 
 @lru_cache(maxsize=4096)
 def owner_of(file: str) -> CodeOwner:
-    """Return whose code a file is.
+    """Return whose code a file contains.
 
     Returns:
         "user" for the user's own code; "installed" for an installed library; "passing" for torch, Lightning, the
@@ -108,7 +108,7 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
     It is fast enough to be called for every operation: it reads no files.
 
     Args:
-        stop_at: The files whose first frame ends the search, in a set.
+        stop_at: A set of files; the search ends at the first frame that is in one of them.
 
     Returns:
         The line; if it is a library's, with the user's line that called it. None if there is no such line.
@@ -127,20 +127,20 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
 
 
 def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") -> CodeLine | None:
-    """Return the line of a recorded stack that `line_that_allocates` would find on the running one.
+    """Return the line that `line_that_allocates` would return, from a recorded stack instead of the running one.
 
     Args:
         frames: The frames of an entry of torch's memory history, innermost first.
-        stop_at: The file whose first frame ends the search.
+        stop_at: A file; the search ends at the first frame in it.
     """
     return _allocating(((frame["filename"], frame["line"], frame["name"]) for frame in frames), stop_at)
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Return the innermost line of user or library code on the stack; None if autograd or an optimizer is inside.
+    """Return the innermost line of user or library code on the stack; None if autograd's or an optimizer's comes first.
 
     Args:
-        stop_at: The file whose first frame ends the search.
+        stop_at: A file; the search ends at the first frame in it.
     """
     # As line_on_stack, without the caller of an installed library, whose search would reach further up each time.
     return _allocating(_stack(), stop_at)
@@ -163,7 +163,7 @@ def _allocating(stack: Iterable[tuple[str, int, str]], stop_at: str) -> CodeLine
 
 
 def calling_package() -> str:
-    """Return the package of the innermost line that is neither ours nor torch's; "" if that code is not installed."""
+    """Return the installed package that called this one (torch is skipped); "" if the caller is not installed code."""
     for file, _, _ in _stack():
         if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
             parts = Path(file).parts

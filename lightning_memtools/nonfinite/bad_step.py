@@ -25,7 +25,6 @@ from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 HaltStage = Literal["train", "val", "test"]
-MOST_NAMES = 5  # in a message; the report lists all
 _MOST_ROWS = 8
 
 
@@ -127,7 +126,7 @@ class BadStep:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return everything known about the step as (name, value) rows of the report."""
-        kept = f" (but for {', '.join(self.unrestored)}: see State)" if self.unrestored else ""
+        kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
@@ -152,7 +151,7 @@ class BadStep:
         if self.before:
             text = "the update was not applied, but weights or buffers were bad before this step"
         if self.unrestored:
-            text += f", except {', '.join(self.unrestored)}, which this step wrote and of which there was no copy"
+            text += f", except {first_of(self.unrestored)}, which this step wrote and of which there was no copy"
         if self.late:
             text += ". This was read one step late: data loaders, random numbers and other callbacks are one step ahead"
         return f"{text}. Other attributes of the module are as the step left them."
@@ -434,7 +433,7 @@ def evaluation_error(
 
 def named(bad: Sequence[BadTensor]) -> str:
     """Return a text that lists the first bad tensors and counts the others; "none" if there are none."""
-    return first_of(bad, MOST_NAMES) or "none"
+    return first_of(bad, 5) or "none"
 
 
 def _shown(path: Path | None) -> str:

@@ -67,7 +67,6 @@ def rates_as_text(rates: Sequence[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) or "not known"
 
 
-_WITHIN_1 = "keep the input of {name} within -1 and 1: clamp it to -1 + eps and 1 - eps."
 _MASKED = "a row of the input of {name} is -inf throughout: let each row's mask leave at least one position."
 _NO_TARGETS = "every target is ignored or has weight 0, so that {name} is a mean over no elements: skip such batches."
 _FEW_VALUES = "{name} is taken over too few values: it needs at least two, or correction=0."
@@ -75,15 +74,10 @@ _FEW_VALUES = "{name} is taken over too few values: it needs at least two, or co
 OF_OPERATIONS = {
     "log": "keep the input of {name} above 0: torch.log(x.clamp(min=eps)), or compute in log space (log_softmax, "
     "logsigmoid).",
-    "log1p": "keep the input of {name} above -1: clamp it to -1 + eps.",
     "div": "keep the divisor away from 0: add an eps.",
-    "reciprocal": "keep the input of {name} away from 0: add an eps.",
     "sqrt": "keep the input of {name} above 0: torch.sqrt(x + eps). At 0 its derivative is infinite.",
-    "rsqrt": "keep the input of {name} above 0: torch.rsqrt(x + eps).",
     "pow": "keep the base of {name} above 0: clamp it to eps, or add an eps. Its derivative may be infinite at 0, too.",
-    "acos": _WITHIN_1,
-    "asin": _WITHIN_1,
-    "atanh": _WITHIN_1,
+    "acos": "keep the input of {name} within -1 and 1: clamp it to -1 + eps and 1 - eps.",
     "exp": "keep the input of {name} small: subtract the largest value first (logsumexp, softmax), or clamp it.",
     "softmax": _MASKED,
     "log_softmax": _MASKED,

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import map_tensors, plain_name, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
@@ -23,8 +22,8 @@ from lightning_memtools.nonfinite.bad_value_roots import (
     find_bad_value_root,
 )
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of, rows_with
-from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, BadInput, bad_inputs, list_samples
+from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.guarded_step import BadInput, bad_inputs, list_samples
 from lightning_memtools.nonfinite.operation_trace import BadOperation, OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of
 from lightning_memtools.reporting.phrases import first_of
@@ -152,7 +151,7 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
             because += " for a 16-bit type (float16 ends at 65504)"
             return NonFiniteCause.LOW_PRECISION, because, ADVICE["low precision"]
         return NonFiniteCause.OVERFLOW, because, advice_for(event.operation, event.of_forward, overflows=True)
-    return NonFiniteCause.DOMAIN, *_of_domain(event, rerun)
+    return NonFiniteCause.DOMAIN, *_of_domain(event)
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
@@ -166,15 +165,14 @@ def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_l
     return NonFiniteCause.DIRTY_DATA, its, ADVICE["dirty data"]
 
 
-def _of_domain(event: BadOperation, rerun: StepRerun) -> tuple[str, str]:
+def _of_domain(event: BadOperation) -> tuple[str, str]:
     """Return evidence and advice for an operation that is undefined or infinite at its finite inputs."""
     if event.constant:
         return "the code itself writes it", ADVICE["constant"]
     because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
     advice = advice_for(event.operation, event.of_forward, overflows=False)
     if weight:
-        rows = _rows_at_fault(rerun, weight.partition(" ")[2])
-        because += f", and the input at fault comes from {weight}{rows}"
+        because += f", and the input at fault comes from {weight}"
         advice = f"{ADVICE['weight operand'].format(name=weight)} In general: {advice}"
     return because, advice
 
@@ -194,21 +192,6 @@ def _weight_at_fault(event: BadOperation) -> str:
     return ""
 
 
-def _rows_at_fault(rerun: StepRerun, name: str) -> str:
-    """Return a text that lists a weight's rows with NaN or Inf, else with zeros, else below 0; "" for none or many."""
-    named = (*rerun.module.named_parameters(), *rerun.module.named_buffers())
-    floats = next((floats_of(tensor) for each, tensor in named if plain_name(each) == name), None)
-    if floats is None or not floats.dim():
-        return ""
-    zero = floats.detach() == 0
-    for marked in (~torch.isfinite(floats), zero.flatten(1).all(1) if zero.dim() > 1 else zero, zero, floats <= 0):
-        rows = rows_with(marked, MAX_SAMPLES + 1)
-        if rows:
-            is_few = len(rows) <= MAX_SAMPLES and len(rows) < len(floats)
-            return f" ({list_samples(rows, 'row')})" if is_few else ""
-    return ""
-
-
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
     """Return evidence and advice for a tensor that already held NaN or Inf when the step began."""
     if leaf.origin is ValueOrigin.ELSEWHERE:
@@ -219,8 +202,7 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
         because = f"{leaf.origin} {leaf.name} is no buffer{writes}: it held NaN or Inf when the step began"
         return because, ADVICE["bad attribute"].format(name=leaf.name)
     tensors = [each for each in bad.before if each.name == leaf.name]
-    its = f"{tensors[0] if tensors else leaf.name}{_rows_at_fault(rerun, leaf.name)}"
-    return already_bad(bad, its), bad.suspects[1] or ADVICE["bad weights"]
+    return already_bad(bad, str(tensors[0] if tensors else leaf.name)), bad.suspects[1] or ADVICE["bad weights"]
 
 
 def n_samples_of(batch: Any) -> int | None:

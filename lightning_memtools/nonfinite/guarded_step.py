@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
+from lightning_memtools._torch import is_in_memory, write_count_or_none
+from lightning_memtools.memory.nested_tensors import in_new_containers, map_tensors, named_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice, host_memory
 from lightning_memtools.nonfinite.finite_checks import BadTensor, floats_of, rows_with
 from lightning_memtools.state.random_state import RandomState
@@ -36,21 +35,52 @@ class MicroBatch:
     losses: list[Tensor] = field(default_factory=list)
     updates_before: int = 0  # in manual optimization: the updates that this batch made before this step began
     was_moved: bool = False
+    is_copied: bool = False  # whether the step has tensors of its own, so that it cannot write to these
 
     def move_to_host(self) -> None:
         """Replace the batch's tensors with copies in host memory. On a GPU the copies are queued, and nothing waits."""
         if not self.was_moved:
-            with torch.no_grad(), host_memory():
+            with host_memory():
                 self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    is_simulated = VirtualDevice.current() is not None
-    if not is_in_memory(tensor) or (tensor.device.type == "cpu" and not is_simulated):
-        return tensor  # it is already on the host
+class BatchKeeper:
+    """Keeps each batch as training_step got it, in new containers, since a step may change its batch.
+
+    Once one of the first two steps has written to a tensor of its batch, the tensors are copied too.
+    """
+
+    def __init__(self) -> None:
+        self.copies = False
+        self._n_watched, self._counts = 0, list[tuple[Tensor, int]]()
+
+    def keep(self, batch: Any) -> Any:
+        """Return the copy of a batch to keep. Call it before training_step gets the batch."""
+        if self.copies:
+            return map_tensors(batch, _copied)
+        self._n_watched += 1
+        if self._n_watched <= 2:  # noqa: PLR2004, as said above
+            self._counts = [(tensor, write_count_or_none(tensor)) for tensor in tensors_in(batch)]
+        return in_new_containers(batch)
+
+    def end_batch(self) -> None:
+        """Check whether the step has written to its batch."""
+        self.copies = self.copies or any(write_count_or_none(tensor) != count for tensor, count in self._counts)
+        self._counts = []
+
+
+@torch.no_grad()
+def _copied(tensor: Tensor, device: str | None = None) -> Tensor:
+    if not is_in_memory(tensor):
+        return tensor
     # Its strides are kept: they choose the kernel that computes, and so the last bits. Not waiting pins the memory.
-    copied = tensor.detach().to("cpu", non_blocking=True, copy=True)
+    copied = tensor.detach().to(device or tensor.device, non_blocking=True, copy=True)
     return copied.requires_grad_(tensor.requires_grad)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    is_there = tensor.device.type == "cpu" and VirtualDevice.current() is None
+    return tensor if is_there else _copied(tensor, "cpu")
 
 
 @dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
@@ -125,10 +155,10 @@ class BadInput:
         return f"{name} holds {kinds} in {self.n_elements} elements{where}"
 
 
-def list_samples(samples: Sequence[int], word: str = "sample") -> str:
+def list_samples(samples: Sequence[int]) -> str:
     """Return text such as "sample 3" or "samples 3, 4"."""
     more = ", ..." if len(samples) > MAX_SAMPLES else ""
-    return f"{word}{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
+    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
@@ -144,14 +174,6 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
         is_mask = not n_nan and not bool(torch.isposinf(floats).any())
         inputs.append(BadInput(name, micro.index, n_nan, int(bad.sum()) - n_nan, floats.numel(), samples, is_mask))
     return inputs
-
-
-def trains_weights(loss: Tensor) -> bool:
-    """Return False if the loss is a constant, as from modules that do not train by gradients."""
-    if loss.grad_fn is None:
-        return isinstance(loss, Parameter)
-    leaves = [getattr(node, "variable", None) for node, _ in loss.grad_fn.next_functions]
-    return all(leaf is None or isinstance(leaf, Parameter) for leaf in leaves)
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:

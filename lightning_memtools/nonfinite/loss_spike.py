@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,10 +62,8 @@ class LossSpike:
         if self.done == "skip":
             return "Its update was held back."
         if self.done == "rollback":
-            return (
-                f"Training was taken back by {self.taken_back} update{'s' * (self.taken_back != 1)}, and goes on with "
-                "the next batch."
-            )
+            updates = f"{self.taken_back} update{'s' * (self.taken_back != 1)}"
+            return f"Training was taken back by {updates}, and goes on with the next batch."
         if self.done == "halt":
             return "Training ends: its update was not made."
         return "Nothing was changed." if self.is_late else "Nothing was changed: its update is made."
@@ -75,9 +72,7 @@ class LossSpike:
         """Return everything known about the spike, as lines of the report."""
         lines = [self.headline(), self.action()]
         for name, value, spike in (("Loss", self.loss, self.loss_spike), ("Gradient norm", self.norm, self.norm_spike)):
-            if spike is None and not math.isnan(value):
-                lines.append(f"{name}: {value:.4g}, as usual.")
-            elif spike is not None:
+            if spike is not None:
                 lines.append(
                     f"{name}: {value:.4g}. In the {spike.n_values} steps before, the median was {spike.median:.4g} and "
                     f"95% were below {spike.upper:.4g}; a spike exceeds {spike.limit:.4g}."

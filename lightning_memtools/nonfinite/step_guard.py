@@ -19,12 +19,12 @@ from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
 from lightning_memtools.nonfinite.guarded_step import (
+    BatchKeeper,
     GuardedStep,
     MicroBatch,
     PastStep,
     StepReading,
     do_nothing,
-    trains_weights,
     undivided_loss,
 )
 from lightning_memtools.nonfinite.update_flag import (
@@ -92,7 +92,6 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: True once a loss was seen that may depend on weights.
         saw_gradients: True once a gradient was seen. Gradients that are not in p.grad cannot be checked.
         carries_losses: True if a bad loss makes gradients NaN, so that other ranks learn of it.
         is_sharded: True if no rank has all weights and gradients.
@@ -114,13 +113,13 @@ class StepGuard:
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
-        self.saw_losses = self.saw_gradients = False
+        self.saw_gradients = False
         self.failure = ""
         self.carries_losses, self.is_sharded = gradients == "replicated", gradients == "sharded"
         self._model, self._max_skips, self._amp_patience, self._records = model, max_skips, amp_patience, records
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
         self.exchanges = self.is_sharded or (watch is not None and self._ranks.world_size > 1)
-        self._buffers = BufferKeeper(model)
+        self._buffers, self._batches = BufferKeeper(model), BatchKeeper()
         self._flag: UpdateFlag | None = None
         self._is_fused: dict[Optimizer, bool] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
@@ -131,7 +130,8 @@ class StepGuard:
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Note a batch before its forward pass. `first` says that it is the first micro-batch of step `number`."""
-        micro = MicroBatch(batch_idx, batch, RandomState.now() if self._records else None)
+        kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
+        micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
         self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
         if first or step is None or not step.losses():
             step = self._open()
@@ -146,12 +146,12 @@ class StepGuard:
     def end_batch(self) -> None:
         """Drop the batch; the current step still holds it until the step has been checked."""
         self._batch = MicroBatch(self._batch.index, None)
+        self._batches.end_batch()
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
         """Record a loss before its backward pass. `divided_by` and `scaler` say how it was scaled, which is undone."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
-        self.saw_losses = self.saw_losses or trains_weights(loss)
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         step.micro[-1].losses.append(undivided_loss(loss, divided_by, scale))
         if self.carries_losses:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_memtools._torch import is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
@@ -127,6 +128,14 @@ class StepRerun:
             if micro.was_moved:
                 micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
         self.written: tuple[str, ...] = ()
+        self._inputs: list[tuple[str, Tensor]] = []  # the tensors of batches that the step itself may have written to
+        for micro in self.micro:
+            if not micro.is_copied:
+                self._inputs += named_tensors(micro.batch, f"batch {micro.index}")
+        # They count what the step has returned, and nothing is computed from that.
+        self._metrics = tuple(
+            f"{plain_name(name)}." for name, part in self.module.named_modules() if isinstance(part, Metric)
+        )
         self._named = list(self.module.named_parameters())  # the step may replace some
         self._wanted = {id(p) for p in self.parameters}
         self._snapshot: StateSnapshot
@@ -214,12 +223,11 @@ class StepRerun:
 
     def _writes(self) -> dict[str, Any]:
         """Return, by name, a value that changes whenever a parameter, attribute tensor or batch tensor is written."""
-        tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module)]
-        for micro in self.micro:
-            tensors += named_tensors(micro.batch, f"batch {micro.index}")
+        tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
             plain_name(name): (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
             for name, each in tensors
+            if not plain_name(name).startswith(self._metrics)
         }
 
 

@@ -19,7 +19,7 @@ _OPTIONS = ("--gpu", "--capacity", "--devices", "--help", "-h")
 
 
 def main(arguments: list[str]) -> None:
-    """Replace this process by the program, on the devices that the options describe."""
+    """Replace this process with the program, which then runs on simulated devices as the options describe them."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_memtools.null_cuda",
         description="Run Python on CUDA devices that account for memory and compute nothing.",

@@ -24,12 +24,12 @@ USERS = "NULL_CUDA_USERS"
 
 
 def is_on_null_device() -> bool:
-    """Return True if this process was started on devices of a dry run. Does not need torch."""
+    """Return True if this process was started on the simulated devices of a dry run. Does not import torch."""
     return _NAME in os.environ
 
 
 def computes_nothing(device: torch.device) -> bool:
-    """Return True if a device is that of a dry run, whose values are all zero."""
+    """Return True if a device is a simulated one of a dry run, on which all values are zero."""
     import torch  # noqa: PLC0415, the program that starts a dry run needs no torch itself
 
     return device.type == "cuda" and torch.cuda.get_device_name(device).endswith(_DRY_RUN)
@@ -37,15 +37,15 @@ def computes_nothing(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NullDevices:
-    """The simulated devices that a program finds.
+    """The simulated CUDA devices that a program sees.
 
     Attributes:
         name: The result of ``torch.cuda.get_device_name()``, which ends in "(dry run)".
-        total_bytes: Bytes of each device.
-        compute_capability: Such as "8.6".
-        multiprocessors: The number of streaming multiprocessors; workspaces of some kernels depend on it.
+        total_bytes: The memory of each device in bytes.
+        compute_capability: The compute capability, such as "8.6".
+        multiprocessors: The number of streaming multiprocessors, on which the workspaces of some kernels depend.
         count: The number of devices.
-        context_bytes: Bytes of each device that the CUDA context takes, outside of PyTorch's allocator.
+        context_bytes: The bytes of each device that the CUDA context takes outside of PyTorch's allocator.
     """
 
     name: str
@@ -59,14 +59,14 @@ class NullDevices:
 def null_devices(
     gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
 ) -> NullDevices:
-    """Return simulated devices like a known GPU, with its capacity or another one.
+    """Return simulated devices that are like a known GPU, with the GPU's capacity or another.
 
     Args:
-        gpu: The name of a GPU, such as "RTX 4090"; by default the one that ``capacity`` names, else an A100.
-        capacity: Bytes of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default that
-            of ``gpu``, or 1 TiB, which no step fills, if neither is given.
+        gpu: The name of a GPU, such as "RTX 4090"; by default the GPU that ``capacity`` names, or an A100.
+        capacity: The memory of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default
+            that of ``gpu``; 1 TiB, so that memory does not run out, if neither is given.
         count: The number of devices.
-        context_bytes: Bytes that the CUDA context takes.
+        context_bytes: The bytes of each device that the CUDA context takes.
 
     Raises:
         ValueError: The GPU is unknown, the capacity is not a size, or the count is not between 1 and 120.
@@ -98,16 +98,16 @@ def null_devices(
 
 
 def environment(devices: NullDevices, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment in which PyTorch's CUDA build finds the devices.
+    """Return the environment variables for a process in which PyTorch's CUDA build sees the simulated devices.
 
-    The stubs are preloaded, so no library of NVIDIA is opened and the installed torch is not changed.
+    Stubs of NVIDIA's libraries are preloaded: the originals are not loaded, and the installed torch is not changed.
 
     Args:
-        devices: The devices that the program finds.
+        devices: The devices that the process sees.
         inherited: The environment variables to start from.
 
     Raises:
-        DryRunError: The stubs cannot be built here.
+        DryRunError: The stubs cannot be built on this machine.
     """
     libraries = stub_libraries(installed_torch())
     stubs = ":".join(map(str, libraries))

@@ -46,7 +46,7 @@ _CUDNN = 92000
 
 
 class DryRunError(RuntimeError):
-    """Raised if a dry run is impossible here. The message says why, and what to do instead."""
+    """Raised if a dry run is impossible on this machine. The message says why, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class TorchBuild:
     """An installed torch that was built for CUDA.
 
     Attributes:
-        folder: The folder of its libraries.
+        folder: The folder with its shared libraries.
         version: Its version, such as "2.13.0+cu130".
         cuda: The major version of CUDA that it was built for.
-        architectures: The compute capabilities that its kernels were compiled for, as 86 for 8.6, in rising order.
-        cudnn: The version of cuDNN that it was built with, as 92000 for 9.20.0. It refuses older versions.
+        architectures: The compute capabilities of its compiled kernels, in ascending order; 86 stands for 8.6.
+        cudnn: The cuDNN version that it was built with; 92000 stands for 9.20.0. torch refuses older versions.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class TorchBuild:
 
 
 def installed_torch() -> TorchBuild:
-    """Return the torch of this environment, without importing it.
+    """Find the torch that is installed in this environment, without importing it.
 
     Raises:
         DryRunError: This is not Linux, torch is missing, or it was built for the CPU only.
@@ -104,7 +104,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _required_cudnn() -> int:
-    """Return the version of cuDNN that the installed torch requires of pip; if none, that of torch 2.13."""
+    """Return the version of cuDNN that the installed torch requires, or that of torch 2.13 if it requires none."""
     required = " ".join(importlib.metadata.requires("torch") or ())
     found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", required)
     if found is None:
@@ -114,11 +114,11 @@ def _required_cudnn() -> int:
 
 
 def stub_libraries(build: TorchBuild, cache: Path | None = None) -> list[Path]:
-    """Return the stubs for a build of torch, in the order to preload them; builds them if they are not there yet.
+    """Return stubs of NVIDIA's libraries for a build of torch, in preload order. Build them if they are not cached yet.
 
     Args:
         build: The installed torch.
-        cache: The folder to keep the stubs in, by default ``$XDG_CACHE_HOME/lightning_memtools``.
+        cache: The folder in which to cache the stubs, by default ``$XDG_CACHE_HOME/lightning_memtools``.
 
     Raises:
         DryRunError: There is no C compiler, or it failed.
@@ -191,7 +191,7 @@ def _torch_libraries(folder: Path) -> Iterable[Path]:
 
 
 def _asked_functions(folder: Path) -> dict[str, str]:
-    """Return the functions that torch's libraries import, each with the required symbol version or ""."""
+    """Return the functions that torch's libraries import, each with its required symbol version, which may be empty."""
     found: dict[str, str] = {}
     for path in _torch_libraries(folder):
         for line in _run("nm", "-D", "--undefined-only", path).splitlines():
@@ -201,7 +201,7 @@ def _asked_functions(folder: Path) -> dict[str, str]:
 
 
 def _needed_libraries(folder: Path) -> set[str]:
-    """Return the file names of NVIDIA's libraries that torch's libraries need."""
+    """Return the file names of the NVIDIA libraries that torch's libraries depend on."""
     needed = {
         name
         for path in _torch_libraries(folder)

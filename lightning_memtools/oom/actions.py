@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ActionKind(IntEnum):
-    """The kinds of changes, the least intrusive first."""
+    """The kinds of changes that a report suggests, the least intrusive first."""
 
     HOLDER = 0
     GROWTH = 1
@@ -36,7 +36,7 @@ class Outcome(IntEnum):
 
     @classmethod
     def of(cls, *, fits: bool | None) -> Outcome:
-        """Return the outcome of a change that frees memory. `fits` tells if the step fits then; None if unknown."""
+        """Return the outcome of a change that frees memory; `fits` is None if tracing the step cannot tell."""
         return {True: cls.ENOUGH, False: cls.NOT_ENOUGH, None: cls.MAY_BE_ENOUGH}[fits]
 
 
@@ -68,7 +68,7 @@ class Action:
 
     @property
     def helps(self) -> bool:
-        """True if the change was tried on the whole step and frees memory."""
+        """True if the change frees memory, whether or not that is enough."""
         return self.outcome <= Outcome.NOT_ENOUGH
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ class Action:
 
 
 def ranked(actions: Iterable[Action]) -> list[Action]:
-    """Return the actions sorted by usefulness, the most useful first.
+    """Return the actions, the most useful first.
 
-    Actions that remove the cause come first; then actions after which the step fits, the least intrusive first; then
-    others that help, by the bytes they free; and last those that do not help.
+    Actions that remove the cause come first. Next are those that make the step fit, the least intrusive first; then
+    those that only free memory, the most bytes first; and last the useless ones.
     """
 
     def rank(action: Action) -> tuple[bool, bool, int, int, int]:

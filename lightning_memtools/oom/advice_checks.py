@@ -22,7 +22,7 @@ _LARGE_STATE = 0.2  # of a step's peak
 
 
 class AdviceCheck(NamedTuple):
-    """A change to try: its name, a function that tells if it applies to a failed step, and a function that tries it."""
+    """A change to try: its name, a function that returns whether a failed step needs it, and one that tries it."""
 
     name: str
     applies: Callable[[FailedStep], bool]
@@ -34,7 +34,7 @@ def _is_training(failed: FailedStep) -> bool:
 
 
 def _grows_unseen(failed: FailedStep) -> bool:
-    """Return True if memory grows from batch to batch, and the objects found explain less than half of the growth."""
+    """Return True if memory grows from batch to batch and known holders explain less than half of the growth."""
     grown, held = failed.facts.grown, failed.held
     piles = sum(holding.n_bytes for holding in held.found if holding.piles_up) + held.garbage_bytes
     return grown is not None and 2 * piles < grown.n_bytes
@@ -71,8 +71,8 @@ class Advice:
     """The result of all checks of a report, as far as the time allowed.
 
     Attributes:
-        actions: The suggested changes, the best first.
-        unchecked: A sentence for each reason why changes could not be checked, with their names.
+        actions: The actions found, the best first.
+        unchecked: For each reason why some changes could not be checked, a sentence that names these changes.
         modules: Bytes of activations that the traced step keeps, by module, largest first.
         lines: Bytes at the peak of the traced step that no module or optimizer owns, by line of code.
         notes: Further remarks.
@@ -86,7 +86,7 @@ class Advice:
 
 
 def advice_for(failed: FailedStep, seconds: float) -> Advice:
-    """Try all changes that apply to a failed step, and return the results; start none after `seconds` of CPU time."""
+    """Return the advice for a failed step: try all suitable changes, but start none after `seconds` of CPU time."""
     actions: list[Action] = []
     reasons: dict[str, list[str]] = {}
     # Warnings that the step gives while it is traced were given while it ran.
@@ -118,7 +118,7 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
 
 
 def _lines(plain: MemoryEstimate) -> list[tuple[str, int]]:
-    """Return the bytes at the peak that were allocated outside of modules, as in a loss, by line of code."""
+    """Return the bytes at the peak that were allocated outside of modules, such as in a loss, by line of code."""
     outside = [holder for holder in plain.holders if holder.line and holder.module in {"", "(model)"}]
     return [*held_by(outside, "line").items()]
 

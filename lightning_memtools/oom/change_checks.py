@@ -19,7 +19,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
-    """Suggest the largest batch that fits, or half of the failed batch if a trace cannot tell."""
+    """Suggest the largest batch size that fits, or half of the failed batch's if a trace cannot tell what fits."""
     size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:
@@ -36,7 +36,7 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
 
 
 def accumulation(trials: StepTrials) -> list[Action]:
-    """Suggest gradient accumulation with the largest batch that fits and divides the effective batch."""
+    """Suggest gradient accumulation with the largest batch size that fits and divides the effective batch size."""
     size, effective = trials.size, trials.size * trials.failed.run.accumulate
     most = size // 2 if trials.limit is None else min(trials.largest_batch, size - 1)
     for smaller in range(most, 0, -1):
@@ -64,7 +64,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
 
 
 def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
-    """Return the action with its result for batches that fit, and the memory budget to keep an applied plan."""
+    """Return the action for a batch size that fits. If a checkpoint plan is applied, it also sets a memory budget."""
     detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
@@ -76,10 +76,10 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 
 
 def checkpointing(trials: StepTrials) -> list[Action]:
-    """Suggest GradientCheckpointing, with the plan that it makes for the available memory.
+    """Suggest GradientCheckpointing, with the checkpoint plan that it would make for the available memory.
 
-    The budget leaves as much room for unused reserved memory as the unchanged step needs. If the step with that plan
-    does not fit, the plan with the lowest peak is tried, since a plan may leave more of the reserved memory unused.
+    The budget leaves room for as much reserved but unused memory as the unchanged step has. The changed step may need
+    more of it: if the plan does not fit, the plan with the lowest peak is tried.
     """
     trials.check_time()
     budget = None
@@ -99,7 +99,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
-    """Return the plan for a budget in MiB, and that budget as text; if no plan meets it, for the lowest reachable."""
+    """Return the checkpoint plan for a budget in MiB, and the budget as text, raised if no plan fits within it."""
     given = None if budget is None else f"{budget}MiB"
     try:
         return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given
@@ -108,7 +108,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Trace the step with a plan and return it as an action; [] if the plan only computes the loss in chunks."""
+    """Try a checkpoint plan with the budget `given`, and return the action; [] if the plan recomputes nothing."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
@@ -124,7 +124,7 @@ def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) ->
 
 
 def chunked_loss(trials: StepTrials) -> list[Action]:
-    """Suggest computing a language model's loss in chunks, so that the logits never exist all at once."""
+    """Suggest computing a language model's loss in chunks, so that its full logits never exist at once."""
     chunked = trials.planner.in_chunks
     if chunked is None or not chunked.names:
         return []
@@ -136,7 +136,7 @@ def chunked_loss(trials: StepTrials) -> list[Action]:
 
 
 def bfloat16(trials: StepTrials) -> list[Action]:
-    """Suggest training in bfloat16 mixed precision."""
+    """Suggest bfloat16 mixed precision."""
     estimate = trials.having(precision=_BF16)
     action = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
     return [_compared(trials, estimate.peak_allocated, action, fits=trials.fits(estimate))]
@@ -157,7 +157,7 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
 
 
 def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
-    """Return the action with its result: the changed step's peak, the bytes saved, and whether the step fits."""
+    """Return the action with the changed step's peak, the bytes that it saves, whether it fits, and its `price`."""
     saved = trials.saving(peak)
     if not saved:
         return replace(action, outcome=Outcome.USELESS, detail="It does not lower the peak", peak=peak)

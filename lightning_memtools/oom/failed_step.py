@@ -31,21 +31,21 @@ from lightning_memtools.simulation.tracer import StepRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """A failed run, with everything that the checks need to know about it, read from its Trainer.
+    """The facts about a failed run that the checks need, read from its Trainer.
 
     Attributes:
         model: The model.
         optimizers: Its optimizers.
         trainer: The Trainer; None if there is none.
-        forward: Runs the training step's forward pass, if there is no Trainer.
+        forward: Runs the training step's forward pass if there is no Trainer.
         precision: Lightning's name for the precision.
         accumulate: The number of batches per optimizer step.
-        can_accumulate: True if `accumulate_grad_batches` can be changed in this run.
+        can_accumulate: True if the number of batches per optimizer step can be changed.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" if they can.
         plan: The checkpoint plan that is applied to the model.
         others: Other objects of the run: callbacks and the data module.
-        recovery: Code for an OOMRecovery that would run the failed batch in parts; "" if none could.
+        recovery: The code for an OOMRecovery that could run the failed batch in parts; "" if none could.
     """
 
     model: nn.Module
@@ -64,20 +64,20 @@ class FailedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStep:
-    """A failed step, with everything that the checks need to know about it. Sizes in bytes.
+    """The facts of a failed step that the checks need. Sizes in bytes.
 
     Attributes:
-        facts: What was captured when memory ran out.
-        run: What was read from the Trainer.
+        facts: The facts captured when memory ran out.
+        run: The facts read from the Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
-        cuda: True to trace the step with CUDA's operators; False to trace it with the CPU's, on a simulated device.
-        gpu: The name of a GPU with a cuBLAS workspace of the same size; None for GPUs before Hopper and for the CPU.
+        cuda: True to trace CUDA operators, False to trace CPU operators.
+        gpu: The name of this GPU, or of one whose cuBLAS workspace is as large; None for the default size.
         config: The allocator's settings.
-        history: The recorded history of allocations; None if none was recorded.
-        evaluation_began: When the evaluation began, on the history's clock; None in training.
+        history: The allocator's recorded history; None if none was recorded.
+        evaluation_began: The time, on the history's clock, at which the evaluation began; None in training.
         processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
-        held: The objects that hold memory which the step does not need.
+        held: The holders of memory that the step does not need.
     """
 
     facts: FailureFacts
@@ -93,7 +93,7 @@ class FailedStep:
 
     @property
     def stage(self) -> Stage | None:
-        """The name of the stage as the estimator takes it ("val" for the sanity check); None if no step had begun."""
+        """The stage ("train", "val", "test" or "predict"); None if no step had begun."""
         name: Any = {"sanity check": "val"}.get(self.facts.moment.stage, self.facts.moment.stage)
         return name if name in get_args(Stage) else None
 
@@ -105,7 +105,7 @@ class FailedStep:
 
     @property
     def usable(self) -> int | None:
-        """The bytes of the device that are available to the step's tensors; None if unknown."""
+        """The bytes of device memory that are available to a trace of the step; None if unknown."""
         facts, capacity = self.facts, self.facts.stats.capacity
         if capacity is None or facts.split is None:
             return None
@@ -113,7 +113,7 @@ class FailedStep:
 
     @property
     def untraced(self) -> int:
-        """The bytes that this process holds and that a trace of the step does not show."""
+        """The bytes that this process holds but that a trace of the step does not show."""
         names = ["other"] if self.stage == "train" else ["other", "gradients", "optimizer"]
         return 0 if self.facts.split is None else sum(self.facts.split[name] for name in names)
 
@@ -136,12 +136,12 @@ class FailedStep:
         accumulate: int | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
-        """Trace the failed step with these changes, such as another batch or precision, and return its memory estimate.
+        """Return an estimate for the failed step with another batch, precision, accumulation or checkpoint plan.
 
-        `size` is the number of samples to which the failed batch is cut or extended.
+        `size` is the number of samples that the failed batch is cut or extended to.
 
         Raises:
-            Exception: The step may raise anything on fake tensors.
+            Exception: Whatever the step raises on fake tensors.
         """
         run, stage, batch = self.run, self.stage, self.facts.batch if batch is None else batch
         assert stage is not None
@@ -172,7 +172,7 @@ class FailedStep:
             return estimate_step(request)
 
     def step(self) -> TracedStep:
-        """Return the training step in the form that the checkpoint planner traces."""
+        """Return the training step for which checkpoints can be planned."""
         return TracedStep(
             self.run.model,
             self.facts.batch,
@@ -187,7 +187,7 @@ class FailedStep:
 def failed_step(
     run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
-    """Return a FailedStep made from the run, the captured facts, the memory snapshot and the holders of memory."""
+    """Return the failed step, built from the run, the captured facts, the memory snapshot and the memory holders."""
     device, virtual = capture.device, capture.virtual
     config = virtual.settings if virtual is not None else config_of(snapshot or {})
     config = replace(config, per_process_memory_fraction=facts.fraction)
@@ -217,7 +217,7 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of the device's GPU, or for unlisted ones since Hopper, that of an H100; otherwise None."""
+    """Return the name of the GPU if it is known, or that of one whose cuBLAS workspace is as large; else None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes

@@ -46,7 +46,7 @@ _attached = False
 
 
 def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] | None:
-    """Register an observer that is called when the device runs out of memory, before the stack unwinds.
+    """Register an observer to call when the device runs out of memory, before the stack unwinds.
 
     Returns:
         A function that removes the observer; None if the device does not support observers.
@@ -66,7 +66,7 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
 
 
 def _attach() -> bool:
-    """Attach the one observer of this process to CUDA's allocator, if not done yet. Return whether it is attached."""
+    """Attach this process's only CUDA observer, unless it already is, and return whether it is attached now."""
     global _attached  # noqa: PLW0603, see `_listeners`
     if not _attached:
         # Initialising CUDA makes the allocators that it is attached to.
@@ -86,26 +86,26 @@ def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
 
 
 class FailureCapture:
-    """Follows one fit, validate, test or predict call, and captures FailureFacts when memory runs out.
+    """Follows one fit, validate, test or predict call, and captures the facts when memory runs out.
 
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        place: Returns where the run is now, without batch and phase, which are known here.
-        optimizers: Returns the optimizers, or an empty sequence before they are configured.
+        place: Returns the current place in the run, to which this class adds batch and phase.
+        optimizers: Returns the optimizers; none before they are configured.
         snapshot: Whether to record the allocator's history.
 
     Attributes:
-        reader: Reads the device's memory statistics; None if the device keeps none.
-        virtual: The VirtualDevice, if the device is simulated; otherwise None.
-        on_device: Tells which tensors are on the device.
+        reader: Reads the device; None if it keeps no statistics.
+        virtual: The reader, if it is a simulated device.
+        on_device: Returns whether a tensor is on the device.
         recording: The recording of the allocator's history; None if there is none.
         batch: The batch that is running; None between batches.
         phase: Within a training batch "forward", "backward" or "optimizer step".
         evaluation_began: The time, on the recording's clock, at which the latest evaluation began.
-        batch_began: The time at which the current batch began; None if nothing is recorded, or between batches.
+        batch_began: The time when the current batch began; None if nothing is recorded, or between batches.
         captured: The facts of the first failure in the current step; None if no device reported a failure.
-        is_reporting: True while a report is being made; running out of memory then is not captured.
+        is_reporting: True while a report is being made; no failure is captured during that time.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class FailureCapture:
         self.evaluation_began = None if self.recording is None else self.recording.now()
 
     def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
-        """Note that a batch begins, and how much memory was allocated before it."""
+        """Record that a batch is on the device, and the state of memory before its step."""
         if stage != self._stage:
             self._stage, self._n_batches, self._first = stage, 0, {}
         self.batch_began = None if self.recording is None else self.recording.now()

@@ -28,7 +28,7 @@ _LEAST_BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryAtBatchStart:
-    """The memory at the start of a batch. Memory allocated beyond it was allocated during the batch.
+    """The memory at the start of a batch: everything above it was allocated during the batch.
 
     Attributes:
         allocated: Bytes allocated.
@@ -52,15 +52,15 @@ def split_memory(
     batch: Any = None,
     before: MemoryAtBatchStart | None = None,
 ) -> dict[str, int]:
-    """Return the allocated bytes by category: parameters, buffers, gradients, optimizer, inputs, activations, other.
+    """Return the allocated bytes by category: what model, optimizers and batch own, activations, and other.
 
-    Memory in none of the first five counts as activations if it was allocated after the batch began, else as "other".
+    Memory without an owner counts as activations if it was allocated after the batch began, else as "other".
 
     Args:
-        allocated: The number of bytes allocated now, to which the categories add up.
-        model: The model, which owns parameters, buffers and gradients.
-        optimizers: The optimizers, which own their state.
-        on_device: Tells which tensors are on the device, and so are counted.
+        allocated: The bytes allocated now; the categories add up to them.
+        model: Its parameters, buffers and gradients are counted.
+        optimizers: Their state is counted.
+        on_device: Returns whether a tensor is on the device, and so counts.
         batch: The inputs.
         before: The memory when the batch began. Without it, all memory without an owner counts as activations.
     """
@@ -83,10 +83,10 @@ class FailureMoment:
 
     Attributes:
         stage: setup, sanity check, train, val, test or predict.
-        step: The training step, counted as the x axis of `self.log` counts.
+        step: The training step, as counted on the x axis of `self.log`.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
-        hook: The hook that was running outside of a step, or a phrase for other work there; "" in a step.
+        hook: The hook that was running, or a description of other code outside of a step; "" in a step.
     """
 
     stage: str
@@ -146,9 +146,9 @@ class BatchesBefore:
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return (name, shape, largest earlier shape) of tensors with a dimension far larger than in earlier batches.
+        """Return (name, shape, usual shape) of tensors that are far larger in a dimension than in any earlier batch.
 
-        Return [] if an earlier batch had as many elements, as when this batch has fewer but longer samples.
+        Return [] if an earlier batch had as many elements, as for a batch of fewer but longer samples.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -163,13 +163,13 @@ class BatchesBefore:
 
 
 def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shapes of a batch's tensors by name, and the total number of elements."""
+    """Return the shape of each tensor of a batch by name, and the total number of elements."""
     tensors = dict(named_tensors(batch, "batch"))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, sum(map(torch.numel, tensors.values()))
 
 
 class StepVariable(NamedTuple):
-    """A local variable of a step: where it is, such as "`scores` in assign (model.py:33)", and its tensors in words."""
+    """A variable and its place, such as "`scores` in assign (model.py:33)", and a text on the tensors that it holds."""
 
     where: str
     tensors: str
@@ -177,11 +177,11 @@ class StepVariable(NamedTuple):
 
 
 def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the local variables of the user's running functions that hold tensors, the largest first.
+    """Return the variables of the user's running functions that hold tensors, each storage once, largest first.
 
     Args:
-        on_device: Tells which tensors are on the device, and so are counted.
-        seen: The ids of storages to leave out. Storages that are counted are added.
+        on_device: Returns whether a tensor is on the device, and so counts.
+        seen: The identities of storages to leave out; those that are found are added.
     """
     found = []
     frame = inspect.currentframe()
@@ -203,12 +203,12 @@ def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
-    """The data captured when memory ran out: plain values that keep no device tensor alive. Sizes in bytes.
+    """The facts captured when memory ran out: plain data without tensors of the device. Sizes are in bytes.
 
     Attributes:
         moment: The place in the run.
         device: The device's name.
-        stats: The memory statistics of the device; unknown ones are None.
+        stats: The statistics of the device; those that are not known are None.
         requested: The size that could not be allocated; None if unknown.
         free: The free bytes of the device; None if unknown.
         used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
@@ -235,19 +235,19 @@ class FailureFacts:
 
     @property
     def unusable(self) -> int | None:
-        """Reserved bytes that are free, but fragmented: entirely free segments were released before the error."""
+        """Reserved bytes that are free but fragmented: entirely free segments were released before the error."""
         if self.stats.reserved is None or self.stats.allocated is None:
             return None
         return self.stats.reserved - (self.stats.active or self.stats.allocated)
 
     @property
     def samples(self) -> int | None:
-        """The size of the batch's first dimension; None without a tensor that has one."""
+        """The batch size: the first dimension of the first tensor that has one; None if no tensor has a dimension."""
         return batch_size_in(self.batch)
 
 
 def sizes_only(batch: Any) -> Any:
-    """Return a copy of a batch with tensors on the meta device: same shapes and strides, but no memory or values."""
+    """Return a copy of a batch with meta tensors: the same shapes and strides, without memory or values."""
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:

@@ -45,7 +45,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
 
 
 def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
-    """Return two lookups by tensor, from a snapshot: if its block is from this batch, and which line allocated it."""
+    """Return functions that look up in a snapshot whether a tensor is new in this batch, and which line made it."""
     reader, device, began = capture.reader, capture.device.index or 0, capture.batch_began
 
     def address_of(tensor: Tensor) -> int | None:
@@ -69,10 +69,10 @@ def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
 
 
 def _maker(frames: Any) -> str:
-    """Return where a block was allocated, by its recorded stack; "" if unknown.
+    """Return where a block was allocated according to its recorded stack; "" if unknown.
 
-    The result is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules
-    instead of lines, which gives "in net.0".
+    This is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules instead
+    of lines, such as "in net.0".
     """
     module = next((frame["name"] for frame in frames if not frame["filename"]), "(")
     if not module.startswith("("):

@@ -63,13 +63,13 @@ class NoticeBoard:
 
 @dataclass(frozen=True, slots=True)
 class OOMReporter:
-    """Creates and writes the out-of-memory reports of one call of the Trainer.
+    """Makes the out-of-memory reports for one fit, validate, test or predict call.
 
     Attributes:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules to list.
-        board: Tells the other ranks; None with one rank.
-        checks_s: The CPU time in seconds for all checks; None for the default.
+        board: Passes notices to other ranks; None if there is only one rank.
+        checks_s: The processor time in seconds for all checks; None for the default.
     """
 
     directory: Path | NotWritten
@@ -88,8 +88,8 @@ class OOMReporter:
     ) -> ReportPage:
         """Create the report, write it, print its first lines, and return it.
 
-        `error` is the error that ends the run; a note on it names the report. If the run continues instead, `done` says
-        how it recovered, and other ranks are not told. `read_run` returns what the checks need to know of the run.
+        `read_run` reads the run's facts. A note that names the report is added to `error`, which ends the run. If the
+        run goes on instead, `done` says what was done about the error, and other ranks get no notice.
         """
         end = time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
@@ -119,7 +119,7 @@ class OOMReporter:
         return page
 
     def report_other_rank(self, error: BaseException) -> str:
-        """If another rank ran out of memory, add a note on that to `error` and return the note; otherwise return ""."""
+        """If another rank ran out of memory, add a note that says so to this error, and return the note; else ""."""
         notice = "" if self.board is None else self.board.read()
         note = f"OOMReport: this error is a consequence of {notice}" if notice else ""
         if note:
@@ -127,7 +127,7 @@ class OOMReporter:
         return note
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
-        """Write a report to the report directory, or if that fails, to a temporary directory. Return its path."""
+        """Write a report to the reports' directory or, if that fails, to a temporary one."""
         written = write_report(self.directory, name, text)
         if isinstance(written, Path):
             return written
@@ -138,7 +138,7 @@ class OOMReporter:
 
 
 def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> T:
-    """Return `make()`. If it raises, add a note that `what` could not be read to the page, and return `otherwise`."""
+    """Return `make()`. If it raises, note on the page that `what` could not be read, and return `otherwise`."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001, the user's objects are searched, and the user's step is traced
@@ -149,7 +149,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 def _advise(
     page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
-    """Find the objects that hold memory, run the advice checks until `end`, and add the results to the page."""
+    """Find the holders of memory, try changes until `end` (in CPU time), and add the results to the page."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)

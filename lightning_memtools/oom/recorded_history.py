@@ -17,13 +17,13 @@ from lightning_memtools.memory.sizes import format_size
 
 @dataclass(frozen=True)
 class RecordedHistory:
-    """A recorded history of allocations that ends with a failed request, and the device it was recorded on.
+    """A recorded allocator history that ends with the failed request, and the device that it was recorded on.
 
     Attributes:
         snapshot: A snapshot as `torch.cuda.memory._snapshot` or `take_snapshot` returns it.
         config: The allocator's settings.
         capacity: The capacity of the device in bytes.
-        used_by_others: Bytes of the device that are used outside the allocator.
+        used_by_others: Bytes held outside of the allocator.
         device: The device's index in the snapshot.
     """
 
@@ -39,11 +39,11 @@ class RecordedHistory:
 
     @cached_property
     def failed(self) -> FailedRequest | None:
-        """The request that failed; None if it is not in the history."""
+        """The request that found no memory; None if the history does not contain it."""
         return failed_request(self.snapshot, self.config, **self._limits)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
-        """Return a simulated allocator in its state at `time`; None if the history does not reach back to it."""
+        """Replay the history up to a time and return the allocator; None if it begins later or cannot be replayed."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None
@@ -66,7 +66,7 @@ class RecordedHistory:
 
 
 def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
-    """Return whether a failed request succeeds in a replay with these settings, and a sentence that says why."""
+    """Return whether a failed request would have been served with other settings, and a sentence that says why."""
     done = replay(failed.trace, config=config)
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"

@@ -29,12 +29,12 @@ class ReportPage:
     """The content of an out-of-memory report.
 
     Attributes:
-        facts: What was captured when memory ran out.
-        error: The message of the error.
-        done: A sentence on how the run recovered, if it continues; otherwise "".
-        where: The line of the user's code that failed; "" if unknown.
-        held: The objects that hold memory which the step does not need.
-        advice: The suggested changes, and the results of trying them.
+        facts: The facts captured when memory ran out.
+        error: The error's own text.
+        done: What was done about the error, if the run goes on.
+        where: The user's line of code that failed; "" if unknown.
+        held: The holders of memory that the step does not need.
+        advice: The changes that were tried, with their results.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
         top: The number of modules to list.
@@ -80,7 +80,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return the text for the console: what failed, the first actions, and the path (without one, the report)."""
+        """Return what failed, what to do first, and the path of the report; without a file, the whole report."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
@@ -154,7 +154,7 @@ class ReportPage:
         return [markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll")), quotation]
 
     def _batch(self) -> str:
-        """Return a text on the batch: the number of samples, and the dtype, shape and size of its tensors."""
+        """Return a description of the batch: its number of samples, and the type, shape and size of each tensor."""
         lines = [
             f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} ({format_size(tensor.nbytes)})"
             for tensor in tensors_in(self.facts.batch)

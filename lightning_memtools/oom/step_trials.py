@@ -67,12 +67,12 @@ class StepTrials:
 
     @property
     def plain(self) -> MemoryEstimate:
-        """The estimate of the unchanged step. Use it only if the step can be traced."""
+        """The memory estimate for the unchanged step. Only for steps that can be traced."""
         return self.at(self.size)
 
     @cached_property
     def planner(self) -> StepPlanner:
-        """The planner of gradient checkpointing for this step; it profiles the step once for all plans."""
+        """The planner of the step's checkpoints, which profiles the step once for all plans."""
         return StepPlanner(self.failed.step())
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
@@ -84,7 +84,7 @@ class StepTrials:
         return self._estimates[key]
 
     def having(self, **changes: Any) -> MemoryEstimate:
-        """Return the estimate of the step with `changes`, which are arguments of `FailedStep.estimate`."""
+        """Return the estimate of the step with changes, which are arguments of `FailedStep.estimate`."""
         self.check_time()
         return self.failed.estimate(**changes)
 
@@ -97,7 +97,7 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the unchanged step fits according to its trace. The trace then misses what made the step fail."""
+        """True if the unchanged step fits when traced: the trace then misses something that made the real step fail."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property
@@ -106,7 +106,7 @@ class StepTrials:
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
-        """Return whether the step of an estimate fits in the available memory; None if a trace cannot tell."""
+        """Return whether a step with this estimate fits in the available memory; None if a trace cannot tell."""
         return None if self.limit is None else self._serves(estimate.trace)
 
     def fits_with(self, n_bytes: int) -> bool | None:
@@ -114,7 +114,7 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if a replay of the trace fits; in evaluation, with the fragmentation that training left."""
+        """Return True if a replay serves all requests of a trace, in evaluation also with the fragments of training."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
@@ -144,5 +144,5 @@ class StepTrials:
 
 
 def why_not_checked(error: Exception) -> str:
-    """Return an error as one line of text, without its last period."""
+    """Return an error's message as one line, without the final period."""
     return (str(error) if isinstance(error, NotCheckedError) else in_one_line(error)).rstrip(".")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
-from contextlib import suppress
-from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import tree_flatten, tree_unflatten
-from lightning_memtools.memory.nested_tensors import is_plain_object
 
 _VALUES = (type(None), bool, int, float, str, bytes, np.generic)
 _NEXT = (
@@ -28,10 +25,10 @@ class CannotSplitError(Exception):
 
 
 def n_samples_of(batch: Any) -> int:
-    """Return the number of samples of a batch: the length that all its tensors, arrays and lists of values share.
+    """Return the number of samples in a batch: the length of all of its tensors, arrays and lists of values.
 
     Raises:
-        CannotSplitError: The lengths differ, or the batch holds an object that cannot be split.
+        CannotSplitError: The lengths differ, or the batch holds an object that cannot be cut.
     """
     leaves, _ = _flattened(batch)
     for leaf in leaves:
@@ -48,17 +45,17 @@ def n_samples_of(batch: Any) -> int:
 
 
 def split_plainly(batch: Any, n_parts: int) -> list[Any]:
-    """Split a batch into parts of nearly equal size, and return the parts in order.
+    """Split a batch into consecutive parts of nearly equal size.
 
-    Tensors and arrays are split along dimension 0. Lists and tuples of strings or numbers are split too. All of these
-    must have the same length. Single values and tensors without dimensions go into every part.
+    Tensors and arrays are cut along dimension 0, and so are lists and tuples of strings or numbers. All of them must
+    have the same length. Single values and 0-dim tensors go into every part.
 
     Args:
         batch: Tensors and arrays in dictionaries, lists, tuples and named tuples. The parts hold views of them.
         n_parts: The number of parts; there are fewer if the batch has fewer samples.
 
     Raises:
-        CannotSplitError: The batch holds anything else.
+        CannotSplitError: The lengths differ, or the batch holds anything else.
     """
     n_samples = n_samples_of(batch)
     n_parts = min(n_parts, n_samples)
@@ -67,21 +64,8 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
     return [rebuilt([leaf[start:end] if _has_rows(leaf) else leaf for leaf in leaves]) for start, end in pairwise(ends)]
 
 
-def copied_containers(batch: Any) -> Any:
-    """Return a batch with the same tensors in new containers, which a step may change without changing the original."""
-    leaves, rebuilt = _flattened(batch)
-    return rebuilt([_copied_object(leaf) for leaf in leaves])
-
-
-def _copied_object(leaf: Any) -> Any:
-    if not isinstance(leaf, (Tensor, *_VALUES)) and is_plain_object(leaf):
-        with suppress(Exception):  # a class of the user's, which may refuse in any way
-            return copy(leaf)
-    return leaf
-
-
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of nested containers, and a function that rebuilds the containers with other leaves."""
+    """Return the leaves of nested containers, and a function that rebuilds the containers from other leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)

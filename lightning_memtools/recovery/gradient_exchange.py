@@ -33,10 +33,10 @@ from lightning_memtools.reporting.ranks import refused_collectives
 
 
 class GradientExchange:
-    """Averages the gradients over the ranks, as DDP expects it, for a rank that runs its step in parts.
+    """Averages gradients over the ranks if a rank runs its step in parts under DistributedDataParallel.
 
     Args:
-        strategy: The Trainer's strategy. If its `model` is not wrapped in DistributedDataParallel, nothing is averaged.
+        strategy: The Trainer's strategy. Unless its `model` is a DistributedDataParallel, there is nothing to exchange.
     """
 
     def __init__(self, strategy: Any = None) -> None:
@@ -48,12 +48,12 @@ class GradientExchange:
         self._sent: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
-        """Begin a step: drop all state of the previous step."""
+        """Reset the state for a new step."""
         self._has_failed, self._buckets, self._sent = False, [], []
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context for one attempt at the step. With more than one part, DDP sends no gradients inside."""
+        """Return a context manager for one attempt at the step. If `n_parts` > 1, no gradients are sent inside it."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
@@ -67,12 +67,12 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
-        """Complete what a failed backward pass has to send, if DDP was sending gradients, and set gradients to None.
+        """If the failed backward pass was sending gradients, reset DDP's reducer, and set the gradients to None.
 
-        Return the reason why that is impossible, or why the step cannot be run again; "" if there is none.
+        Returns "" if the step can be run again, else the reason why not.
 
         Args:
-            complete: The parameters to which the failed pass had added its gradients.
+            complete: The parameters to which the failed pass had already added its gradients.
             keeps: True if the caller keeps these gradients, because earlier batches have accumulated in them.
         """
         if self._has_failed or self._wrapper is None:
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients of the finished parts over the ranks, unless this batch only accumulates."""
+        """Average the gradients over the ranks, unless this batch only accumulates gradients."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync
@@ -135,7 +135,7 @@ class GradientExchange:
 
 
 def why_unsent(strategy: Any) -> str:
-    """Return the reason why one rank alone cannot undo a step under this strategy; "" if it can."""
+    """Return the reason why one rank alone cannot run a step again under this strategy; "" if it can."""
     wrapper = strategy.model
     if not isinstance(wrapper, DistributedDataParallel):
         return ""
@@ -151,7 +151,7 @@ def why_unsent(strategy: Any) -> str:
 
 
 def no_collectives() -> AbstractContextManager[None]:
-    """Return a context in which, with several ranks, any collective raises CannotSplitError with its name."""
+    """Return a context in which, with several ranks, starting a collective raises an error that names it."""
     return refused_collectives(
         lambda name: CannotSplitError(
             f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
@@ -166,6 +166,6 @@ def _is_pretended(wrapper: DistributedDataParallel) -> bool:
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that adds -0 to the gradients, which changes no bit but fires DDP's gradient hooks."""
+    """Run a backward pass that adds -0.0 to the gradients: it changes no bit, but fires the hooks of DDP's reducer."""
     zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)

@@ -14,15 +14,10 @@ from torch import nn
 
 from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
 from lightning_memtools.memory.error_frames import forget_frames, in_one_line
-from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.nested_tensors import in_new_containers, tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.recovery.batch_parts import (
-    CannotSplitError,
-    copied_containers,
-    n_samples_of,
-    split_plainly,
-)
+from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_of, split_plainly
 from lightning_memtools.recovery.gradient_exchange import GradientExchange, no_collectives
 from lightning_memtools.recovery.step_start import StepStart, TrainedState
 from lightning_memtools.warning_categories import DegradedWarning
@@ -35,7 +30,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts the recoveries. `n_parts` is the number of parts in the latest recovery, and `latest` describes it."""
+    """Counts recovered and skipped batches. `n_parts` belongs to the latest step; `latest` describes the last event."""
 
     n_recovered: int = 0
     n_skipped: int = 0
@@ -44,7 +39,7 @@ class Recoveries:
     latest: str = ""
 
     def __str__(self) -> str:
-        """Return a summary line; "" if no step was run again or skipped."""
+        """Return a line for a summary; "" if no batch was recovered or skipped."""
         if not self.latest:
             return ""
         batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
@@ -55,11 +50,11 @@ class Recoveries:
 
 
 class StepRecovery:
-    """Runs steps. A step that runs out of memory is undone and run again in 2, 4, ... parts.
+    """Runs training steps. A step that runs out of memory is undone and run again in 2, 4, ... parts.
 
     Args:
         strategy: The Trainer's strategy; None without a Trainer.
-        tell: Called with the reason after the first step, if batches cannot be run in parts.
+        tell: Called after the first step with the reason, if batches cannot be run in parts.
 
     The other arguments are those of OOMRecovery.
     """
@@ -91,7 +86,7 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result. If it ran in parts, the result is the last part's, with the whole loss.
+        """Run a step and return its result. In parts, it is the last part's result with the loss of the whole batch.
 
         Raises:
             torch.OutOfMemoryError: The step cannot be run in parts that are small enough; a note says why.
@@ -108,7 +103,7 @@ class StepRecovery:
         return step.skipped()
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
-        """Record the state before a step. Return None if the step could not be run again anyway."""
+        """Return the recorded state before a step; None if the step could not be run again anyway."""
         # In the first step, forward may still put its norms into evaluation mode.
         if self._tell is None and why_norm_prevents(self._norms):
             return None
@@ -206,17 +201,17 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return the parts of a batch with the factor of each part's loss. Parts with the factor 0 are left out.
+        """Return (part, factor) pairs; the factor multiplies the part's loss. Parts with a factor of 0 are left out.
 
         Raises:
-            CannotSplitError: The batch cannot be split, or the user's functions fail or give parts that do not add up.
+            CannotSplitError: The batch cannot be split, or its parts do not add up to it.
         """
         count, counts, total = self._loss_weight or n_samples_of, [1.0], 1.0
         try:
             if self._split is None:
                 parts = split_plainly(batch, n_parts)
             else:
-                parts = list(self._split(copied_containers(batch), n_parts))
+                parts = list(self._split(in_new_containers(batch), n_parts))
             if self._loss == "mean":
                 *counts, total = (float(count(one)) for one in (*parts, batch))
         except Exception as error:
@@ -248,7 +243,7 @@ class StepRecovery:
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:
-        """Return the reason why no step may be run in parts, whatever its batch; "" if steps may."""
+        """Return the reason why steps cannot be run in parts, whatever the batch; "" if they can."""
         if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -285,7 +280,7 @@ def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return why batches must not be split if a normalization layer currently uses batch statistics; otherwise ""."""
+    """If a normalization layer now uses batch statistics, return why batches must not be split; else return ""."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (

@@ -13,8 +13,7 @@ from torchmetrics import Metric
 
 from lightning_memtools._torch import write_count, write_count_or_none
 from lightning_memtools.doctor.autograd_nodes import nodes_below
-from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
-from lightning_memtools.recovery.batch_parts import copied_containers
+from lightning_memtools.memory.nested_tensors import in_new_containers, named_tensors, tensors_in
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import RandomState
 
@@ -35,22 +34,22 @@ class TrainedState:
 
 
 class StepStart:
-    """Records the state before a step, runs the step whole or in parts, and restores the state after a failure.
+    """Records the random state, buffers, metrics, logged values, batch and gradients before a step, to restore them.
 
-    The state is random states, buffers, metrics, logged values and gradients. Gradients that earlier batches have
-    accumulated are set aside while parts run, so that a failed part cannot touch them. A failed backward pass of the
-    whole batch may have added to some of them already. Such a sum is kept, because backward adds to a gradient once,
-    when the batch's gradient is complete; the parts then only add to the gradients of other parameters.
+    In the first batch of an optimizer step, gradients are reset to None. Gradients that earlier batches accumulated are
+    set aside while parts run, so that a failed part cannot change them. If a failed backward pass of the whole batch
+    has already added to some of these, the sums are kept: backward adds to a parameter once, when its gradient is
+    complete. The parts then add gradients to the other parameters only.
 
     Attributes:
-        batch: The batch in new containers, which the step cannot change.
+        batch: The batch in copied containers, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
         raised: The last error that was raised by the step itself, not by the code around it.
-        kept: The parameters that keep their gradients of this batch. If there are any, it can no longer be skipped.
+        kept: The parameters whose gradients of this batch are kept, so that the batch can no longer be skipped.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
-        self.batch = copied_containers(step.batch)
+        self.batch = in_new_containers(step.batch)
         self.failure: Exception | None = None
         self.raised: Exception | None = None
         self._step = step
@@ -74,7 +73,7 @@ class StepStart:
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
-        """Run forward and backward of a part, with its loss multiplied by `factor`, and return the closure result."""
+        """Run forward and backward of a part with its loss multiplied by a factor. Return the result with that loss."""
         with _logging_for(part, self._step.results):
             result = self._run(part, factor)
         loss = result.closure_loss
@@ -117,7 +116,7 @@ class StepStart:
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
-        """Return the parameters to which a backward pass of the whole batch has added its gradient."""
+        """Return the parameters to whose `grad` a backward pass of the whole batch has already added."""
         if not self._is_whole:
             return []
         if self._step.zero_grad is not None:
@@ -165,7 +164,7 @@ class StepStart:
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:
-    """Return a function that removes what `self.log` adds after this call, since Lightning has no API for that."""
+    """Return a function that restores the logged values to what they are now; Lightning has no such function."""
     saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
     batch, size = results.batch, results.batch_size
 
@@ -182,7 +181,7 @@ def _log_restorer(results: Any) -> Callable[[], None]:
 
 @contextmanager
 def _logging_for(part: Any, results: Any) -> Iterator[None]:
-    """Inside this context, log values with the batch size of a part, so that epoch means weight the part correctly."""
+    """Return a context in which `self.log` uses a part's batch size, so that epoch means weight it correctly."""
     whole, results.batch, results.batch_size = results.batch, part, None
     try:
         yield

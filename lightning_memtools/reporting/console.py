@@ -17,9 +17,9 @@ from rich.progress import Progress
 def print_on_console(
     *parts: Any, style: str | None = None, soft_wrap: bool = False, stream: TextIO | None = None
 ) -> None:
-    """Print texts and tables, each on its own lines, without markup. What cannot be printed is left out.
+    """Print texts and tables without markup, each on its own lines. Whatever cannot be printed is skipped.
 
-    Write files first: the console may show nothing. The stream is stdout unless another one is given.
+    Write files before you call this: the console may show nothing. By default, `stream` is stdout.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -41,9 +41,9 @@ def print_on_console(
 def progress_printed(
     text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """While the code inside runs for long, print the text with the elapsed seconds.
+    """While the body of this context runs, print a text and the elapsed seconds from time to time.
 
-    It goes to the stream, by default to what is stdout at the beginning, even if the code inside redirects stdout.
+    The output goes to `stream`, by default stdout as it is on entry, even if the body redirects stdout.
 
     Args:
         text: Returns the text; called from another thread.
@@ -76,7 +76,7 @@ def end_progress_bar(bar: object) -> None:
 
 
 def drop_what_is_left() -> None:
-    """Discard the buffered output of a broken pipe, for which Python would otherwise exit with an error code."""
+    """Discard output that is buffered for a broken pipe, with which Python would otherwise exit with an error code."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -23,8 +23,8 @@ class NotWritten:
     """The reason why a report was not written to a file.
 
     Attributes:
-        reason: What follows "The report ..." in a sentence: "not written: this run keeps no files (fast_dev_run)", or
-            "could not be written: [Errno 28] No space left on device".
+        reason: The end of a sentence that begins with "The report ...": "not written: this run keeps no files
+            (fast_dev_run)", or "could not be written: [Errno 28] No space left on device".
         is_failure: True if writing failed, False if the run keeps no files.
     """
 
@@ -33,7 +33,7 @@ class NotWritten:
 
 
 def fixed_directory(directory: str | None) -> str | None:
-    """Return the directory as an absolute path, since a program may change its working directory later."""
+    """Return the directory as an absolute path, because a program may change its working directory later."""
     return None if directory is None else str(Path(directory).absolute())
 
 
@@ -43,19 +43,19 @@ _ASKED_FOR: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary
 
 
 def keep_files_in(trainer: Trainer, directory: Path) -> None:
-    """Set the directory for reports of a Trainer without a logger. Later calls for the same Trainer change nothing."""
+    """Set the directory for reports of a Trainer without a logger. Later calls for the same Trainer have no effect."""
     _ASKED_FOR.setdefault(trainer, directory)
 
 
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
     """Return the directory for this run's reports, or the reason why the run keeps no files.
 
-    It is the directory of the first logger that has one, else a folder for this run below `default_root_dir`, where
-    ModelCheckpoint saves too. Call it on every rank or on none: rank 0's is broadcast.
+    This is the directory of the first logger that has one, or a folder for this run below `default_root_dir`, where
+    ModelCheckpoint also saves. Call this on every rank or on none: rank 0 broadcasts its directory.
 
     Args:
         trainer: The Trainer.
-        directory: The callback's own argument, which takes precedence and is used as it is.
+        directory: The callback's argument `directory`, which takes precedence and is used unchanged.
     """
     if directory is not None:
         return Path(directory)
@@ -91,12 +91,12 @@ def _run_directory(trainer: Trainer) -> str:
 
 
 def _is_path(given: object) -> bool:
-    """Return True if a logger's directory is a path. Some loggers have None, and mocks have anything."""
+    """Return True if a logger's directory is a path. It is None for some loggers, and anything for mocks."""
     return isinstance(given, (str, os.PathLike))
 
 
 def _run_of(trainer: Trainer, logger: Logger) -> Path:
-    """Return the path "name/version" of a logger's run, as ModelCheckpoint makes it."""
+    """Return the relative path "name/version" of a logger's run, as ModelCheckpoint does."""
     version = logger.version
     if version is None or not str(version):
         version = _NAMES.setdefault(trainer, f"{datetime.now(UTC):run_%Y-%m-%d_%H-%M-%S}_{os.getpid()}_{id(trainer):x}")
@@ -106,14 +106,14 @@ def _run_of(trainer: Trainer, logger: Logger) -> Path:
 
 
 def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | NotWritten:
-    """Write a report and return its path, or the reason why there is none."""
+    """Write a report and return its path, or return the reason why it was not written."""
     return write_file(directory, name, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], object]) -> Path | NotWritten:
-    """Write a file of any kind; return its path, or the reason why there is none.
+    """Write a file of any kind, and return its path or the reason why it was not written.
 
-    A full disk leaves no half-written file under this name: an earlier one stays as it was.
+    `write` gets a temporary path. If writing fails, as on a full disk, an existing file with this name stays unchanged.
     """
     if isinstance(directory, NotWritten):
         return directory
@@ -130,7 +130,7 @@ def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], 
 
 
 def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> Path | None:
-    """Write a report and return its path. If it cannot be written, warn and return None."""
+    """Write a report and return its path. If it was not written, return None, and warn if the reason is a failure."""
     written = write_report(directory, name, text)
     if isinstance(written, Path):
         return written
@@ -142,7 +142,7 @@ def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> 
 def write_report_on_rank_zero(
     directory: Path | NotWritten, name: str, text: str, ranks: RankGather
 ) -> Path | NotWritten:
-    """Write a report on rank 0, and return on every rank its path or the reason why there is none. Collective."""
+    """Write a report on rank 0; on all ranks, return its path or why it was not written. Call this on all ranks."""
     if isinstance(directory, NotWritten):
         return directory
     written = write_report(directory, name, text) if ranks.rank == 0 else directory / name

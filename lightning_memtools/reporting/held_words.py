@@ -13,7 +13,7 @@ _LEAST_OF_A_CAUSE = 0.05
 
 
 def holding_in_words(holding: Holding) -> str:
-    """Return a holding: "`Net.outs`, a list of 240 tensors, 240 MiB; made at train.py:31"."""
+    """Describe tensors that an object keeps: "`Net.outs`, a list of 240 tensors, 240 MiB; made at train.py:31"."""
     graph = ""
     if holding.with_graph:
         n_tensors = sum(holding.tensors.values())
@@ -25,7 +25,7 @@ def holding_in_words(holding: Holding) -> str:
 
 
 def _contents(holding: Holding) -> str:
-    """Return the container and what is in it, such as "a list of 240 tensors"."""
+    """Describe the container that keeps the tensors, and its contents, such as "a list of 240 tensors"."""
     holder, n_tensors = holding.holder, sum(holding.tensors.values())
     container = holder.container
     what = owners_in_words(holding)
@@ -44,7 +44,7 @@ def _contents(holding: Holding) -> str:
 
 
 def owners_in_words(holding: Holding) -> str:
-    """Return the models and optimizers that are held: "the optimizer Adam and 3 models Net"."""
+    """Describe the models and optimizers that are kept, such as "the optimizer Adam and 3 models Net"; "" for none."""
     parts = []
     for name, n in holding.owners.items():
         kind, _, of = name.partition(" ")
@@ -53,12 +53,12 @@ def owners_in_words(holding: Holding) -> str:
 
 
 def is_cause(holding: Holding, allocated: int) -> bool:
-    """Return True if this probably made memory run out: it is large, and it grows or is left over from another run.
+    """Return True if kept tensors probably made memory run out: they are large, and grow or are left from another run.
 
-    A copy of the weights that the run itself keeps, such as an average of them, does not count.
+    Other kept tensors, such as an average of the weights, count only if they take more than half of the memory.
 
     Args:
-        holding: What is held.
+        holding: The tensors that an object keeps.
         allocated: All bytes that are allocated on the device.
     """
     return holding.n_bytes > _LEAST_OF_A_CAUSE * allocated and (

@@ -27,13 +27,13 @@ _HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], Non
 
 
 def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
-    """Call `hear` with all scalars that are logged for a Trainer. Return a function that stops this."""
+    """Call `hear` with all scalars that this package logs for a Trainer. Return a function that ends this."""
     _HEARERS[trainer] = hear
     return lambda: _HEARERS.pop(trainer, None) and None
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars at the given step to every logger, on rank 0. Loggers that other libraries add are skipped."""
+    """Write scalars at a step to every logger, on rank 0. Loggers that keep another library's history are skipped."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:
@@ -53,18 +53,18 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> No
 def keeps_metrics_in_files(logger: Logger) -> bool:
     """Return True if a logger keeps each metric in a file named by its tag, as MLflow does without a database.
 
-    There the tag `loss/train` makes a directory `loss`, so that a module's metric `loss` cannot be written as a file.
+    With such a logger, the tag `loss/train` makes a directory `loss`, so a metric `loss` cannot be written as a file.
     """
     uri = getattr(getattr(logger, "experiment", None), "tracking_uri", None)
     return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
 
 
 def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: str | None = None) -> None:
-    """Write a markdown text to every logger that takes text (TensorBoard, W&B, MLflow, Comet). Rank 0 only.
+    """On rank 0, write a markdown text to every logger that accepts text (TensorBoard, W&B, MLflow, Comet).
 
     Args:
         trainer: The Trainer.
-        tag: The text's name.
+        tag: The tag of the text.
         markdown: The text.
         step: The training step.
         file: The name of the file in loggers that keep texts as files; None for `<tag>.md`.
@@ -75,7 +75,7 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: 
 
 
 def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
-    """Call `write` with each logger. For a logger that raises, warn once per Trainer."""
+    """Call `write` with each logger of the Trainer. For a logger that raises, warn once per Trainer."""
     for logger in trainer.loggers:
         try:
             write(logger)
@@ -93,7 +93,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return an error as text, with its cause, which may say more, such as "No space left on device"."""
+    """Return an error as text, followed by its cause, which may say more, such as "No space left on device"."""
     cause = error.__cause__ or error.__context__
     said = f"{type(error).__name__}: {error}"
     return said if cause is None else f"{said}; caused by {type(cause).__name__}: {cause}"
@@ -113,10 +113,10 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -
 
 
 def checked_interval(every_n_steps: int | None) -> int | None:
-    """Check an interval in training steps and return it; None is the Trainer's own.
+    """Validate an interval in training steps and return it; None stands for the Trainer's `log_every_n_steps`.
 
     Raises:
-        ValueError: It is not a whole number, or it is below 1.
+        ValueError: The interval is not a whole number, or it is below 1.
     """
     if every_n_steps is not None and not is_count(every_n_steps):
         raise ValueError(
@@ -131,12 +131,12 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step that ends now is to be logged, as `self.log` would with this interval.
+    """Return True if the training step that ends now is one at which `self.log` would log with this interval.
 
     Args:
         trainer: The Trainer.
-        every_n_steps: The interval; None is the Trainer's own.
-        first_steps: Whether the `FIRST_STEPS` are logged too.
+        every_n_steps: The interval; None stands for the Trainer's `log_every_n_steps`.
+        first_steps: Whether to log the `FIRST_STEPS`, too.
     """
     interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
     if interval == 0 or is_accumulating(trainer):  # log_every_n_steps=0 means never

@@ -16,7 +16,7 @@ _USUAL = ("val_loss", "val/loss", "loss/val", "valid_loss", "valid/loss", "valid
 
 
 def scalars_of(outputs: Any) -> dict[str, Tensor]:
-    """Return the one-element tensors of a step's output by name. A bare tensor has the name "loss"."""
+    """Return the one-element tensors in a step's output, by name. A bare tensor gets the name "loss"."""
     if isinstance(outputs, Tensor):
         outputs = {"loss": outputs}
     if not isinstance(outputs, Mapping):
@@ -25,9 +25,9 @@ def scalars_of(outputs: Any) -> dict[str, Tensor]:
 
 
 def likely_losses(names: Iterable[str]) -> list[str]:
-    """Return the names of losses: the usual name if it is there, else every name that contains "loss".
+    """Return the names that are likely losses: a usual name such as "val_loss", or all names that contain "loss".
 
-    With several data loaders, names end with "/dataloader_idx_<i>", and there may be one loss for each.
+    With several data loaders, names end with "/dataloader_idx_<i>", and there may be one loss per loader.
     """
     names = list(names)
     for usual in _USUAL:
@@ -38,12 +38,12 @@ def likely_losses(names: Iterable[str]) -> list[str]:
 
 
 def without_loader(name: str) -> str:
-    """Return a metric's name without the data loader that Lightning adds."""
+    """Return a metric's name without the suffix "/dataloader_idx_<i>" that Lightning adds."""
     return name.split("/dataloader_idx_", maxsplit=1)[0]
 
 
 def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Return the tag of each loss: the prefix itself for a single loss, `<prefix>/<name>` for several."""
+    """Return the tag of each loss: `prefix` itself for a single loss, `<prefix>/<name>` for several."""
     names = list(names)
     if len(names) == 1:
         return {names[0]: prefix}
@@ -53,7 +53,7 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
-    """Return the names of losses that a user gave, as a list; None if the losses are to be found.
+    """Validate the names of losses that a user gave, and return them as a list; None if `value` is None.
 
     Raises:
         ValueError: The list is empty, or a name is not a str.
@@ -72,14 +72,14 @@ def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str]
 def training_losses(
     trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Return the losses of a training step, not divided for gradient accumulation, and the names of all scalars.
+    """Return a training step's losses, before division for gradient accumulation, and the names of all its scalars.
 
     Args:
         trainer: The Trainer, after the step.
-        module: The module that trains.
+        module: The module that is trained.
         outputs: The step's output, as Lightning passes it to `on_train_batch_end`.
-        names: The losses to take. None takes the loss that is returned where Lightning optimizes, else everything that
-            has "loss" in its name.
+        names: The losses to return. None for the returned loss in automatic optimization, and for everything that looks
+            like a loss by its name in manual optimization.
     """
     returned = scalars_of(outputs)
     if module.automatic_optimization and "loss" in returned and trainer.accumulate_grad_batches > 1:
@@ -92,7 +92,7 @@ def training_losses(
 
 
 def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (name, value, weight) of the losses that a validation step returned. The weight is the batch size."""
+    """Yield (name, value, weight) for each loss that a validation step returned. The weight is the batch size."""
     returned = scalars_of(outputs)
     weight = (batch_size_in(batch) if returned else None) or 1
     for name in likely_losses(returned) if names is None else names:
@@ -101,6 +101,6 @@ def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> It
 
 
 def loader_suffixes(trainer: Trainer) -> list[str]:
-    """Return the suffix of metrics' names for each validation loader; "" if there is only one."""
+    """Return the suffix that metric names get for each validation loader; "" if there is only one loader."""
     n_loaders = len(trainer.num_val_batches)
     return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]

@@ -19,11 +19,11 @@ from lightning_memtools.warning_categories import DegradedWarning
 
 
 class MeanCurves:
-    """One or several curves under one tag: `<tag>` for a single one, `<tag>/<name>` for several.
+    """Logs weighted means over all ranks as curves: one curve `<tag>`, or several curves `<tag>/<name>`.
 
     Args:
         tag: The tag in the logs.
-        names: The names of the curves. With None, every name that gets a value on any rank has a curve.
+        names: The names of the curves. None for a curve per name that gets a value on any rank.
     """
 
     def __init__(self, tag: str, names: Sequence[str] | None) -> None:
@@ -41,23 +41,23 @@ class MeanCurves:
 
     @property
     def has_curves(self) -> bool:
-        """True once a value has been added in this run."""
+        """True if a value has been added in this run."""
         return bool(self._ever_seen)
 
     def begin(self) -> None:
-        """Start a new run and drop all earlier values. Call it on every rank."""
+        """Start a new run, and drop all values of an earlier one. Call it on every rank."""
         self.clear()
         self._posts = RankPosts(f"LossCurves ({self.tag})")
         self._ever_seen = set()
         self._tag_of = tags_of(self.tag, self.names or ())
 
     def expect(self, names: Sequence[str]) -> None:
-        """Set the names of the curves."""
+        """Set the names of the curves that values will be added to."""
         self.names = names
         self._tag_of = tags_of(self.tag, names)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add one value to the next point, without waiting for the device."""
+        """Add a value to the next point of the curve `name`, without waiting for the device."""
         self._ever_seen.add(name)
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
         weighted = value.detach().reshape(()).float() * weight
@@ -65,18 +65,18 @@ class MeanCurves:
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def replace(self, name: str, value: Tensor) -> None:
-        """Replace all values of a name since the last point by one value."""
+        """Replace all values of the curve `name` since the last point with one value."""
         self._sums.pop(name, None)
         self._weights.pop(name, None)
         self.add(name, value)
 
     def clear(self) -> None:
-        """Drop all values that were not logged yet."""
+        """Drop all values that have not been logged yet."""
         self._sums, self._weights = {}, {}
         self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """End a point. It is written once the values of all ranks have arrived; no rank waits."""
+        """Make a point of the values so far. It is written once the values of all ranks have arrived; no rank waits."""
         device = trainer.strategy.root_device
         values = [value.to(device) for value in self._sums.values()]
         sums: Tensor | list[float] = torch.stack(values) if values else []
@@ -94,14 +94,14 @@ class MeanCurves:
         self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """End the run, dropping values still on the device. Rank 0 waits up to `patience_s` for other ranks."""
+        """End the run; drop values that are still on the device. Rank 0 waits up to `patience_s` for other ranks."""
         self.clear()
         posts, self._posts = self._posts, None
         if posts is not None:
             posts.finish(patience_s=patience_s)
 
     def _write(self, trainer: Trainer, step: int, parts: Sequence[Mapping[str, Sequence[float]] | None]) -> None:
-        """Write the weighted means over the values of all ranks."""
+        """Log the weighted means over the values of all ranks."""
         known = [part for part in parts if part is not None]
         names = list(dict.fromkeys(name for part in known for name in part))
         self._tag_of = self._tag_of or tags_of(self.tag, names)
@@ -112,7 +112,7 @@ class MeanCurves:
         log_scalars(trainer, scalars, step)
 
     def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
-        """Warn once about requested names that never had a value, and list the names that exist."""
+        """Warn once about requested names that never got a value, and list the names that exist."""
         missing = [name for name in self.names or () if name not in self._ever_seen]
         if missing and self._is_first_warning():
             listed = ", ".join(repr(name) for name in sorted(set(existing))) or "no scalar at all"

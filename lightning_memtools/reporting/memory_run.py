@@ -45,20 +45,20 @@ NO_GPU = "No GPU: showing host memory. Wrap fit in VirtualDevice(...) or use mem
 
 
 class MemoryRun:
-    """Measures one fit, validate, test or predict call on one rank.
+    """Measures the memory of one fit, validate, test or predict call on one rank.
 
     Args:
         device: The device.
-        reader: Reads the device's statistics; None if it keeps none, and only host memory is known.
-        write: Writes scalars, by tag, at a step.
+        reader: Reads the device's memory statistics; None if the device keeps none, so that only host memory is known.
+        write: Writes scalars, by tag, at a training step.
         call: The name of the call, such as "fit".
         phases: Whether to measure the phases of a training step.
-        has_trained: Whether the Trainer has trained before this call. Training and evaluation share the tags of the
-            composition, which then belong to training alone.
-        load: Samples the GPU's load; None for no such figures.
+        has_trained: Whether the Trainer has trained before this call. If so, only training logs the composition of
+            memory, because evaluation would use the same tags.
+        load: Samples the GPU's load; None to log no load.
 
     Attributes:
-        last_step: The training step of the last point.
+        last_step: The training step of the last logged point.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MemoryRun:
 
     @property
     def shortcoming(self) -> str:
-        """A sentence about the statistics that the device lacks; empty if it lacks none."""
+        """A sentence about the statistics that the device does not keep; "" if it keeps all of them."""
         if self._reader is None:
             is_cpu = self._device.type == "cpu"
             return NO_GPU if is_cpu else f"{self._name} keeps no memory statistics: host memory is logged."
@@ -102,7 +102,7 @@ class MemoryRun:
         return ""
 
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Do not count events that happened outside of the run."""
+        """Exclude these allocation retries and out-of-memory errors, which happened outside the run, from counting."""
         since = self._since
         retries = (since.alloc_retries or 0) + alloc_retries
         self._since = replace(since, alloc_retries=retries, ooms=(since.ooms or 0) + ooms)
@@ -110,7 +110,7 @@ class MemoryRun:
             self._early.leave_out(alloc_retries)
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin the train stage at a training step; `PhaseWatch` describes `between_phases`."""
+        """Begin the train stage at a training step; see `PhaseWatch` for `between_phases`."""
         self.last_step = step - 1
         if self._phases is not None:
             self._phases.between = between_phases
@@ -118,14 +118,14 @@ class MemoryRun:
         self.enter("train")
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage. Running training is interrupted."""
+        """Begin a stage. If training is running, this interrupts it."""
         self._is_training = self._is_training or stage == "train"
         self._time_steps(on=stage == "train")
         if self._stages is not None:
             self._stages.enter(stage)
 
     def leave(self, stage: Stage) -> None:
-        """End a stage. Interrupted training goes on."""
+        """End a stage. If the stage interrupted training, training continues."""
         self._is_training = self._is_training and stage != "train"
         self._time_steps(on=self._is_training)
         if self._stages is not None:
@@ -136,7 +136,7 @@ class MemoryRun:
         self._clock.switch("data" if on else None)
 
     def switch_phase(self, phase: Phase | None) -> None:
-        """Begin a phase of the training step; with None, the wait for the next batch's data begins."""
+        """Begin a phase of the training step; None stands for the time in which training waits for the next batch."""
         if self._phases is not None:
             self._phases.switch(phase)
             if phase is None:
@@ -159,20 +159,20 @@ class MemoryRun:
         datasets: Iterable[Any] = (),
         warms_up: bool = False,
     ) -> list[str]:
-        """Add a point, and return new warnings that memory may run out.
+        """Add a point to the logged curves, and return new warnings that memory may run out.
 
         On rank 0, the scalars over all ranks are written once those of every rank have arrived. Nothing waits for the
-        device: sizes and identities of storages are known to the host.
+        device: the host knows the sizes and identities of storages.
 
         Args:
             stage: The stage that the point belongs to.
             step: The training step.
             model: The model, one of the owners of memory in the composition of the peak.
-            optimizers: The optimizers, owners as well.
-            batch: The batch, an owner as well, or None.
+            optimizers: The optimizers, which are owners, too.
+            batch: The batch, which is an owner, too, or None.
             epoch: The epoch of training; None outside of training.
-            datasets: The data sets of the loaders, which may be why host memory grows.
-            warms_up: Whether memory still grows to its usual size, which is then no reason for a warning.
+            datasets: The data sets of the loaders, a possible reason why host memory grows.
+            warms_up: Whether memory is still growing to its usual size, which is no reason for a warning.
         """
         host, warnings = self._host.look(epoch=epoch, datasets=datasets, warms_up=warms_up)
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
@@ -194,7 +194,7 @@ class MemoryRun:
         return warnings
 
     def _owned_by(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> Owned | None:
-        """Return the memory by owner; None if the device itself knows the composition of its peaks."""
+        """Return the memory of each owner; None if the device itself records the composition of its peaks."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
         owned = owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
@@ -204,7 +204,7 @@ class MemoryRun:
         return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
 
     def _step_scalars(self, step: int) -> dict[str, float]:
-        """Return the times and peaks of training steps from the last point to this step."""
+        """Return the times and peaks of the training steps since the last point."""
         n_steps, self.last_step = step - self.last_step, step
         elapsed = self._step_clock.lap_ms()
         peaks: dict[str, float] = {}
@@ -213,7 +213,7 @@ class MemoryRun:
         return peaks | {f"time/{phase}_ms": ms / n_steps for phase, ms in elapsed.items() if n_steps > 0}
 
     def last_scalars(self) -> dict[str, float]:
-        """Return the scalars of this rank for the time since the last point; empty if no stage is running."""
+        """Return this rank's scalars for the time since the last point; empty if no stage is running."""
         stage = self._stages.running if self._stages is not None else None
         if self._stages is None or stage is None:
             return {}
@@ -221,14 +221,14 @@ class MemoryRun:
         return device_scalars(stage, point, since=self._since) | composition_scalars(point)
 
     def write_arrived(self) -> None:
-        """Write the points for which the scalars of all ranks have arrived by now."""
+        """Write the points for which the scalars of all ranks have arrived."""
         self._posts.write_arrived()
 
     def summary(self, *, waits_for_ranks: bool, events: Iterable[str] = ()) -> MemorySummary:
-        """Stop measuring, write the points that are left, and return the summary of the call.
+        """Stop measuring, write the remaining points, and return a summary of the call.
 
-        With several ranks, the summary of rank 0 has the highest peaks of all ranks. If a rank's last figures do not
-        arrive within a few seconds (at once if not `waits_for_ranks`), those of its last point count.
+        With several ranks, rank 0's summary has the highest peaks of any rank. If a rank's final figures do not arrive
+        within a few seconds (at once if not `waits_for_ranks`), its last point is used. `events` are extra remarks.
         """
         self.close()
         by_rank = self._posts.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, latest=self._peak_sizes())
@@ -265,7 +265,7 @@ class MemoryRun:
 
 
 def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) -> list[str]:
-    """Return the highest peak as a sentence: what a reader of the console should see last."""
+    """Return the highest peak as a sentence, to be printed last; empty if no peak is known."""
     known = [(peak.reserved, stage) for stage, peak in peaks.items() if peak.reserved is not None]
     if not known:
         return []
@@ -275,7 +275,7 @@ def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) ->
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:
-    """Return the highest peaks of any rank; without the composition, which belongs to a single rank."""
+    """Return the highest peak of any rank for each stage, without compositions, which belong to single ranks."""
     merged: dict[Stage, StagePeak] = {}
     for stage in STAGES:
         known = [sizes[stage] for sizes in by_rank if sizes is not None and stage in sizes]

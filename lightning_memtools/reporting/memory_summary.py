@@ -12,13 +12,13 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
-    """Memory figures of one call of the Trainer, as tables and remarks.
+    """The memory figures of one call of the Trainer, as tables and remarks.
 
     Attributes:
         title: A line with the device, its capacity and the call.
         peaks: The highest peak of each stage; with several ranks, the highest of any rank.
-        capacity: The bytes of the device, if known.
-        remarks: Everything else, a line each.
+        capacity: The memory of the device in bytes; None if unknown.
+        remarks: All other information, one line per remark.
     """
 
     title: str
@@ -27,7 +27,7 @@ class MemorySummary:
     remarks: Sequence[str]
 
     def tables(self) -> list[Table]:
-        """Return a table of the stages in the order of a run, and one of the composition of the highest peak."""
+        """Return a table of the stages' peaks, and a table of the composition of the highest peak, each if known."""
         rows = [
             [stage, format_size(peak.allocated), format_size(peak.reserved), format_share(peak.reserved, self.capacity)]
             for stage in STAGES
@@ -43,6 +43,6 @@ class MemorySummary:
         return tables
 
     def markdown(self) -> str:
-        """Return the whole summary, for the report file and the loggers."""
+        """Return the whole summary as markdown, for the report file and the loggers."""
         remarks = "\n".join(f"- {line}" for line in self.remarks)
         return "\n\n".join([f"### {self.title}", *map(markdown_table, self.tables()), remarks]) + "\n"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class Neighbour:
-    """A callback that other callbacks of the Trainer talk to. Subclasses override what applies to them.
+    """Base class of callbacks that other callbacks of the Trainer interact with. Subclasses override what they need.
 
     Attributes:
         takes_part_in_trials: False for a callback that BatchSizeTuner's trials leave out. A callback that is not a
             Neighbour may have this attribute too.
-        is_in_trial: BatchSizeTuner sets it during a trial.
+        is_in_trial: True during a trial of BatchSizeTuner, which sets this attribute.
         max_splits: The largest number of parts into which the callback splits a batch that does not fit; 1 for none.
         memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" if nothing happened.
     """
@@ -24,4 +24,4 @@ class Neighbour:
         return ""
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Do not count allocation retries and out-of-memory errors of a trial."""
+        """Exclude the allocation retries and out-of-memory errors of a trial from the callback's counts."""

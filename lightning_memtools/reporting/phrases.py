@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 
 def counted(n: int, one: str, several: str) -> str:
-    """Return a number with its noun, such as "1 step" or "3 steps"."""
+    """Return a number with its noun in the singular or plural, such as "1 step" or "3 steps"."""
     return f"{n:,} {one if n == 1 else several}"
 
 
 def in_series(parts: Sequence[str]) -> str:
-    """Return the parts as one phrase: "a", "a and b" or "a, b and c"."""
+    """Join the parts into one phrase, such as "a", "a and b" or "a, b and c"."""
     return " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else "".join(parts)
 
 
 def first_of(found: Sequence[object], most: int = 3) -> str:
-    """Return the first texts and the number of the others, as in "a, b, c and 4 more"."""
+    """Join the first `most` items and count the others, as in "a, b, c and 4 more"."""
     shown = ", ".join(map(str, found[:most]))
     return shown if len(found) <= most else f"{shown} and {len(found) - most:,} more"

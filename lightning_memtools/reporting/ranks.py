@@ -55,14 +55,14 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _key_of(name: str, rank: int) -> str | None:
-    """Return a key for the store: the same on all ranks for the n-th call with a name. None without a store."""
+    """Return a key for the store, the same on all ranks for the n-th call with a name; None without a store."""
     with_store(lambda store: store.set(_PROCESS.format(rank), json.dumps([_process_table(), os.getpid()])))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
 
 
 def _process_table() -> str:
-    """Return a text that is the same for all processes of one machine and container, which share process ids."""
+    """Return a text that is the same for all processes that share process ids: those of one machine and container."""
     try:
         return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux
@@ -97,15 +97,15 @@ class _WaitingPoint:
 
 
 class RankPosts:
-    """The latest values of every rank, in the process group's store. No rank waits for another.
+    """Exchanges the latest values of all ranks through the process group's store. No rank waits for another.
 
-    With `add`, rank 0 merges and writes points of a curve once the parts of all ranks have arrived. A rank may be late,
-    have fewer batches, end early or fail. Its part is then left out, and a warning says so once.
+    With `add`, rank 0 merges and writes points of a curve once the parts of all ranks have arrived. If a rank is late,
+    has fewer batches, ends early or fails, its part is left out, with one warning.
 
-    Create it on every rank or on none, and equally often for each name.
+    Create an instance on every rank or on none, and for each name equally often on all ranks.
 
     Args:
-        name: The owner of the values, used in keys and in the warning.
+        name: The owner of the values, for the keys and the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,7 +120,7 @@ class RankPosts:
             self.rank, self.world_size = 0, 1
 
     def post(self, values: Mapping[str, Any]) -> None:
-        """Post values, which must be JSON values, under their labels. The oldest labels are dropped."""
+        """Post values by label for the other ranks to read; they must be JSON values. The oldest labels are dropped."""
         for label, value in values.items():
             self._values.pop(label, None)
             self._values[label] = value
@@ -131,7 +131,7 @@ class RankPosts:
             with_store(lambda store: store.set(f"{self._key}/{self.rank}", text))
 
     def read(self) -> list[PostedByRank]:
-        """Return what every rank has posted by now, in the order of ranks."""
+        """Return the values that each rank has posted so far, in the order of ranks."""
         return [self._read(rank) for rank in range(self.world_size)]
 
     def _read(self, rank: int) -> PostedByRank:
@@ -143,13 +143,13 @@ class RankPosts:
         return PostedByRank(**json.loads(text)) if text else PostedByRank({})
 
     def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], latest: Any = None) -> None:
-        """Add this rank's part of a point.
+        """Post this rank's part of a point, and write the points that are now complete.
 
         Args:
             label: The name of the point; the same on every rank.
             mine: This rank's part, a JSON value.
             write: Called on rank 0 with the parts in the order of ranks; None for a part that has not arrived.
-            latest: This rank's latest value for `finish`.
+            latest: This rank's latest value, which `finish` collects.
         """
         if self.world_size == 1:
             write([mine])
@@ -160,7 +160,7 @@ class RankPosts:
             self.write_arrived()
 
     def write_arrived(self) -> None:
-        """Write the points that are complete, and the oldest point if many newer ones wait behind it."""
+        """Write the points that are complete; also write the oldest one if many newer points wait behind it."""
         while self._waiting:
             posted = self.read()
             is_complete = all(self._waiting[0].label in theirs.values or theirs.has_ended for theirs in posted)
@@ -169,13 +169,13 @@ class RankPosts:
             self._write_first(posted)
 
     def finish(self, *, patience_s: float = PATIENCE_S, latest: Any = None) -> list[Any]:
-        """End the run. Rank 0 waits up to `patience_s` in all for late parts, and writes all points that are left.
+        """End the run. Rank 0 waits for late parts, up to `patience_s` in all, and writes all remaining points.
 
-        It does not wait if no point is left and no `latest` is given.
+        Rank 0 does not wait if no point remains and no `latest` is given.
 
         Returns:
-            The `latest` of each rank, in the order of ranks, None if it has not arrived; only this rank's own on
-            ranks above 0.
+            On rank 0, the `latest` of each rank, in the order of ranks, with None for those that have not arrived. On
+            other ranks, a list with their own `latest`.
         """
         self._has_ended = True
         self.post({} if latest is None else {_LATEST: latest})
@@ -223,13 +223,13 @@ GROUP_LIMIT = timedelta(minutes=30)
 
 
 class RankGather:
-    """Gathers small values of the host from all ranks, so that no GPU stream is waited for.
+    """Gathers small objects from all ranks through the host, so that no rank waits for a GPU stream.
 
-    Ranks do wait for each other's host code. Create it, and call its methods, on every rank or on none.
+    The ranks do wait for each other on the host. Create an instance, and call its methods, on every rank or on none.
 
     Args:
-        timeout: How long a rank waits for the others. A rank that does not answer in time is not waited for again. When
-            it comes later, it still finds the values of the others.
+        timeout: How long a rank waits for the others. A rank that does not answer in time is not waited for again, but
+            if it answers later, it still gets the values of the others.
     """
 
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
@@ -240,7 +240,7 @@ class RankGather:
         self._lost: set[int] = set()
 
     def objects(self, mine: Any) -> list[Any]:
-        """Return the objects of all ranks in the order of ranks, without those that are None."""
+        """Return the objects of all ranks, in the order of ranks, skipping ranks whose object is None."""
         received = (None if self._key is None else self._exchange(self._key, mine)) or {self.rank: mine}
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
@@ -252,7 +252,7 @@ class RankGather:
         self._key = None
 
     def _exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Return the objects of the ranks that answer in time; {} if the store is gone."""
+        """Return the objects, by rank, of the ranks that answer in time; {} if the store is gone."""
         n, self._n_calls = self._n_calls, self._n_calls + 1
         keys = {rank: f"{key}/{n}/{rank}" for rank in range(self.world_size)}
         if with_store(lambda store: store.set(keys[self.rank], pickle.dumps(mine)) or True) is None:
@@ -284,7 +284,7 @@ class RankGather:
 
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, with several ranks, make each collective raise `error(name)`."""
+    """Inside, with several ranks, make each collective raise the exception `error(name)`."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         yield
         return
@@ -304,5 +304,5 @@ def _has_key(key: str, store: Any) -> bool:
 
 
 def _value_of(key: str, store: Any) -> bytes:
-    """Return the value of a key; b"" if it is not there, because `get` would wait for it."""
+    """Return the value of a key; b"" if the store lacks the key, for which `get` would wait."""
     return store.get(key) if store.check([key]) else b""

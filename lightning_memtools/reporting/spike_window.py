@@ -25,19 +25,19 @@ class Spike:
 
 
 class SpikeWindow:
-    """Judges each value by those before it.
+    """Decides whether each value is a spike, by comparing it with the values before it.
 
-    On a logarithmic scale, a value is a spike if its distance from the window's median is more than `sensitivity` times
-    the distance of the 95% quantile: losses and gradient norms vary by factors. With normal noise, 4 means 6.6 standard
-    deviations. With heavy tails that scale is wide, so 3 * `sensitivity` times the distance on a linear scale counts
-    too. If the window holds a value of 0 or below, the scale is linear. Every value joins the window, so that a lasting
-    new level is accepted once it fills 5% of it.
+    A value is a spike if its distance from the window's median exceeds `sensitivity` times the distance of the 95%
+    quantile, on a log scale, because losses and gradient norms vary by factors. With normal noise, 4 means 6.6 standard
+    deviations. With heavy tails this limit is high; a lower limit of 3 * `sensitivity` times the distance on a linear
+    scale then applies. If the window has a value of 0 or below, the scale is linear. Every value joins the window, so a
+    new level is accepted once it fills 5% of the window.
 
     Args:
-        size: The number of recent values.
-        warm_up: The number of values before the first one is judged.
-        sensitivity: See above.
-        least_ratio: A spike is above the median by at least (`least_ratio` - 1) times the median.
+        size: The number of recent values to compare with.
+        warm_up: The number of values to collect before the first comparison.
+        sensitivity: The factor that is described above.
+        least_ratio: A spike exceeds the median by at least (`least_ratio` - 1) times the median.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SpikeWindow:
         self._sorted: list[float] = []
 
     def judge(self, value: float) -> Spike | None:
-        """Return a Spike if the value is one, and add the value to the window. NaN and Inf are ignored."""
+        """Return a Spike if the value is a spike, or None, and add the value to the window. NaN and Inf are ignored."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value) if len(self._sorted) >= self._warm_up else None

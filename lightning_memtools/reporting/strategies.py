@@ -56,13 +56,13 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
 
 
 def strategy_family(strategy: type) -> StrategyFamily:
-    """Return the family of a strategy's class, by the names of the class and of its ancestors."""
+    """Return the family of a strategy class, by the names of the class and its base classes."""
     names = [ancestor.__name__ for ancestor in strategy.__mro__]
     return next((family for family in _KNOWN if any(family in name for name in names)), "unknown")
 
 
 def why_unsupported(callback: str, strategy: type) -> str | None:
-    """Return the reason why a callback does not work, or works less, under a strategy; None if it works.
+    """Return the reason why a callback does not work fully under a strategy; None if it does.
 
     Args:
         callback: The name of the callback's class.

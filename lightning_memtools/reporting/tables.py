@@ -14,13 +14,13 @@ import rich.text
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Column heads and rows of text.
+    """A table of texts, with column heads and rows.
 
     Attributes:
-        heads: One text per column.
-        rows: One text per column in each row.
-        align: One letter per column, "l" for left and "r" for right. Empty: the first column is left-aligned, and the
-            others are figures and right-aligned.
+        heads: The title of each column.
+        rows: The rows, each with one text per column.
+        align: One letter per column, "l" for left and "r" for right. If empty, the first column is left-aligned, and
+            the others are right-aligned, as figures are.
     """
 
     heads: Sequence[str]
@@ -28,18 +28,18 @@ class Table:
     align: str = ""
 
     def alignment(self) -> str:
-        """Return one letter per column."""
+        """Return the alignment of each column as one letter, "l" or "r"."""
         return self.align or "l" + "r" * (len(self.heads) - 1)
 
 
 def markdown_table(table: Table) -> str:
-    """Return the table as GitHub-flavoured markdown, which TensorBoard renders too."""
+    """Return the table as GitHub-flavored markdown, which TensorBoard renders, too."""
     rule = ["---:" if letter == "r" else "---" for letter in table.alignment()]
     return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in (table.heads, rule, *table.rows))
 
 
 def console_table(table: Table) -> rich.table.Table:
-    """Return the table for a terminal."""
+    """Return the table in the form that Rich prints on a terminal."""
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for head, letter in zip(table.heads, table.alignment(), strict=True):
         # Narrow terminals wrap the name of a module; the end of it must not be missing.
@@ -58,7 +58,7 @@ def _escaped(cells: Sequence[str]) -> list[str]:
 
 
 def _without_markup(cell: str) -> str:
-    """Return a cell with escaped markup, so that its text shows as it is. Text in backticks needs no escapes."""
+    """Escape the markdown in a cell, so that its text shows unchanged. Text in backticks needs no escapes."""
     parts = cell.split("`")
     if len(parts) % 2 == 0:  # a backtick without a partner
         return _SPECIAL.sub(_as_text, cell).replace("`", "\\`")
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def shown_as(text: Callable[[T], str]) -> Callable[[T], str]:
-    """Return a `_repr_html_` method for a class; the function returns an object's text in markdown."""
+    """Return a `_repr_html_` method for a class; `text` returns the markdown text of an instance."""
 
     def html(result: T) -> str:
         from markdown_it import MarkdownIt  # noqa: PLC0415, only a notebook needs it

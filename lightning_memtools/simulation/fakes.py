@@ -50,12 +50,12 @@ MakeTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorExchange:
-    """Makes one stand-in of the same size for each tensor; the stand-ins of tensors that share memory share it too.
+    """Makes one stand-in of the same size for each tensor. Stand-ins of tensors that share memory share memory too.
 
     The stand-ins are ordinary new tensors: under a FakeTensorMode they are fakes, which take no memory.
 
     Args:
-        dtype: The type of the stand-ins of floating-point tensors; None to keep each tensor's own.
+        dtype: The dtype for stand-ins of floating-point tensors; None to keep each tensor's own.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -80,7 +80,7 @@ class TensorExchange:
         return made
 
     def forget_memory(self) -> None:
-        """Forget the memory of the stand-ins, so that those of tensors that come later share none of it."""
+        """Forget the storages of all stand-ins made so far, so that later stand-ins do not share memory with them."""
         self._bases.clear()
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,9 +122,9 @@ class TensorExchange:
 
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
-    """Replace all tensors that the roots hold with stand-ins, and restore everything afterwards.
+    """Within this context, replace all tensors reachable from `roots` with stand-ins. Restore everything on exit.
 
-    The search leaves out closures other than those of modules' hooks, objects that only have ``__slots__``, and
+    The search skips closures other than those of modules' hooks, objects that only have ``__slots__``, and
     optimizers (see `copy_optimizer`).
     """
     with ExitStack() as undo:
@@ -135,12 +135,12 @@ def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
 def copy_optimizer(
     optimizer: Optimizer, exchange: Callable[[torch.Tensor], torch.Tensor | None], *, with_state: bool
 ) -> Optimizer:
-    """Return an optimizer of the same class and settings over other tensors; the given one is not touched.
+    """Return a copy of an optimizer, with the same class and settings, that has other tensors as parameters.
 
     Args:
-        optimizer: The optimizer. Its constructor is not called: it may have arguments of its own.
-        exchange: Returns the tensor that replaces one of the optimizer's tensors; None to leave that one out.
-        with_state: Exchange its state too. Otherwise the copy has no state, as before its first step.
+        optimizer: The optimizer, which is not changed. Its constructor, whose arguments are unknown, is not called.
+        exchange: Returns the tensor that replaces one of the optimizer's tensors, or None to leave that one out.
+        with_state: Copy the state as well, with its tensors replaced. Otherwise the copy has no state, as if new.
     """
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
@@ -159,7 +159,7 @@ def copy_optimizer(
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether this is a DTensor, of which a rank has a part: its stand-in is the whole."""
+    """Return whether a tensor is a DTensor. A rank holds only a part of it, but its stand-in has the full size."""
     return hasattr(tensor, "to_local")
 
 
@@ -192,7 +192,7 @@ def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -
 
 
 def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
-    """Exchange the tensors in a container, and return its old content, which `undo` restores."""
+    """Replace the tensors in a container, and return its old content. `undo` will restore the content."""
     content = container.copy()
     if isinstance(container, dict):
         undo.callback(container.update, content)
@@ -214,7 +214,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
-    """Have `undo` restore a random generator, or clear a cached function to which results were added."""
+    """Make `undo` restore `thing` if it is a random generator, or clear a cached function that has new results."""
     if not _has_state(type(thing)):  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
         return
     if not isinstance(thing, CachedFunction):
@@ -235,14 +235,14 @@ def _has_state(kind: type) -> bool:
 
 
 def _containers_of_class(kind: type) -> list[Any]:
-    """Return the containers that are attributes of a module's class or its bases, without those of libraries."""
+    """Return the containers that are attributes of a module's class or its bases, except bases from libraries."""
     mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
     values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
     return [value for value in values if isinstance(value, _CONTAINERS)]
 
 
 def _container(thing: Any) -> Any:
-    """Return the container of an object's references: its attributes, or itself if it is a container; else None."""
+    """Return where an object holds references: `thing` itself if it is a container, or its `__dict__`, or None."""
     if isinstance(thing, _CONTAINERS):
         return thing
     if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or _is_around_the_model(

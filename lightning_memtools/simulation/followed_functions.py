@@ -29,11 +29,11 @@ _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.
 
 
 def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements, which read known values, of torch's functions that read fake tensors without an operator.
+    """Return replacements for functions, such as `Tensor.tolist`, that read a fake tensor's values without an operator.
 
     Args:
-        values: The known values.
-        replaced: The replacements of functions that exist already.
+        values: The values of fake tensors, as far as they are known.
+        replaced: Existing replacements of functions, which the new ones call.
     """
 
     def reader(original: Any, read: Any) -> Callable[..., Any]:
@@ -48,10 +48,10 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
 
 
 class FollowedValues(TorchFunctionMode):
-    """Follows known values on a CUDA device that computes nothing, function by function.
+    """Tracks tensor values in host memory for a CUDA device that computes nothing, one torch function at a time.
 
-    A dispatch mode would see more, but torch takes other paths under one and allocates otherwise: it no longer adds
-    gradients up in place, for example. A function that reads no values runs as it is.
+    A dispatch mode would see more, but under one torch takes other code paths and allocates differently: for example,
+    it no longer accumulates gradients in place. A function that reads no values runs as it is.
     """
 
     def __init__(self, values: KnownValues) -> None:
@@ -78,7 +78,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note the known values of a function's result, and forget those of tensors that it wrote with unknown ones."""
+        """Note the values of a function's result if known. If it wrote unknown values, forget those they replaced."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")
@@ -87,7 +87,7 @@ class FollowedValues(TorchFunctionMode):
 
 
 class AssumedFloat(float):
-    """A number that nobody computed. Printing and summing it is harmless, as most scripts do with their loss.
+    """A number that was assumed, not computed. Most scripts only print or sum up their loss, which is harmless.
 
     A comparison is listed as an assumption, because what the script does next depends on the number.
     """
@@ -139,11 +139,11 @@ _computes_nothing = cache(computes_nothing)
 
 
 class _PackedSequences(torch.autograd.Function):
-    """Packs sequences as torch does (PackedSequence.cpp), by lengths that are known."""
+    """Packs padded sequences as torch does (PackedSequence.cpp), given the number of sequences at each time step."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
-        """Return the rows of all time steps, one below the other."""
+        """Return the rows of all time steps, concatenated, without padding."""
         ctx.shape, ctx.sizes, ctx.batch_first = source.shape, sizes, batch_first
         steps = source.transpose(0, 1) if batch_first else source
         parts = [
@@ -153,7 +153,7 @@ class _PackedSequences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Put each row's gradient where the row was."""
+        """Return the gradient of the padded input: each row's gradient in its original place, and zeros elsewhere."""
         (gradient,) = gradients
         shape = [ctx.shape[1], ctx.shape[0], *ctx.shape[2:]] if ctx.batch_first else ctx.shape
         out = gradient.new_zeros(shape)
@@ -165,7 +165,7 @@ class _PackedSequences(torch.autograd.Function):
 
 
 def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield first step, end and number of sequences of each run of time steps with equally many sequences."""
+    """For each run of time steps with the same number of sequences, yield the first step, the end and that number."""
     first = 0
     for size, run in groupby(sizes):
         last = first + len(list(run))
@@ -198,17 +198,17 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run a recurrent function; for a packed sequence, with the known values of its batch sizes."""
+    """Run a recurrent function. For a packed sequence, replace its batch sizes by a tensor that holds real values."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 
 
 def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements of torch's functions for packed sequences. They read lengths from the known values.
+    """Return replacements of torch's functions for packed sequences, which read the lengths from `values`.
 
     Args:
-        values: The known values.
-        replaced: The replacements of torch's recurrent functions, which are called instead of these.
+        values: The values of tensors whose memory holds none, as far as they are known.
+        replaced: Existing replacements of torch's recurrent functions, to call instead of the originals.
     """
     readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

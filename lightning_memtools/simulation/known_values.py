@@ -49,7 +49,7 @@ _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
 class _Twin(NamedTuple):
-    """The values of a storage, and whether anything in them was assumed."""
+    """The values of a storage, kept in host memory, and whether any of them were assumed."""
 
     of: Any
     values: torch.UntypedStorage
@@ -57,13 +57,13 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of an operator or of a function of torch.
+    """A call of a torch operator or function, to be repeated on known values in host memory if possible.
 
     Attributes:
-        name: Its name without a namespace: "index", or "__getitem__" of a function.
+        name: The name without a namespace, such as "index" of an operator, or "__getitem__" of a function.
         holds_nothing: Returns True for a tensor whose memory holds no values.
-        written: The tensors that it writes to.
-        is_followed: True if it can be computed in host memory: it is not random, and writes to no tensor of the user's.
+        written: The tensors that the call writes to.
+        is_followed: True if the call can be repeated: it is not random, and does not write to the user's own tensors.
     """
 
     name: str
@@ -76,10 +76,10 @@ class FollowedCall(NamedTuple):
 
 
 class KnownValues:
-    """The known values of tensors, by their storages: all views of a storage share them.
+    """Keeps, in host memory, known values of tensors whose own memory holds none. All views of a storage share them.
 
     Attributes:
-        assumed: The assumptions about values that a step has read and that are not known, each with its line, once.
+        assumed: The assumptions made about unknown values that a step has read, each with its line of code, once.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class KnownValues:
         self._twins: dict[int | None, _Twin] = {}
 
     def note(self, tensor: Tensor, original: Tensor) -> None:
-        """Note that a tensor has the values of another, if these can be read."""
+        """Note that a tensor has the same values as `original`, if those are known."""
         values = self.of(original)
         if values is None or is_too_large(tensor):
             return
@@ -96,7 +96,7 @@ class KnownValues:
             self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=is_assumed)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor's values, in host memory: itself if it holds them; None if they are not known."""
+        """Return a tensor in host memory with the values of `tensor`, or `tensor` itself; None if they are unknown."""
         if isinstance(tensor, FakeTensor):
             if tensor.constant is not None:
                 return tensor.constant
@@ -111,7 +111,7 @@ class KnownValues:
             )
 
     def of_all(self, tensors: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the values of tensors; None if those of any tensor are not known."""
+        """Return the values of all these tensors; None if the values of any tensor are not known."""
         known: list[Tensor] = []
         for tensor in tensors:
             values = self.of(tensor)
@@ -126,7 +126,7 @@ class KnownValues:
         return twin is not None and twin.is_assumed
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator whose result depends on values; NotImplemented for any other."""
+        """Return the result of an operator that has to read tensor values; NotImplemented for any other."""
         name = name_of(func)
         rule = RULES.get(name)
         if rule is None or rule.answer is None:
@@ -135,7 +135,7 @@ class KnownValues:
         return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Apply an operator, which has run on tensors, to their known values."""
+        """Repeat on known values an operator's call that returned `out`, and note the values of its results."""
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
@@ -149,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Apply a call, which has run on tensors, to their known values."""
+        """Repeat on known values a call that returned `out`, and note the values of its results."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None
@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Note the values of a call's result that are known, or assumed, although those of its arguments are not."""
+        """Note a result's values if they are known or assumed without the arguments' values, as for `zeros_like`."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
@@ -195,7 +195,7 @@ class KnownValues:
         self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor's values in host memory; if they are not known, ones, which `assumed` lists."""
+        """Return a copy of a tensor's values in host memory. Unknown values are 1, which is listed in `assumed`."""
         known = self.of(tensor)
         with without_dispatch_modes(), torch.no_grad():
             values = torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
@@ -213,7 +213,7 @@ class KnownValues:
                 yield index
 
     def places(self, mask: Tensor) -> Tensor:
-        """Return the indices that a mask selects, one row each, on the mask's device."""
+        """Return the positions that a mask selects, one per row, as a tensor on the mask's device."""
         known = self.of(mask)
         if known is None:
             self.assume("a mask that is not known selects everything")
@@ -319,9 +319,9 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call whose shape depends on values; `stand_in` makes values that are not known.
+    """Return the result of a call whose output shape depends on values. `stand_in` makes up unknown values.
 
-    `what` is listed as the assumption, unless it is empty.
+    `what` describes the assumption to list; if it is empty, none is listed.
     """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
@@ -344,7 +344,7 @@ def _counted(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
-    """Repeat by known numbers: torch gets the number of rows of the result, which it would otherwise read."""
+    """Run `repeat_interleave` with a known number of output rows, which torch would otherwise have to read."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
         return _shaped(_ones, "each row is repeated once", values, call)
@@ -356,7 +356,7 @@ def _repeated(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
-    """Return the loss of each sequence, and the table that grows with the longest target (cuda/LossCTC.cu)."""
+    """Return the loss of each sequence, and the log-alpha table, sized by the longest target (cuda/LossCTC.cu)."""
     log_probs, lengths = call.args[0], call.args[3]
     known = values.read(lengths) if isinstance(lengths, Tensor) else lengths
     with without_dispatch_modes():
@@ -371,7 +371,7 @@ def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return what `lstsq` returns with gels, its only driver on CUDA: rank and singular values are empty."""
+    """Return what `lstsq` returns with "gels", its only driver on CUDA: rank and singular values are empty."""
     left, right = call.args[:2]
     if not isinstance(left, FakeTensor):  # PyTorch's own code runs
         return NotImplemented
@@ -405,7 +405,7 @@ def _apart(boxes: Tensor) -> Tensor:
 
 
 def _compared(name: str, values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess a comparison of floats: they are finite, and a single number is 1."""
+    """Guess the result of comparing floats: assume that all are finite, and that a single unknown number is 1."""
     if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return None
     first, second = args[:2]
@@ -429,7 +429,7 @@ def _in_order(at: int, _values: KnownValues, args: Any, out: Tensor) -> Any:
 
 
 def _below(bound: Callable[[Any], Any], _values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess that a single random number is just below its bound: `int(uniform(0, n))` then chooses one of n things."""
+    """Guess a single random number to be just below its bound, so that `int(uniform(0, n))` is a valid index."""
     if out.numel() != 1:
         return None
     return bound(args) - (torch.finfo(out.dtype).eps * abs(bound(args)) if out.is_floating_point() else 1)
@@ -440,13 +440,13 @@ def _source(values: KnownValues, args: Any, _out: Tensor) -> Any:
 
 
 class Rule(NamedTuple):
-    """The rule for an operator or a function.
+    """Defines how to run an operator or function without tensor values, or which values its result has.
 
     Attributes:
         answer: Returns the result of a call in place of the operator; NotImplemented if the call needs no values.
-        result: Returns the values of a call's result if those of its arguments are not known; None if nothing is known.
+        result: Returns the result's values when those of the arguments are unknown; None if they are unknown too.
         is_guess: True if `result` assumes something.
-        of_second: True if `result` returns the values of the call's second result.
+        of_second: True if `result` is about the second output of the call.
     """
 
     answer: Callable[[KnownValues, FollowedCall], Any] | None = None
@@ -509,7 +509,7 @@ FACTORIES = {
 
 @cache
 def name_of(func: Any) -> str:
-    """Return the name of an operator or a function without its namespace; "internal" stands for underscores."""
+    """Return the name of an operator or function without its namespace. An operator "_x" becomes "internal x"."""
     if not isinstance(func, OpOverload):
         return str(func.__name__)
     name: str = operator_schema(func).name.rpartition("::")[2]
@@ -522,7 +522,7 @@ _UNDEFINED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty
 
 @cache
 def _kind_of(func: Any) -> tuple[bool, bool, tuple[tuple[int, str], ...]]:
-    """Return whether an operator makes views, whether its values cannot be followed, and which arguments it writes."""
+    """Return whether an operator makes views, whether its result is random or unset, and which arguments it writes."""
     if not isinstance(func, OpOverload):
         return False, True, ()
     schema = operator_schema(func)
@@ -540,7 +540,7 @@ _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}  # functions; th
 
 
 def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
-    """Return the result of a call, computed on values in host memory; None if that fails, as without a kernel."""
+    """Compute a call on values in host memory, and return the result; None if it fails, as without a CPU kernel."""
     given = iter(values)
     with without_dispatch_modes(), torch.no_grad():
         if getattr(func, "__name__", "") in _MOVES:
@@ -556,12 +556,12 @@ def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
 
 
 def is_too_large(tensor: Tensor) -> bool:
-    """Return whether a tensor is so large that its values are not followed."""
+    """Return whether a tensor is so large that its values are not tracked."""
     return tensor.numel() > (_MOST_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MOST_INTEGERS)
 
 
 def _covers_storage(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor fill its storage, each in a place of its own."""
+    """Return whether the elements of a tensor fill its storage completely, without sharing places."""
     is_expanded = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return not is_expanded and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
@@ -586,9 +586,9 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Within, follow the values of a step's tensors, and hide fakes from transformers' `is_tracing`.
+    """Within this context, track the values of a step's tensors, and hide fake tensors from transformers' `is_tracing`.
 
-    If that finds fakes, transformers makes attention masks without reading values.
+    If `is_tracing` finds fake tensors, transformers creates attention masks without reading values.
     """
     around = _VALUES.get()
     if around is not None:
@@ -608,7 +608,7 @@ def values_known() -> Iterator[KnownValues]:
 
 
 def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make `as_subclass` leave fake tensors as they are: an Image of torchvision is then a plain tensor."""
+    """Make `as_subclass` return fake tensors unchanged, so that for instance a torchvision Image stays plain."""
     return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
 
 

@@ -20,7 +20,7 @@ WORKSPACE = len(Category)
 
 @dataclass(slots=True)
 class Allocation:
-    """One block, from its allocation until it is freed. Events are numbered from 0.
+    """One block, from its allocation until it is freed. Events (allocations and frees) are numbered from 0.
 
     Attributes:
         size: Its size in bytes, as the allocator rounds it.
@@ -47,7 +47,7 @@ class Allocation:
     died: int | None = None
 
     def lives_at(self, event: int) -> bool:
-        """Return whether it is allocated right after an event."""
+        """Return whether the block is allocated right after an event."""
         return self.born <= event and (self.died is None or self.died > event)
 
 
@@ -61,7 +61,7 @@ class AllocationRecorder(DeviceListener):
         allocations: All allocations, by their number in the allocator.
         allocated: Bytes allocated after each event.
         marks: The first event of each phase: (event, step, phase).
-        lines: The lines that made the optimizers, to be entered while the device is.
+        lines: Notes which line of code made each optimizer. A context manager, to be entered together with the device.
         stop_at: The file whose first frame ends the search for the line that asked for memory.
     """
 
@@ -80,7 +80,7 @@ class AllocationRecorder(DeviceListener):
 
     @property
     def peak(self) -> int:
-        """The first event after which most is allocated."""
+        """The first event after which the allocated memory is at its maximum."""
         return max(range(len(self.allocated)), key=self.allocated.__getitem__, default=0)
 
     def begin(self, phase: str, step: int | None = None) -> None:
@@ -96,7 +96,7 @@ class AllocationRecorder(DeviceListener):
         self.operation = operator
 
     def on_module(self, place: str) -> None:
-        """Record that another module begins to run: the operators that follow are its own."""
+        """Record that another module begins to run, to which the operators that follow belong."""
         number = autograd_sequence_number()
         if self._numbers and self._numbers[-1] == number:
             self._places[-1] = place
@@ -135,7 +135,7 @@ class AllocationRecorder(DeviceListener):
         self.allocated.append(self._allocator.allocated)
 
     def finish(self, device: VirtualDevice) -> None:
-        """Record the category and module of all memory that is still allocated, and end the device's accounting."""
+        """Record the category and module of all memory that is still allocated, and stop the device's tracking."""
         for entry in device.freeze():
             allocation = self.allocations[entry.block.id]
             allocation.kind, allocation.module = entry.category, entry.module
@@ -147,7 +147,7 @@ class AllocationRecorder(DeviceListener):
 
 
 def is_passing(allocation: Allocation) -> bool:
-    """Return whether an allocation is temporary: a gradient within backward, or a temporary of clipping or a step."""
+    """Return whether an allocation is temporary: a gradient in backward, or scratch memory of the optimizer."""
     if allocation.kind == Category.ACTIVATION:
         return allocation.module == BACKWARD or allocation.phase in {"clip", "optimizer"}
     # State that the step keeps has been charged to the module of its parameter by the end of the trace.

@@ -55,14 +55,14 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Makes the results of calls whose shapes are known from an equal call. Enter it directly in a FakeTensorMode.
+    """Makes fake results from the cached shapes of an equal earlier call. Enter it directly within a FakeTensorMode.
 
-    Operators that change their first argument return it. Those that change others or depend on values go to the
-    FakeTensorMode as usual.
+    An operator that changes its first argument returns that argument. An operator that changes other arguments or
+    depends on values is left to the FakeTensorMode.
 
     Args:
-        fake_mode: The mode that is active.
-        values: The known values of the step, which are followed; None to follow none.
+        fake_mode: The FakeTensorMode that is active.
+        values: The known values of tensors, kept up to date by each call; None to track no values.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, values: KnownValues | None = None) -> None:
@@ -94,7 +94,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator; NotImplemented if the FakeTensorMode has to run it.
 
-        A mode above this one can call it instead of the operator, which saves a way through torch's dispatcher.
+        A mode entered after this one can call this instead of the operator, to save a pass through torch's dispatcher.
         """
         if args and not kwargs and (number := self._of_number(func, *args)) is not None:
             return number
@@ -118,10 +118,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return an operator's result; images of one pixel from an elementwise operator get contiguous strides.
+        """Return an operator's result, but give one-pixel images from an elementwise operator contiguous strides.
 
-        Kernels lay them out like this (TensorIterator.cpp), in either memory format. With other strides, operators that
-        enlarge these images would seem to be in channels last.
+        Real kernels do so (TensorIterator.cpp) in either memory format. With other strides, operators that enlarge
+        such images would seem to work in channels-last format.
         """
         if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
             return out
@@ -136,10 +136,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return found[0] if is_one else tuple(found)
 
     def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
-        """Return the result of an operator on one number whose value is known; None for any other operator.
+        """Return the result of an operator on a scalar tensor whose value is known; None in any other case.
 
-        Optimizers count their steps in such numbers, one for each parameter: in many a step these would take more time
-        than all the rest.
+        Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
+        often take more time than the rest of the step.
         """
         if func is LIFT_FRESH:
             is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
@@ -178,7 +178,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a key of all that an operator's result depends on; None if the result may depend on more."""
+    """Return a cache key of everything that an operator's result depends on; None if it may depend on more."""
     found: list[Any] = [func, torch.get_default_dtype()]
     if not all(_note(one, found) for one in args):
         return None
@@ -203,9 +203,9 @@ def _is_view(func: Any) -> bool:
 
 @cache
 def _is_repeatable(func: Any) -> bool:
-    """Return whether an operator returns new tensors only, or changes its first argument only and returns that.
+    """Return whether an operator either returns only new tensors, or only changes its first argument and returns it.
 
-    Their shapes follow from those of its arguments.
+    The shapes of the results must also follow from the shapes of the arguments.
     """
     if not isinstance(func, OpOverload) or func.namespace != "aten" or not _BY_VALUE.isdisjoint(func.tags):
         return False
@@ -219,7 +219,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def _note(value: Any, found: list[Any]) -> bool:
-    """Append to a key all properties of an argument that a result may depend on; return False if there may be more."""
+    """Append to `found` all properties of an argument that affect a result; return False if others might, too."""
     kind = type(value)
     if kind is FakeTensor:
         found += (value.shape, value.stride(), value.dtype, value.fake_device)
@@ -232,7 +232,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Return a description of a result; None unless each tensor is new and dense, or is the first argument."""
+    """Describe a result so that it can be made again; None unless its tensors are new and dense, or it is args[0]."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)
@@ -248,7 +248,7 @@ def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known
 
 
 def _is_dense(one: Tensor) -> bool:
-    """Return whether a tensor is what `torch.empty_strided` makes of its shape and strides."""
+    """Return whether `torch.empty_strided` would create the same tensor from its shape and strides."""
     if one.layout is not torch.strided or one.storage_offset() or one.is_conj() or one.is_neg():
         return False
     return one.untyped_storage().nbytes() == span(one) * one.element_size()

@@ -25,15 +25,15 @@ class _NoUpdateError(BaseException):
 class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
-    Nothing is logged. The batches are on the device already, and no hook moves or changes them again. The Trainer that
-    the step sees has the counters and settings that are given as facts. Everything else it has from the run's Trainer:
-    metrics, data module, callbacks (whose hooks are not called).
+    Nothing is logged. The batches are already on the device, so no batch-transfer hooks run. The step sees a Trainer
+    with the counters and settings in `facts`, which takes everything else from the run's Trainer: metrics, data module
+    and callbacks (whose hooks are not called).
 
     Args:
         module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
         original: The Trainer of the run; None for a step from a file.
-        facts: The values of the Trainer's attributes, by name.
-        optimizers: The optimizers; None to configure them.
+        facts: Values for attributes of the Trainer, by name.
+        optimizers: The optimizers; None to call `configure_optimizers`.
         schedulers: Lightning's configurations of the schedulers.
         accumulate: The number that losses are divided by.
         scale: The number that the gradient scaler multiplies losses by; None without one.
@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to a module that had no Trainer before and whose optimizers were configured here."""
+        """Undo the changes to a module that had no Trainer before, with optimizers from `configure_optimizers`."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():
@@ -139,7 +139,7 @@ def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> 
 
 
 class _ReplayHooks(Callback):
-    """Reports losses, and leaves a step before its update."""
+    """Reports each loss, and raises just before an optimizer's update, to end the step or skip the update."""
 
     def __init__(self, on_loss: Callable[[Tensor], None], before_update: Callable[[], bool]) -> None:
         self._on_loss, self._before_update = on_loss, before_update
@@ -152,7 +152,7 @@ class _ReplayHooks(Callback):
 
 
 class _SilentCallback:
-    """Shows a callback of the run to the user's code in a replay; Lightning calls none of its hooks."""
+    """Stands in for a callback of the run in a replay: the user's code can read it, but none of its hooks run."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -166,5 +166,5 @@ class _SilentCallback:
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:
-    """Return the batch unchanged: its hooks have run already."""
+    """Return the batch unchanged, because the hooks that change it have run already."""
     return batch

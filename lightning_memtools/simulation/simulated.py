@@ -34,10 +34,10 @@ aten = torch.ops.aten
 
 
 def _clone(call: Call) -> Any:
-    """Return a clone of a sparse tensor with as many values; FakeTensorMode's clone has none.
+    """Return a clone of a sparse tensor that keeps the number of values; FakeTensorMode's own clone has none.
 
-    Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
-    clones it.
+    Autograd stores a new sparse gradient without a copy if nothing else refers to it. For a fake tensor autograd
+    cannot tell and calls clone; this clone then copies nothing.
     """
     source = call.args[0]
     if source.layout is not torch.sparse_coo:
@@ -51,9 +51,9 @@ def _clone(call: Call) -> Any:
 
 
 def _skip(call: Call) -> Any:
-    """Skip an in-place operator on lists, which makes no tensor: this halves the time of a fake optimizer's step.
+    """Skip an in-place foreach operator, which makes no tensor: this halves the time of a fake optimizer's step.
 
-    Counts of steps are fake tensors that have values, by which optimizers divide.
+    Step counters are not skipped: they are fake tensors with values, by which optimizers divide.
     """
     tensors = call.args[0]
     is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
@@ -74,15 +74,15 @@ _FAKE_RULES: dict[Any, Rule] = {
 
 @contextmanager
 def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
-    """Within, make a module's tensors fakes on a virtual device; afterwards restore all that its steps changed.
+    """Within this context, make a module's tensors fakes on a virtual device; on exit, undo what its steps changed.
 
-    A model that FSDP 2 shards is whole within.
+    A model that FSDP 2 shards is unsharded within the context.
 
     Args:
         model: The module; it is put on the device.
         device: The device. A device that is active already is suspended meanwhile.
         exchange: Makes the fakes.
-        cuda: Whether operators allocate what CUDA's kernels allocate, not the CPU's. The device is then ``cuda_like``.
+        cuda: True to allocate what CUDA kernels allocate (the device must be ``cuda_like``); False for CPU kernels.
     """
     active = VirtualDevice.current()
     with ExitStack() as stack:
@@ -113,7 +113,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
 
 
 def _skip_checks(model: nn.Module) -> None:
-    """Switch off torchmetrics' checks, which read values, and SyncBatchNorm's exchange. `borrowed` restores both."""
+    """Disable torchmetrics' checks, which read values, and SyncBatchNorm's communication. `borrowed` restores both."""
     for part in model.modules():
         if vars(part).get("validate_args") is True:
             vars(part)["validate_args"] = False

@@ -51,12 +51,12 @@ class Recipe:
     """Settings of the Trainer whose loops run the steps.
 
     Attributes:
-        stage: train, or a stage without gradients.
-        precision: The precision, by Lightning's name or as a plugin; None for that of the Trainer that a step is taken
-            from.
+        stage: "train", or a stage without gradients: "val", "test" or "predict".
+        precision: The precision, by Lightning's name or as a plugin; None to use the precision of the Trainer whose
+            step is repeated.
         steps: The number of optimizer steps; in a stage without gradients, the number of batches.
         accumulate: The number of batches per optimizer step.
-        clip: Gradients are clipped to this norm; None for no clipping.
+        clip: The norm to which gradients are clipped; None for no clipping.
     """
 
     stage: Stage = "train"
@@ -67,7 +67,7 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of parameters and floating-point inputs; None to leave them as they are."""
+        """The dtype of parameters and floating-point inputs; None to leave them as they are."""
         return _TRUE_PRECISIONS.get(self.precision)
 
 
@@ -90,13 +90,13 @@ class StepListener:
 
 
 class StepRunner:
-    """Runs the steps of one module in the loops of a Lightning Trainer that is made for it.
+    """Runs the steps of one module in the loops of a Lightning Trainer that is created for the purpose.
 
     The module's attributes change: the caller restores them (see `fakes.borrowed`). `prepare_data`, `setup` and hooks
     at the end of an epoch or a fit do not run.
 
     Args:
-        module: A LightningModule, or any module with ``step``.
+        module: A LightningModule, or any other module if `step` is given.
         recipe: The settings of the Trainer.
         listener: Provides the batches, and is called when a phase begins.
         device: The device, or its type: "cuda" for PyTorch's CUDA code, "cpu" for fake tensors.
@@ -104,9 +104,9 @@ class StepRunner:
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
             this is None.
         trainer: The Trainer of a run whose step is repeated. Counters, precision, clipping and the data module are
-            copied from it, and so are attributes that this Trainer does not have.
-        callbacks: Callbacks of the Trainer.
-        replay: For the replay of a saved step: the values of the Trainer's attributes. No hook of a fit's start runs.
+            taken from it, and so are attributes that the new Trainer lacks.
+        callbacks: Callbacks for the new Trainer.
+        replay: Values for the Trainer's attributes, to replay a saved step. The hooks at the start of a fit do not run.
 
     Attributes:
         module: The LightningModule whose steps run.
@@ -158,7 +158,7 @@ class StepRunner:
                 listener.on_optimizers(self.optimizers)
 
     def _put_in_place(self) -> None:
-        """Set up the strategy, so that the listener sees each step and each batch on its way to the device."""
+        """Set up the strategy so that the listener is called for each step and for each batch to be moved."""
         strategy, plugin = self.trainer.strategy, self.trainer.precision_plugin
         name, begin, place = STEP_NAMES[self._recipe.stage], self._listener.begin, self._listener.place
         move, step = strategy.batch_to_device, getattr(strategy, name)
@@ -177,17 +177,17 @@ class StepRunner:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers; without any, a stand-in of Lightning's that does nothing."""
+        """The optimizers; if there are none, Lightning's placeholder, which does nothing."""
         return [*self.trainer.strategy.optimizers, *getattr(self.module, "others", ())]
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
-        """Show these learning rate schedulers to the step; when it calls their `step()`, nothing happens."""
+        """Let the training step see these learning rate schedulers. Calling their `step()` does nothing."""
         self.trainer.strategy.lr_scheduler_configs = [
             replace(config, scheduler=IdleScheduler(config.scheduler), reduce_on_plateau=False) for config in configs
         ]
 
     def run(self) -> None:
-        """Run the steps of the recipe, or the batches of an evaluation with the hooks of its beginning and end.
+        """Run the recipe's optimizer steps; in evaluation, run its batches and the hooks at the start and end.
 
         Raises:
             TypeError: A training step returned no loss.
@@ -205,7 +205,7 @@ class StepRunner:
             loops[recipe.stage].run()
 
     def run_batch(self, index: int | None = None) -> None:
-        """Run one training batch, of this index in its epoch if one is given."""
+        """Run one training batch. `index` sets the batch's index in its epoch; None to continue from the last."""
         with quiet():
             self.advance(index)
             self.trainer.fit_loop.epoch_loop.on_advance_end(self._fetcher)
@@ -239,7 +239,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Return the module itself with this step and these optimizers, or a LightningModule around a plain module."""
+    """Return the LightningModule with its step and optimizers replaced if given, or a plain module wrapped as one."""
     if not is_lightning_module(module):
         assert step is not None
         return PlainModule(module, step, make)
@@ -255,10 +255,10 @@ def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeO
 
 
 class PlainModule(LightningModule):
-    """A LightningModule around any module and a step for it.
+    """Wraps any module, together with a function that computes its loss, as a LightningModule.
 
     Attributes:
-        others: The optimizers after the first, if `make_optimizer` returns a list. Each updates after the first.
+        others: The optimizers after the first, if `make_optimizer` returns a list. They step after the first.
     """
 
     def __init__(self, model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None) -> None:
@@ -268,7 +268,7 @@ class PlainModule(LightningModule):
         self.others: Sequence[Optimizer] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the step."""
+        """Call the step function on the batch, and return its result."""
         del batch_idx
         return self._step(self.model, batch)
 
@@ -283,11 +283,11 @@ class PlainModule(LightningModule):
         return first
 
     def forget(self) -> None:
-        """Release the module and the step: this wrapper and its Trainer refer to each other."""
+        """Release the module and the step function, which a reference cycle with the Trainer would keep alive."""
         self.model, self._step = nn.Identity(), lambda *_: None
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Zero the gradients of the optimizers; without any, those of the whole model."""
+        """Zero the gradients of all optimizers; if there are none, zero the gradients of the whole model."""
         del epoch, batch_idx
         for one in (self.model if self._make_optimizer is None else optimizer, *self.others):
             one.zero_grad()
@@ -295,7 +295,7 @@ class PlainModule(LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step all optimizers; without any, run only the closure."""
+        """Step all optimizers; if there are none, only run the closure."""
         if self._make_optimizer is not None:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         elif optimizer_closure is not None:
@@ -305,20 +305,20 @@ class PlainModule(LightningModule):
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule; raise if it is that of the other package, such as pytorch_lightning."""
+    """Return whether this is a LightningModule. Raise for one of the other package (pytorch_lightning or lightning)."""
     refuse_other_package(model)
     return isinstance(model, LightningModule)
 
 
 def has_step(module: nn.Module, name: str) -> bool:
-    """Return whether a LightningModule defines this step. Of Lightning's own steps only predict_step can be run."""
+    """Return whether a LightningModule defines this step. Of Lightning's own steps, only predict_step counts."""
     step = getattr(module, name, None)
     inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
     return step is not None and (name == "predict_step" or not inherited)
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a batch on the CPU, without its values, with floating-point tensors in this type."""
+    """Return an uninitialized copy of a batch on the CPU. Its floating-point tensors have `dtype`, if that is given."""
     return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
 
@@ -332,10 +332,10 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _has_loss(out: Any) -> bool:
-    """Return whether the result of a training step has a loss; None means that the step is skipped.
+    """Return whether the result of a training step has a loss. If the result is None, Lightning skips the step.
 
     Raises:
-        TypeError: The result is something else.
+        TypeError: The result is neither None nor a loss.
     """
     loss = out.get("loss") if isinstance(out, Mapping) else out
     if out is None:

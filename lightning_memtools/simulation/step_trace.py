@@ -36,11 +36,11 @@ class TracedStep:
         batch: The input of the step, tensors in any nesting; it is not changed either.
         forward: Runs the forward pass; None for the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
-        cuda: Whether to trace CUDA's operators, or else the CPU's, under the `VirtualDevice` that is active, if any.
+        cuda: True to trace CUDA's operators; False to trace the CPU's, under the active `VirtualDevice`, if any.
         trainer: The Trainer of a LightningModule. If it accumulates gradients of several batches, the traced step is
             the last of these.
         batch_idx: The index of the batch in its epoch.
-        held_bytes: The memory that other things take on the device all the time, such as averages of the weights.
+        held_bytes: The bytes that anything else keeps allocated throughout, such as averages of the weights.
     """
 
     model: nn.Module
@@ -65,10 +65,10 @@ class StepCost:
         peak_bytes: The peak of allocated memory.
         static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch,
             and the workspaces of libraries.
-        gradient_bytes: The part of `static_bytes` for dense gradients, which every step makes anew.
+        gradient_bytes: The part of `static_bytes` for dense gradients, which every step allocates again.
         operations: The floating-point operations of matrix products and convolutions, plus one for each element that
             any other operator returned.
-        flops: Those of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
+        flops: The operations of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
     """
 
     peak_bytes: int
@@ -89,12 +89,12 @@ class StepCost:
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts the floating-point operations of the operators that run within.
+    """Counts the floating-point operations of the operators that run in its context.
 
     Attributes:
-        pauses: While True, operations do not count.
-        total: The operations so far.
-        flops: Those of matrix products and convolutions alone.
+        pauses: While True, operations are not counted.
+        total: The number of operations so far.
+        flops: The number of operations of matrix products and convolutions alone.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then count."""
+        """Run an operator, count its operations, and return its result."""
         del types
         kwargs = kwargs or {}
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # more than half of all calls, and slow further down
@@ -172,11 +172,11 @@ class StepTrace(FakeBatches):
     ) -> StepCost:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer.
 
-        The first step makes the gradients, the optimizers' state and the workspaces of libraries. It leaves the
-        allocator's blocks as later steps find them, on which the peak depends: what is measured is a later step.
+        The first call allocates the gradients, the optimizers' state and the workspaces of libraries, and so brings the
+        allocator into the state that later steps find. To measure a typical step, use the result of a later call.
 
         Raises:
-            NoLossError: The step of a LightningModule gave no loss.
+            NoLossError: The step of a LightningModule returned no loss.
             Exception: Whatever the step raises.
         """
         runner = self._runner
@@ -201,7 +201,7 @@ class StepTrace(FakeBatches):
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
     def _index(self) -> int:
-        """Return the batch's index, or the next index after it that ends an accumulation."""
+        """Return the first batch index, starting from the batch's own, that ends a gradient accumulation."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
@@ -221,7 +221,7 @@ class StepTrace(FakeBatches):
             self._before_backward()
 
     def forget(self) -> None:
-        """Free batch and model now: hooks and Trainer form reference cycles, which are collected only later."""
+        """Release the batch and the model now; reference cycles of hooks and the Trainer would keep them longer."""
         if isinstance(self._runner.module, PlainModule):
             self._runner.module.forget()
         self.model = self._batch = self._step = None  # type: ignore[assignment]
@@ -230,9 +230,9 @@ class StepTrace(FakeBatches):
 
 @contextmanager
 def tracing(step: TracedStep) -> Iterator[StepTrace]:
-    """Make a step's model hold fake tensors on a device of their own, and yield its trace.
+    """Within this context, give a step's model fake tensors on a new virtual device. Yield a StepTrace that runs it.
 
-    A checkpointing plan that is applied to the model is removed within, and a model that FSDP 2 shards is whole.
+    Inside, a checkpointing plan that was applied to the model is off, and a model that FSDP 2 shards is unsharded.
     """
     active = VirtualDevice.current()
     is_cuda_like = step.cuda or (active is not None and active.cuda_like)
@@ -253,7 +253,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
-    """Remove attributes that a module leaves out of its copies, such as a plan's forward; `borrowed` restores them."""
+    """Remove instance attributes that `__getstate__` omits, such as a replaced forward. `borrowed` restores them."""
     state_of_copies = vars(module).get("__getstate__")
     if state_of_copies is not None:
         kept = state_of_copies()
@@ -262,13 +262,13 @@ def _undo_instance_changes(module: nn.Module) -> None:
 
 
 def _workspace_of_cuda() -> int:
-    """Return the size of the workspace that cuBLAS takes on this machine's GPU, or on an A100, in bytes."""
+    """Return the bytes of cuBLAS's workspace on this machine's GPU, or on an A100 if there is no GPU."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return cublas_workspace_bytes(compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
 def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
-    """Return the scalar for backward: the loss, or the sum of all outputs of a model; None if none needs a gradient."""
+    """Return the scalar to run backward from: the loss or the sum of all outputs; None if none requires a gradient."""
     tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

@@ -19,9 +19,9 @@ _BATCHES_OF_EPOCH = 1000
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings about how the user trains, which the training itself shows, and Lightning's messages.
+    """Within this context, silence Lightning's messages, and warnings that the user's real training shows anyway.
 
-    For a wrong shape of a fake tensor torch logs a traceback of its own above the user's error.
+    Torch's logger for fake tensors is silenced too: on a wrong shape it logs a traceback above the user's error.
     """
     names = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", FAKE_TENSOR_LOGGER)
     loggers = [logging.getLogger(name) for name in names]
@@ -38,7 +38,7 @@ def quiet() -> Iterator[None]:
 
 
 def precision_plugin(name: str, device: str) -> Any:
-    """Return the plugin of a precision with this name on a device of this type."""
+    """Return Lightning's plugin for the precision `name`, such as "16-mixed", on this type of device."""
     plugins = part_of_lightning("plugins")
     if name == "32-true":
         return plugins.Precision()
@@ -48,7 +48,7 @@ def precision_plugin(name: str, device: str) -> Any:
 
 
 class EndlessLoader:
-    """A loader of batches that are made one by one, with a length of its own."""
+    """A loader that takes its batches from an endless iterator, and reports `length` as its length."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches, self.length = batches, _BATCHES_OF_EPOCH
@@ -74,7 +74,7 @@ class IdleScheduler:
 
 
 class PhaseHooks(Callback):
-    """Calls a function with the name of each phase of a step that begins."""
+    """Calls a function with the name of a phase, such as "backward", when that phase of a step begins."""
 
     def __init__(self, begin: Callable[[str], None]) -> None:
         self._begin = begin
@@ -84,7 +84,7 @@ class PhaseHooks(Callback):
         self._begin("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """In manual optimization, report that training_step goes on."""
+        """In manual optimization, report that the phase "forward" begins, since training_step continues."""
         del trainer
         if not pl_module.automatic_optimization:
             self._begin("forward")
@@ -95,7 +95,7 @@ class PhaseHooks(Callback):
             self._begin("clip")
 
     def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
-        """Report that the outputs are freed next."""
+        """Report that the phase "outputs" begins, in which the outputs are freed."""
         self._begin("outputs")
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -111,7 +111,7 @@ _OF_LOOP = frozenset({
 
 
 class StepTrainer(Trainer):
-    """A Trainer that logs and saves nothing, and reads the attributes that it lacks from another.
+    """A Trainer that logs and saves nothing. It reads attributes that it lacks from another Trainer, `original`.
 
     Args:
         original: The Trainer of the run that a step is taken from.
@@ -121,8 +121,8 @@ class StepTrainer(Trainer):
         clip: The norm to which gradients are clipped; None for no clipping.
 
     Attributes:
-        facts: In a replay, the values of attributes by name. Other attributes are read from `original`, except those
-            that the loop works with.
+        facts: In a replay, values for attributes of this Trainer, by name. Other attributes are read from `original`,
+            except those that Lightning's loop uses itself.
     """
 
     callbacks: list[Any]

@@ -44,14 +44,14 @@ class StepRequest:
 
     Attributes:
         model: Any module.
-        batch: Its batch. Its sizes matter, and the values of small tensors, which code may read.
+        batch: The batch. Only its shapes matter, and the values of small tensors, which the user's code may read.
         recipe: The settings of the loop that runs the step.
-        step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
-        optimizer: An optimizer, several, its class, a function of the parameters, or None.
+        step: Computes the loss of a batch; None to run a LightningModule's own step.
+        optimizer: An optimizer, a list of them, a class, a function from parameters to an optimizer, or None.
         trainer: The Trainer of the run that the step is taken from; None if there is none.
-        cuda: Whether operators allocate what CUDA's kernels allocate, not the CPU's.
+        cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: A size, or the name of the GPU whose kernels run; without a name these are an A100's.
+        capacity: A memory size, or the name of the GPU whose kernels are simulated. Otherwise this is an A100.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Traced:
     """The result of `trace`: what the steps allocated, and the sizes of the model.
 
     Attributes:
-        device: The device, whose accounting has ended.
+        device: The virtual device, which no longer tracks allocations.
         recorder: The record of all allocations on it.
         shapes: The output shapes of each module's first forward.
         n_parameters: The number of elements of the parameters; shared parameters count once.
@@ -89,7 +89,7 @@ class Traced:
 
 
 class FakeBatches(StepListener):
-    """Provides copies of a batch to the loop, and puts them on a virtual device as batches go to a GPU."""
+    """Provides copies of a batch to the loop, and allocates them on a virtual device as a copy to a GPU would be."""
 
     def __init__(self, device: VirtualDevice, batch: Any, dtype: torch.dtype | None = None) -> None:
         self.device = device
@@ -97,12 +97,12 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch with its sizes and known values, in host memory."""
+        """Return a copy of the batch in host memory, with the same shapes and any known values."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch, which is allocated on the device as a copy to a GPU would be."""
+        """Move the batch to the virtual device, where it takes memory as a copy to a GPU would, and return it."""
         if next(tensors_in(batch), None) is not None:
             self.device.count_batch(batch)
         return move(batch)
@@ -168,10 +168,10 @@ def _count_parameters(model: nn.Module, result: Traced) -> None:
 
 
 def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
-    """Return the optimizers of the stand-ins' parameters: copies of given ones, or what a class or function makes.
+    """Return optimizers for the model's fake parameters: copies of given ones, or made by a given class or function.
 
     Raises:
-        TypeError: The function makes something else.
+        TypeError: The function returns something other than an optimizer.
     """
     if isinstance(given, Sequence):
         return [copy_optimizer(one, exchange, with_state=True) for one in given]
@@ -183,7 +183,7 @@ def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parame
 
 @contextmanager
 def noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
-    """Within, write the output shapes of each module's first forward into `shapes`."""
+    """Within this context, write the output shapes of each module's first forward into `shapes`."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def note(module: nn.Module, _args: Any, out: Any) -> None:

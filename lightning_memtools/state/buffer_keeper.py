@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """A buffer's module and name, and the tensor that was registered there when it was last copied."""
+    """A buffer's module and name, and the tensor and its version found there at the last look."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -79,10 +79,10 @@ class _BufferCopies:
 
 
 class BufferKeeper:
-    """Copies a module's buffers at the start of a step, and restores them.
+    """Copies a module's buffers at the start of a step, to restore them if the step is undone.
 
-    The copies take as much memory as the buffers; those of large buffers that no step writes are released. Nothing
-    waits for the device.
+    The copies take as much memory as the buffers, but those of large buffers that no step writes are released. The
+    host never waits for the device.
 
     Args:
         module: The module that is trained.
@@ -129,7 +129,7 @@ class BufferKeeper:
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if a buffer was registered, or a buffer that was None set, since all buffers were copied."""
+        """Return True if buffers were added or removed, or a None buffer was set, since all buffers were copied."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
@@ -153,5 +153,5 @@ class BufferKeeper:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return True if elements share memory, as after expand(): such a tensor cannot be written in place."""
+    """Return True if elements of a tensor share memory, as after expand(), so that it cannot be written in place."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

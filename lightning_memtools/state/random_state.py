@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made in each step, and a frozen one takes three times as long
 class RandomState:
-    """The states of all global random number generators (Python, torch, NumPy) at one moment."""
+    """The state of every global random generator (of Python, NumPy and torch) at one moment."""
 
     python: Any  # of the module `random`
     torch_cpu: Tensor  # of torch's default generator on the CPU
@@ -29,7 +29,7 @@ class RandomState:
 
     @classmethod
     def now(cls, *, device: torch.device | None = None) -> RandomState:
-        """Read the states of the host's generators, and of all devices or only `device`. Does not wait for a device."""
+        """Read the states on the host, and those on all devices, or only on `device`. Does not wait for a device."""
         cuda: Any = torch.cuda
         return cls(
             python=random.getstate(),
@@ -41,7 +41,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Restore the generators whose states were read. Other generators stay as they are."""
+        """Restore every generator whose state was read. Others stay as they are."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         for index, state in enumerate(self.cuda or ()):
@@ -59,7 +59,7 @@ class RandomState:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RandomState:
-        """Return the RandomState from the plain values that its `as_plain` returned."""
+        """Return the RandomState from which `as_plain` made `plain`."""
         return cls(**plain)
 
     def __eq__(self, other: object) -> bool:
@@ -90,10 +90,10 @@ _LATEST: list[tuple[bytes, Any]] = []
 
 
 def _numpy_state() -> Any:
-    """Return the state of NumPy's global generator; None while NumPy is not imported.
+    """Return the state of NumPy's global generator; None if NumPy has not been imported.
 
-    NumPy takes 50 microseconds to return its state. As long as the generator's memory has not changed, the last state
-    is returned from a cache, unless the generator holds a spare normal number, which is outside that memory.
+    Reading it takes NumPy 50 microseconds, so it is cached until the generator's memory changes. A state is not cached
+    if it includes the second half of a pair of normal numbers, which is not in that memory.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -114,7 +114,7 @@ GENERATORS = frozenset({"Generator", "Random", "RandomState"})
 def generator_state(generator: Any) -> Any:
     """Return the state of a random generator of torch, Python or NumPy; None for any other object.
 
-    Also return None for random.SystemRandom, which has no state.
+    Python's SystemRandom has no state, so the result is None for it too.
     """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -138,7 +138,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def random_streams_restored() -> Iterator[None]:
-    """On exit, restore all global random number generators to their states on entry."""
+    """Return a context manager that, on exit, restores all global random generators to their state on entry."""
     before = RandomState.now()
     try:
         yield
@@ -147,7 +147,7 @@ def random_streams_restored() -> Iterator[None]:
 
 
 def _plain(state: Any) -> Any:
-    """Return a generator's state with its NumPy arrays replaced by lists."""
+    """Return a generator's state with NumPy arrays replaced by lists."""
     if isinstance(state, (tuple, list)):
         return type(state)(map(_plain, state))
     return state.tolist() if type(state).__module__ == "numpy" else state

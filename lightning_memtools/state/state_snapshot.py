@@ -38,10 +38,10 @@ _EXTERNAL_MODULES = {
 class StateSnapshot:
     """Records the state of everything that can be reached from `roots`; `restore` writes it back, as often as needed.
 
-    The state includes all global random number generators. For a data set, only the contents of its containers and
-    attributes are recorded, not the values of its tensors and arrays: these may be larger than the host's memory, and
-    reading does not change them. For a container with more than 10,000 items that seem to hold no tensors, only which
-    items it has is recorded, not their state. Running generators, class attributes and globals are not restored.
+    The state of all global random generators is included. In a data set, the contents of containers and attributes are
+    recorded, but not the values of tensors and arrays: they may not fit in host memory, and reading does not change
+    them. If a container has more than 10,000 items and a sample of them holds no tensor, the items are recorded, but
+    not what they contain. Running generators, class attributes and global variables are not restored.
 
     Args:
         roots: The objects to start from.
@@ -86,7 +86,7 @@ class StateSnapshot:
             waiting += referred
 
     def _record(self, value: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one return for each kind of object
-        """Record one object's own state, and return the objects that it refers to."""
+        """Record one object's own state (no values if `is_data`), and return the objects that it refers to."""
         if isinstance(value, Tensor):
             return [] if is_data else self._record_tensor(value) + self._record_object(value)
         # A class derived from a container has items and attributes: Lightning's results are a dict with attributes.
@@ -202,9 +202,9 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items whose own state is to be recorded: all, or [] if a long container seems to hold no tensors.
+    """Return the items to record as well: all, or none of more than 10,000 if a sample of 64 holds no tensor.
 
-    Some 64 of its items are searched for tensors, because recording a million items would take minutes.
+    Recording a million items would take minutes. The container itself is recorded in any case.
     """
     if len(items) <= _LONG or any(next(tensors_in(item), None) is not None for item in items[:: len(items) // 64]):
         return items
@@ -212,7 +212,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:
-    """Return the tensor without the dimensions that `expand` repeats, since repeated memory cannot be written."""
+    """Return a view with each dimension repeated by `expand` cut to size 1, since shared memory cannot be written."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:

@@ -36,7 +36,7 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Add a point, and drop points at later steps: a run that was resumed at an earlier step writes them anew."""
+        """Add a point, and drop points at later steps: a run that resumed from an earlier step writes these again."""
         if self.steps and step < self.steps[-1]:
             keep = bisect_left(self.steps, step)
             del self.steps[keep:], self.times[keep:], self.values[keep:]
@@ -47,13 +47,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LoggedText:
-    """A report in the logs.
+    """A report that was logged as text.
 
     Attributes:
         tag: Its tag, such as "memtools/memory_summary".
         step: The step at which it was logged.
         time: The time at which it was logged, in seconds since 1970.
-        text: Markdown.
+        text: The report as markdown.
     """
 
     tag: str
@@ -68,7 +68,7 @@ class LoggedRun:
 
     Attributes:
         name: The run's name: the path of its directory below the log directory.
-        curves: Tag to curve.
+        curves: The curves by tag.
         texts: The reports, in the order in which they were logged.
         notes: Sentences on what could not be read.
     """
@@ -80,7 +80,7 @@ class LoggedRun:
 
 
 class _RunReader:
-    """Reads the directory of a run, and reads it again when its event files have grown."""
+    """Reads the event files of a run's directory, and reads them again when they have grown."""
 
     def __init__(self, directory: Path, name: str) -> None:
         # Imported here: TensorBoard's start should not wait for it.
@@ -129,7 +129,7 @@ def _texts_of(proto: Any) -> list[str]:
 
 
 class EventDirectory:
-    """All runs below a log directory, read as they grow. Safe to use from several threads.
+    """Reads the event files of all runs below a log directory, also as they grow. Thread-safe.
 
     Args:
         log_dir: The directory that TensorBoard was given.
@@ -141,7 +141,7 @@ class EventDirectory:
         self._readers: dict[str, _RunReader] = {}
 
     def refresh(self) -> None:
-        """Read what was written since the last call."""
+        """Read the events that were written since the last call."""
         with self._lock:
             for directory in sorted({path.parent for path in _event_files(self.log_dir)}):
                 name = directory.relative_to(self.log_dir).as_posix()
@@ -150,7 +150,7 @@ class EventDirectory:
                 self._readers[name].refresh()
 
     def runs(self) -> dict[str, LoggedRun]:
-        """Return the runs with points or texts of this library, by name."""
+        """Return the runs in which this library logged scalars or texts, by name."""
         with self._lock:
             runs = {name: reader.run for name, reader in sorted(self._readers.items())}
         return {name: run for name, run in runs.items() if run.curves or run.texts}
@@ -169,7 +169,7 @@ def _event_files(directory: Path) -> Iterator[Path]:
 
 
 def without_logger_prefix(tag: str) -> str | None:
-    """Return a tag without the prefix of a Lightning logger ("prefix-memory/..."); None if not of this library."""
+    """Return a tag of this library without the prefix of a Lightning logger ("prefix-memory/..."), or None."""
     if tag.startswith(PREFIXES):
         return tag
     _, hyphen, rest = tag.partition("-")

@@ -28,14 +28,14 @@ Application = Callable[[Any, Any], Iterable[bytes]]
 
 
 class RequestError(Exception):
-    """Raised if a request cannot be answered. It has the HTTP status and a message for the user."""
+    """Raised if a request cannot be answered. The arguments are the HTTP status and a message for the user."""
 
 
 class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types
-    """The plugin class that TensorBoard loads.
+    """The plugin class that TensorBoard loads for the Memory tab.
 
     Args:
-        context: TensorBoard's own; `logdir` and `data_provider` are used.
+        context: TensorBoard's context, of which `logdir` and `data_provider` are used.
     """
 
     plugin_name = "lightning_memtools"
@@ -48,7 +48,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
-        """Return the application of each path."""
+        """Return the WSGI application for each path."""
         apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
         return apps | {
             "/runs": self._answer(self._runs),
@@ -58,9 +58,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True if TensorBoard has read points or texts of this library in any run.
+        """Return True if TensorBoard has read scalars or texts of this library in any run.
 
-        False for a log directory that is not on a disk of this machine, such as ``gs://...``: nothing is read there.
+        Always False for a log directory that is not on a local disk, such as ``gs://...``: nothing is read there.
         """
         if not self._is_active and self._directory is not None and self._has_tags():
             self._is_active = True

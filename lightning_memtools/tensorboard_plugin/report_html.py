@@ -39,12 +39,12 @@ startSnapshot(document.getElementById("memtools"), JSON.parse(document.getElemen
 
 
 def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | None = None) -> str:
-    """Return the page of a log directory.
+    """Return an HTML page that shows the runs of a log directory, as the Memory tab does.
 
     Args:
         runs: The runs to show, by name.
         title: The title of the page.
-        log_dir: The log directory, for the snapshots beside the event files; None to leave them out.
+        log_dir: The log directory, to include the memory snapshots beside the event files; None to leave snapshots out.
     """
     held = {
         "runs": runs_view(runs),
@@ -56,7 +56,7 @@ def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | No
 
 
 def snapshot_html(timeline: Mapping[str, Any], title: str) -> str:
-    """Return the page of one snapshot, with its blocks."""
+    """Return an HTML page that shows the timeline of one memory snapshot, with its blocks."""
     return _page(title, timeline, _START_SNAPSHOT)
 
 
@@ -76,7 +76,7 @@ def _page(title: str, held: Mapping[str, Any], start: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Yield (name, data URL) of each JavaScript module. In data URLs, modules can import each other by name only."""
+    """Yield (name, data URL) for each JavaScript module. Modules in data URLs can import each other by name only."""
     for path in sorted(_STATIC.glob("*.js")):
         source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
         encoded = base64.b64encode(source.encode()).decode()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def report_as_html(text: str) -> str:
-    """Return a report's markdown as HTML. HTML in the text is escaped, and so shown as text."""
+    """Return a report's markdown as HTML. HTML within the markdown is escaped, so it shows as text."""
     parser = _parser()
     tokens = parser.parse(text)
     for token in tokens:

@@ -34,10 +34,10 @@ _DIGITS = 7
 
 
 def run_view(run: LoggedRun) -> dict[str, Any]:
-    """Return everything that the tab shows of a run.
+    """Return everything that the tab shows for a run.
 
-    Steps are divided into at most `BUCKETS` buckets. In each bucket the highest point of each curve is kept, and for
-    curves that can fall also the lowest.
+    Steps are divided into at most `BUCKETS` buckets. In each bucket, the highest point of each curve is kept, and also
+    the lowest, except for the composition of memory.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -55,7 +55,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
 
 
 def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
-    """Yield groups of related curves with the same steps, which are thinned together."""
+    """Yield the curves in groups with the same family of tags and the same steps, which are thinned together."""
     groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
     for tag, curve in sorted(run.curves.items()):
         if "/batch_" not in tag:  # those count batches, not training steps
@@ -83,7 +83,7 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
-    """Return the indices of the points to send: in each bucket of steps the highest of each curve, and the lowest."""
+    """Return the indices of the points to send: in each bucket of steps, each curve's highest and lowest point."""
     import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
 
     values = np.array([curve.values for curve in curves.values()])
@@ -102,7 +102,7 @@ def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
 
 
 def _is_finite(values: Sequence[float]) -> bool:
-    """Return True if no value is NaN or Inf. The sum tells, without a Python loop."""
+    """Return True if no value is NaN or Inf. Checks the sum, which avoids a Python loop."""
     return math.isfinite(sum(values))
 
 
@@ -113,7 +113,7 @@ def _json(value: float) -> float | None:
 
 
 def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the events of a run by step: emptied caches, retries, out-of-memory errors, leaks, NaN, spikes."""
+    """Return the events to mark at steps: emptied caches, retries, out-of-memory errors, leaks, NaN, and spikes."""
     marks: list[dict[str, Any]] = []
     freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
     ms_at = dict(zip(took.steps, took.values, strict=True))
@@ -145,7 +145,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
 
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the evaluations within the run: stage, training step, end time and, if logged, duration in seconds."""
+    """Return the stage, training step and end time of each evaluation within the run, sorted by step."""
     check = run.curves.get("time/sanity_check_ms", Curve())
     found = [{"stage": "sanity", "step": step, "end": end} for step, end in zip(check.steps, check.times, strict=True)]
     for stage in STAGES[1:]:
@@ -164,7 +164,7 @@ def _first_curve(run: LoggedRun, *tags: str) -> Curve | None:
 
 
 def summary_of(run: LoggedRun) -> dict[str, Any]:
-    """Return the figures of a whole run: peaks of each stage, capacity, time per step, losses, counts."""
+    """Return the figures of a whole run: peaks of each stage, capacity, time per step, losses, and counts."""
     stages: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         for name in ("peak_allocated", "peak_reserved"):
@@ -192,9 +192,9 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
 
 
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
-    """Return the figures of the newest runs, sorted by name and number, and the run to show first.
+    """Return the summaries of the newest runs, sorted by name, and the name of the run to show first.
 
-    That is the newest run with curves: a run with reports alone, such as one that halted at once, has no chart.
+    This is the newest run with curves: a run with only reports, such as one that halted at once, has no chart.
     """
     newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
     shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
@@ -207,7 +207,7 @@ def _end(run: LoggedRun) -> float:
 
 
 def _natural_name(run: LoggedRun) -> list[tuple[str, int]]:
-    """Return a sort key by which version_10 comes after version_9."""
+    """Return a sort key that places version_10 after version_9."""
     return [(words, int(digits or 0)) for words, digits in re.findall(r"(\D*)(\d*)", run.name)]
 
 
@@ -240,7 +240,7 @@ def _median(curve: Curve | None) -> float | None:
 
 
 def _headline(run: LoggedRun, tag: str) -> str | None:
-    """Return the first sentence of the latest report with a tag."""
+    """Return the first sentence of the latest report with a tag; None if there is none."""
     return next((_first_sentence(text.text) for text in reversed(run.texts) if text.tag == tag), None)
 
 
@@ -252,7 +252,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _by_importance(run: LoggedRun) -> list[LoggedText]:
-    """Return the reports, sorted: reports that ended a run, findings, all others; of the same kind, newest first."""
+    """Return the reports in order: those that ended the run, findings, all others; newest first within each kind."""
     newest_first = sorted(run.texts, key=lambda text: text.time, reverse=True)
     return sorted(newest_first, key=_rank)
 
@@ -265,7 +265,7 @@ def _rank(text: LoggedText) -> int:
 
 
 def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report as one line: its title if that tells what happened, such as "Out of memory on ...: ..."."""
+    """Return a report's tag and step, and one line: its title ("Out of memory on ...: ...") or first sentence."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
     if text.tag == "memtools/ended":  # torch's message on memory is a paragraph
@@ -274,5 +274,5 @@ def _said(text: LoggedText) -> dict[str, Any]:
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the reports as HTML, the most important first."""
+    """Return the reports as HTML, most important first."""
     return [{**_said(text), "time": text.time, "html": report_as_html(text.text)} for text in _by_importance(run)]

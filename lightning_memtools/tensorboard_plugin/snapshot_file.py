@@ -15,7 +15,7 @@ class NotASnapshotError(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads containers, numbers and texts. All other types, which could run code, are refused."""
+    """Unpickles only containers, numbers and texts. Raises for any other type, because that could run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")
@@ -25,10 +25,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Read a snapshot. Nothing in the file is run, whoever wrote it.
+    """Read a memory snapshot. This never runs code from the file, so the file need not be trusted.
 
     Raises:
-        NotASnapshotError: The file cannot be read, or is no memory snapshot.
+        NotASnapshotError: The file cannot be read, or is not a memory snapshot.
     """
     try:
         with path.open("rb") as file:
@@ -56,12 +56,12 @@ def _load(file: BinaryIO) -> dict[str, Any]:
 
 
 class LiveBlock(NamedTuple):
-    """A block that is in use when a history begins.
+    """A block that is in use when the recorded history begins.
 
     Attributes:
-        n_bytes: The requested bytes.
-        stream: Its stream.
-        pool: The id of its pool, as the snapshot has it.
+        n_bytes: The number of bytes that were requested.
+        stream: The stream that the block belongs to.
+        pool: The id of its memory pool in the snapshot.
         source: Its record in the snapshot: a block of a segment, or the history's entry that freed it.
     """
 
@@ -74,7 +74,7 @@ class LiveBlock(NamedTuple):
 def live_at_start(
     snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
 ) -> dict[int, LiveBlock]:
-    """Return by address the blocks in use when the history begins, by undoing the history from its end."""
+    """Return the blocks in use when the recorded history begins, by address. Undoes the history from its end."""
     live: dict[int, LiveBlock] = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:

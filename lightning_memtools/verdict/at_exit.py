@@ -16,9 +16,9 @@ _FITS: list[tuple[str, float, Sequence[str]]] = []
 
 
 def tell_at_exit(limit: str, seconds: float, lines: Sequence[str]) -> None:
-    """Print a fit's verdict when the script ends, or at once where that end would not be seen.
+    """Print the verdict on a fit when the script ends, or at once in a notebook or a child process.
 
-    After several fits, the verdict on the longest is printed, with a count of all fits' limits.
+    After several fits, print the verdict on the longest fit, and count the limits of all fits.
     """
     if not _FITS:
         atexit.register(_print)

@@ -15,7 +15,7 @@ _SHOWN = {"bytes": format_size, "share": "{:.0%}".format, "ms": "{:.4g} ms".form
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """A figure of both runs.
+    """A figure, with its values in two runs.
 
     Attributes:
         name: The name of the figure.
@@ -31,27 +31,27 @@ class FigureChange:
 
     @property
     def increase(self) -> float | None:
-        """The increase of bytes or time as a share of the first value; None if unknown."""
+        """The relative increase of a figure in bytes or ms, such as 0.1 for 10%; None for others or if unknown."""
         if self.unit not in {"bytes", "ms"} or self.after is None or not self.before:
             return None
         return float(self.after / self.before - 1)
 
     def row(self) -> list[str]:
-        """Return the figure as a row of a table."""
+        """Return the figure's name, values and increase as the row of a table."""
         show = _SHOWN.get(self.unit, str)
         values = ["?" if value is None else show(value) for value in (self.before, self.after)]
         return [self.name, *values, "" if self.increase is None else f"{self.increase:+.1%}"]
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """Return all figures of two summaries, also those that only one of them has."""
+    """Return all figures of two summaries, including figures that only one summary has."""
     one, other = _figures(before), _figures(after)
     names = dict.fromkeys([*one, *other])
     return [FigureChange(name, unit, one.get((name, unit)), other.get((name, unit))) for name, unit in names]
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Return the values of a summary by name and unit."""
+    """Return the values in a summary, by (name, unit)."""
     memory, times = summary["memory"], summary["time"]
     return {
         ("verdict", ""): summary["verdict"]["limit"],
@@ -67,16 +67,16 @@ def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def table_of(changes: Sequence[FigureChange]) -> Table:
-    """Return a table with one row per figure."""
+    """Return a table of the changes, with one row per figure."""
     return Table(("", "before", "after", "change"), [change.row() for change in changes])
 
 
 def exceeded(changes: Sequence[FigureChange], limits: Mapping[str, float]) -> list[str]:
-    """Return a line for each figure that has increased by more than its limit, or is unknown.
+    """Return a line of text for each figure that increased by more than its limit, or that has a limit but is unknown.
 
     Args:
-        changes: The figures.
-        limits: The largest increase of each figure, as a share of the first run's.
+        changes: The figures of the two runs.
+        limits: The largest allowed increase by name of figure, as a share of the first run's value.
     """
     lines = []
     for change in changes:

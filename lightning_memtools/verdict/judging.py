@@ -35,13 +35,13 @@ _MOST_PROBLEMS, _LONGEST = 4, 220
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The verdict on a run.
+    """The verdict on a run: what limits its speed, and whether something is wrong.
 
     Attributes:
-        limit: What limits the run's speed.
-        healthy: True if computing alone limits it, and nothing is wrong.
-        lines: The verdict in words, at most ten lines: the limit with its evidence, the next thing to try, figures.
-        largest_batch: The largest batch that would fit, by the bytes of a sample; None if unknown.
+        limit: The limit of the run's speed, such as "input-bound".
+        healthy: True if only computation limits the run, and nothing is wrong.
+        lines: The verdict as at most ten lines of text: the limit with its evidence, the next thing to try, figures.
+        largest_batch: The largest batch that should fit, estimated from the bytes per sample; None if unknown.
     """
 
     limit: Limit
@@ -57,7 +57,7 @@ class _Reason(NamedTuple):
 
 
 def judge(facts: RunFacts) -> RunVerdict:
-    """Return the verdict on a run."""
+    """Return the verdict on a run, from the measurements of all its ranks."""
     reason, problems = _limit_of(facts), list(_problems_of(facts))
     healthy = reason.limit == "compute-bound" and not problems
     largest = largest_batch(facts.fullest)
@@ -71,7 +71,7 @@ def judge(facts: RunFacts) -> RunVerdict:
 
 
 def _limit_of(facts: RunFacts) -> _Reason:
-    """Return the reason that limits a run: the first one that applies."""
+    """Return the first reason that applies for what limits the run's speed."""
     slow, steps, least = slow_rank(facts.ranks), facts.ranks[0].steps, THRESHOLDS["least steps"]
     if facts.error:
         return _Reason("error", facts.error, "read the error above, and the reports beside summary.json.")
@@ -110,9 +110,9 @@ def _limit_by_shares(facts: RunFacts, first: RankFacts) -> _Reason:
 
 
 def slow_rank(ranks: Sequence[RankFacts]) -> RankFacts | None:
-    """Return the rank that the others wait for; None if none is much slower.
+    """Return the rank that the others wait for; None if no rank is much slower.
 
-    In backward all ranks wait for each other, so the ranks are compared by the host's time for data and forward.
+    In backward, all ranks wait for each other, so this compares the host's time for data and forward.
     """
     if len(ranks) == 1 or not all(rank.steps for rank in ranks):
         return None
@@ -132,7 +132,7 @@ def _others_ms(slowest: RankFacts, ranks: Sequence[RankFacts]) -> float:
 
 
 def _lead(rank: RankFacts) -> float | None:
-    """Return the GPU's time for forward and backward, divided by the host's; None without a GPU."""
+    """Return the GPU's time for forward and backward as a multiple of the host's time; None without a GPU."""
     if rank.device_s is None:
         return None
     device, host = (times.get("forward", 0.0) + times.get("backward", 0.0) for times in (rank.device_s, rank.host_s))
@@ -147,10 +147,10 @@ def _faster_loader(facts: RunFacts) -> str:
 
 
 def largest_batch(rank: RankFacts) -> int | None:
-    """Return the largest batch that would fit, by the bytes that a sample took at training's peak.
+    """Return the largest batch that should fit, estimated from the bytes that a sample took at the peak of training.
 
-    None if the capacity or the composition is unknown, or activations are a small part of it. Memory that does not grow
-    with the batch is counted as if it did, so the true maximum is somewhat larger.
+    None if the capacity or the composition is unknown, or if activations are only a small part of the peak. Memory that
+    does not grow with the batch is treated as if it did, so the true maximum is somewhat larger.
     """
     composition = rank.composition_bytes or {}
     grows, peak = composition.get("activations", 0) + composition.get("inputs", 0), sum(composition.values())

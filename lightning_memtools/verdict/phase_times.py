@@ -14,10 +14,10 @@ _FETCHES = ".train_dataloader_next"
 
 
 class PhaseTimes:
-    """Measures phases, each of which begins where the one before it ends.
+    """Measures the durations of phases, each of which begins when the previous one ends.
 
-    On a GPU the host only queues kernels, so its clock shows where the host waits, and not where the GPU works. There,
-    each change of phase also records an event, which is read once the GPU has passed it.
+    The host only queues kernels for a GPU, so the host's clock shows where the host waits, not where the GPU works. On
+    a GPU, each change of phase therefore records a CUDA event, too, which is read once the GPU has reached it.
 
     Args:
         device: The device that computes.
@@ -34,7 +34,7 @@ class PhaseTimes:
         self._behind: list[bool] = []
 
     def switch(self, phase: str | None) -> None:
-        """End the current phase and begin the next; None begins none."""
+        """End the current phase, if any, and begin `phase`; with None, begin no phase."""
         if phase == self._running:
             return
         self._running = phase
@@ -50,13 +50,13 @@ class PhaseTimes:
         self._read()
 
     def look_at_lead(self) -> None:
-        """Note whether the GPU has already begun the step whose backward the host has just queued."""
+        """Note whether the GPU has begun the current step yet. Call this once the host has queued its backward."""
         if self._forward is not None:
             self._behind.append(not self._forward.query())
             self._forward = None
 
     def forget(self) -> None:
-        """Drop all measurements so far. The current phase counts from now on."""
+        """Drop all measurements so far. The current phase is measured from now on."""
         self._host.lap_ms()
         self._device_s.clear()
         self._marks = deque(list(self._marks)[-1:])
@@ -64,15 +64,15 @@ class PhaseTimes:
 
     @property
     def behind_share(self) -> float:
-        """The share of steps that the GPU had not begun when the host had queued their backward."""
+        """The share of steps that the GPU had not yet begun when the host had queued their backward."""
         return sum(self._behind) / max(1, len(self._behind))
 
     def host_s(self) -> dict[str, float]:
-        """Return the host's seconds of each phase, and reset them."""
+        """Return the seconds that each phase took on the host since the last call."""
         return {phase: ms / 1000 for phase, ms in self._host.lap_ms().items()}
 
     def device_s(self) -> dict[str, float] | None:
-        """Return the GPU's seconds of each phase that it has completed; None if there are none."""
+        """Return the seconds that each phase took on the GPU, as far as it has got; None if there are none."""
         self._read()
         return dict(self._device_s) if any(self._device_s.values()) else None
 
@@ -85,9 +85,9 @@ class PhaseTimes:
 
 
 def watch_fetching(profiler: Any, switch: Callable[[str], None]) -> Callable[[], None]:
-    """Call `switch` with "data" when Lightning fetches a training batch, and with "rest" afterwards.
+    """Have `switch("data")` called when Lightning fetches a training batch, and `switch("rest")` afterwards.
 
-    Lightning has no hook for that, but calls the Trainer's profiler. Returns a function that undoes this.
+    Lightning has no hook for this, so methods of its profiler are replaced. Return a function that undoes this.
     """
     start, stop = profiler.start, profiler.stop
 

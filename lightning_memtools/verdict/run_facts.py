@@ -19,16 +19,16 @@ class RankFacts:
     """One rank's measurements of a fit, as JSON values.
 
     Attributes:
-        rank: The number of the rank.
-        steps: The number of training batches that were measured: all but the first.
-        host_s: The host's seconds of each phase.
-        device_s: The GPU's seconds of each phase; None without a GPU.
-        behind_share: The share of steps that the GPU had not begun when the host had queued their backward.
-        peak_bytes: The highest allocated bytes of any stage; None if the device keeps no peaks.
-        reserved_bytes: The highest reserved bytes of any stage; None if the device keeps no peaks.
-        capacity_bytes: The device's memory in bytes.
-        composition_bytes: The composition of training's peak.
-        batch_size: The number of samples of the training batches.
+        rank: The rank, counted from 0.
+        steps: The number of training batches that were measured, which are all but the first.
+        host_s: The seconds that each phase took on the host.
+        device_s: The seconds that each phase took on the GPU; None without a GPU.
+        behind_share: The share of steps that the GPU had not yet begun when the host had queued their backward.
+        peak_bytes: The highest peak of allocated bytes in any stage; None if the device keeps no peaks.
+        reserved_bytes: The highest peak of reserved bytes in any stage; None if the device keeps no peaks.
+        capacity_bytes: The memory of the device in bytes; None if unknown.
+        composition_bytes: The bytes by category at the peak of training; None if unknown.
+        batch_size: The largest number of samples in a training batch; None if unknown.
     """
 
     rank: int = 0
@@ -44,21 +44,21 @@ class RankFacts:
 
     @property
     def phases_s(self) -> Mapping[str, float]:
-        """The seconds of each phase: the GPU's if there is a GPU, else the host's."""
+        """The seconds of each phase, on the GPU if there is one, otherwise on the host."""
         return self.device_s or self.host_s
 
     @property
     def training_s(self) -> float:
-        """The seconds of training, without validation."""
+        """The seconds that training took, without validation."""
         return sum(seconds for phase, seconds in self.phases_s.items() if phase != "validation")
 
     @property
     def step_ms(self) -> float | None:
-        """The milliseconds of a step with the wait for its data; None if no step was measured."""
+        """The milliseconds per training step, including the wait for data; None if no step was measured."""
         return 1000 * self.training_s / self.steps if self.steps else None
 
     def share(self, phase: str) -> float:
-        """Return a phase's share of training; for "validation", its share of the whole fit."""
+        """Return the share of training time that a phase took; for "validation", its share of the whole fit."""
         seconds = self.phases_s.get(phase, 0.0)
         whole = self.training_s + (seconds if phase == "validation" else 0.0)
         return seconds / whole if whole else 0.0
@@ -72,11 +72,11 @@ class RunFacts:
         ranks: The measurements of each rank that answered, rank 0 first.
         device: The device's name.
         error: The error that ended the run, in one line; "" for none.
-        num_workers: The number of workers of the training loader; None if it is no DataLoader.
+        num_workers: The number of workers of the training loader; None if the loader is not a DataLoader.
         skipped_steps: The number of steps that HaltOnNaN has skipped.
         loss_spikes: The number of spikes that LossSpikes has found.
         leaks: The number of leaks that EmptyCache or the doctor has found.
-        checks: The number of checks that the doctor made.
+        checks: The number of checks that the doctor ran.
         findings: The doctor's serious findings.
         waits: The lines of training_step that wait for the GPU.
         remarks: Other remarks of callbacks on the run.
@@ -101,7 +101,7 @@ class RunFacts:
 
 
 def summary_of(facts: RunFacts, verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of summary.json; docs/run.md describes the keys."""
+    """Return the content of summary.json for a run; docs/run.md describes its keys."""
     content, first, fullest = asdict(facts), facts.ranks[0], facts.fullest
     ranks = content.pop("ranks")
     return {
@@ -128,13 +128,13 @@ def summary_of(facts: RunFacts, verdict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the content of a summary.
+    """Return the content of a run's summary.json.
 
     Args:
-        path: The file, or a folder that holds it directly or in `memtools/`.
+        path: The path of the file, or of a folder that has it directly or in `memtools/`.
 
     Raises:
-        ValueError: There is no summary, or it has another schema.
+        ValueError: There is no such file, or its schema is not supported.
     """
     places = [path] if not path.is_dir() else [path / "summary.json", path / "memtools" / "summary.json"]
     place = next((each for each in places if each.is_file()), None)

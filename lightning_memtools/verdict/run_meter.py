@@ -17,11 +17,11 @@ from lightning_memtools.verdict.run_facts import RankFacts
 
 
 class RunMeter:
-    """Measures a fit on one rank, from its first training batch.
+    """Measures the times and the memory of a fit on one rank.
 
     Args:
         device: The device that computes.
-        rank: This rank's number.
+        rank: The rank of this process.
 
     Attributes:
         n_batches: The number of training batches that have ended.
@@ -37,20 +37,20 @@ class RunMeter:
         self.n_batches = 0
 
     def enter(self, stage: Any) -> None:
-        """Begin a stage: "train", or "val" within training."""
+        """Begin to measure a stage: "train", or "val" within training."""
         if self._stages is not None:
             self._stages.enter(stage)
         self.times.switch("rest" if stage == "train" else "validation")
 
     def leave(self, stage: Any) -> None:
-        """End a stage."""
+        """Stop measuring a stage."""
         self.times.switch(None if stage == "train" else "rest")
         if self._stages is not None and stage in {"train", self._stages.running}:
             self._stages.point(stage, self._owned if stage == "train" else None)
             self._stages.leave(stage)
 
     def end_batch(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
-        """End a training batch. After batches 1, 2, 4, 8, ... the composition of memory is read."""
+        """End a training batch. After batches 1, 2, 4, 8, ..., also read the composition of memory at its peak."""
         self.times.switch("rest")
         self.n_batches += 1
         if self.n_batches == 1:
@@ -67,7 +67,7 @@ class RunMeter:
         self._stages.point("train", self._owned)
 
     def close(self) -> RankFacts:
-        """Stop measuring, and return the facts. Call it once."""
+        """Stop measuring, and return the measurements. Call this once."""
         if self._stages is not None:
             self._stages.close()
         peaks = {} if self._stages is None else self._stages.peaks

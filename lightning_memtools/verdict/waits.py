@@ -17,12 +17,12 @@ _METHOD = "training_step"
 
 
 def watch_next_step(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
-    """Watch the module's next training_step on a GPU, unless it is compiled.
+    """Find the lines that wait for the GPU in the module's next training_step, unless this is compiled.
 
-    PyTorch's sync debug mode warns of each wait. Other warnings of the step are passed on.
+    PyTorch's sync debug mode warns of each wait; all other warnings are issued as usual.
 
     Returns:
-        A list of places such as "train.py:31", which is filled during the step, and a function that stops watching.
+        A list of lines such as "train.py:31", which is filled during that step, and a function that stops watching.
     """
     places: list[str] = []
     step = getattr(module, _METHOD)

@@ -629,24 +629,3 @@ def test_whatever_fails_in_a_diagnosis_the_error_of_the_bad_step_is_raised(broke
     if broken not in {"bad_state", "examine"}:
         assert "RecursionError: of ours" in str(error)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
-
-
-class Elsewhere(Net):
-    """Keeps gradients elsewhere than in p.grad, as DeepSpeed does."""
-
-    def on_after_backward(self):
-        for parameter in self.parameters():
-            parameter.grad = None
-
-
-class MemoryBank(Net):
-    """Trains no weight by gradient, as PaDiM and PatchCore."""
-
-    def training_step(self, batch, batch_idx):
-        return torch.tensor(0.0, requires_grad=True)
-
-
-@pytest.mark.parametrize(("model", "n_warnings"), [(Elsewhere, 1), (MemoryBank, 0)])
-def test_gradients_that_cannot_be_seen_are_named_once(model, n_warnings, tmp_path, recwarn):
-    trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(model(), loader())
-    assert sum("saw no gradient" in str(warning.message) for warning in recwarn) == n_warnings

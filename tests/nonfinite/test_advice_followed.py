@@ -119,15 +119,10 @@ def fewer(x: Tensor) -> Tensor:
 IMAGE = (1, 2, 2, N // 2)
 OPERATIONS: dict[str, tuple[Function, list[Function]]] = {
     "log": (torch.log, [lambda x: torch.log(x.clamp(min=EPS)), F.logsigmoid]),
-    "log1p": (lambda x: at(x, -1.0).log1p(), [lambda x: at(x, -1.0).clamp(min=-1 + EPS).log1p()]),
     "div": (lambda x: x.detach().cos() / x, [lambda x: x.detach().cos() / (x + EPS)]),
-    "reciprocal": (torch.reciprocal, [lambda x: torch.reciprocal(x + EPS)]),
     "sqrt": (torch.sqrt, [lambda x: torch.sqrt(x + EPS)]),
-    "rsqrt": (torch.rsqrt, [lambda x: torch.rsqrt(x + EPS)]),
     "pow": (lambda x: x.pow(-1.5), [lambda x: x.clamp(min=0.01).pow(-1.5), lambda x: (x + 0.01).pow(-1.5)]),
     "acos": (lambda x: at(x, 2.0).acos(), [lambda x: at(x, 2.0).clamp(-1 + EPS, 1 - EPS).acos()]),
-    "asin": (lambda x: at(x, 2.0).asin(), [lambda x: at(x, 2.0).clamp(-1 + EPS, 1 - EPS).asin()]),
-    "atanh": (lambda x: at(x, 2.0).atanh(), [lambda x: at(x, 2.0).clamp(-1 + EPS, 1 - EPS).atanh()]),
     "exp": (
         lambda x: at(x, 200.0).exp(),
         [lambda x: torch.logsumexp(at(x, 200.0), 0), lambda x: at(x, 200.0).clamp(max=20).exp()],
@@ -458,7 +453,7 @@ def test_gradients_that_were_not_seen_are_seen_with_manual_backward(tmp_path, re
     for hidden, n in ((True, 1), (False, 0)):
         recwarn.clear()
         outcome(Run(plain, kind=type("Kind", (ByHand,), {"is_hidden": hidden})), tmp_path)
-        assert sum("use self.optimizers() and self.manual_backward" in str(each.message) for each in recwarn) == n
+        assert sum("Use self.optimizers() and self.manual_backward" in str(each.message) for each in recwarn) == n
 
 
 SPIKES: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {

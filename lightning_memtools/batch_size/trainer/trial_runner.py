@@ -61,16 +61,16 @@ _WATCHERS = {
 
 
 def takes_part(callback: Callback) -> bool:
-    """Return True if trials run a callback: all but Lightning's that only watch, write files or stop training.
+    """Return True if a callback runs in trials. Lightning callbacks that only monitor, save or stop training do not.
 
-    A class attribute `takes_part_in_trials = False` keeps any other callback out of trials.
+    Any other callback can opt out of trials with a class attribute `takes_part_in_trials = False`.
     """
     is_watcher = any(kind.__name__ in _WATCHERS for kind in type(callback).__mro__)
     return getattr(callback, "takes_part_in_trials", True) and not is_watcher
 
 
 class CacheReleaser(EitherCallback):
-    """Empties the allocator's cache between training and validation: cached blocks of one may not fit the other.
+    """Empties the allocator's cache between training and validation, since cached blocks of one may not fit the other.
 
     Args:
         reader: The reader that empties the device's cache; None to do nothing.
@@ -87,14 +87,14 @@ class CacheReleaser(EitherCallback):
             self._has_validated = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache before training continues; only now is the last validation batch freed."""
+        """Empty the cache when training resumes after validation; earlier, the last batch would not be freed yet."""
         if self._reader is not None and self._has_validated:
             self._reader.empty_cache()
             self._has_validated = False
 
 
 class TrialRunner:
-    """Runs trials of batch sizes, and restores the model, the Trainer and the random streams after each.
+    """Runs trials of batch sizes, and restores the model, the Trainer and the random generators after each trial.
 
     A trial runs what a fit runs: the sanity check, training, validation, and training again. So it fails if one stage
     leaves too little memory for another.
@@ -103,16 +103,16 @@ class TrialRunner:
         trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
         batch_sizes: Sets the batch sizes of the Trainer's loaders.
-        per_rank: Samples per optimizer step and rank, which accumulation keeps; None for any number.
+        per_rank: Samples per optimizer step and rank, kept constant by gradient accumulation; None for any number.
         hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
-        not_restored: The type of objects that are not restored, since they keep the results of trials.
+        not_restored: The type of the objects that are not restored after a trial, since they keep its results.
 
     Attributes:
-        sizes: The batch size of each stage in the next trial. Loaders of a stage that is missing keep theirs.
+        sizes: The batch size of each stage in the next trial. A stage that is missing keeps the size of its loaders.
         sample_sizes: The sizes of samples, by stage and the loader's position in it.
-        batch_shapes: The shapes of each stage's batches without their first dimension.
-        doing: What the runner is doing, in words.
+        batch_shapes: The shapes of each stage's batches, without the batch dimension.
+        doing: A phrase on what the runner is doing, for progress messages.
     """
 
     def __init__(
@@ -155,19 +155,19 @@ class TrialRunner:
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
     def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool, configured: int | None) -> SizeTrial:
-        """Run a trial of a batch size, or of the largest admitted size below it if there are fewer samples.
+        """Run a trial of a batch size, or of the largest allowed size below it if there are fewer samples.
 
         Args:
             stage: The stage that is tuned.
             size: The batch size.
-            limits: The admitted sizes. Their attributes that depend on the data are set here.
-            is_bound: True if any error counts as a failure of this size, because a smaller size has run: an index or a
-                kernel's grid may be too large. If False, errors that are not about memory are raised.
+            limits: The allowed sizes. Their attributes that depend on the data are set here.
+            is_bound: True if a smaller size has run. Then any error counts as a failure of this size, since an index or
+                a kernel's grid may be too large. If False, errors that are not about memory are raised.
             configured: The size that was set before the search.
 
         Raises:
             Exception: The error of the user's code, unchanged.
-            ValueError: The loaders give batches of one size whatever size is set.
+            ValueError: The loaders yield batches of the same size, whatever size is set.
         """
         self.doing = f"trying batches of {size} in {stage}"
         self.sizes[stage] = size
@@ -231,7 +231,7 @@ class TrialRunner:
     def _readings_of_ranks(
         self, mine: RankReading, error: BaseException | None, *, is_bound: bool
     ) -> list[RankReading]:
-        """Return the readings of all ranks. Raise `error`, which is this rank's, or an error of another. Collective."""
+        """Gather the readings of all ranks, by a collective. Raise this rank's `error`, or that of another rank."""
         readings: list[RankReading] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -247,7 +247,7 @@ class TrialRunner:
         return MemoryStats() if self._reader is None else self._reader.stats()
 
     def _prepare(self, probe: TrialProbe) -> None:
-        """Set the Trainer up for a trial. The snapshot restores all changes."""
+        """Set the Trainer up for a trial. The runner's snapshot later undoes all changes."""
         trainer = self.trainer
         # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
         # snapshot holds the wrapper, and restores it.
@@ -274,7 +274,7 @@ class TrialRunner:
             hook()
 
     def _set_up_data(self, stage: Stage, limits: SizeLimits) -> None:
-        """Create the loaders, on all ranks together. If there are too few samples, do so again with a smaller size."""
+        """Create the loaders, on all ranks together. If there are too few samples, repeat with a smaller size."""
         asked = self.sizes[stage]
         for _ in range(2):
             for other in self._stages:
@@ -341,7 +341,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Limit the size to that of the batches, if all loaders read streams and gave smaller batches than asked."""
+        """Limit the size to that observed, if all data sets are iterable and gave smaller batches than requested."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
@@ -360,7 +360,7 @@ class TrialRunner:
 
 
 def _may_depend_on_size(error: BaseException | None) -> bool:
-    """Return True for an error that a smaller batch may avoid. After an error of CUDA itself, no kernel can run."""
+    """Return True for an error that a smaller batch may avoid; not for a CUDA error, after which no kernel can run."""
     never = CollectiveInTrialError | CannotResizeError | torch.AcceleratorError
     return isinstance(error, Exception) and not isinstance(error, never)
 
@@ -374,7 +374,7 @@ def _refusal(name: str) -> CollectiveInTrialError:
 
 
 class _QuietLogger(DummyLogger):
-    """A logger that writes nothing. Its directory is a temporary one."""
+    """A logger that writes nothing. It has a temporary directory."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class _QuietLogger(DummyLogger):
 
     @property
     def save_dir(self) -> str:
-        """The temporary directory, for callbacks that write there."""
+        """The temporary directory, for callbacks that write to a logger's directory."""
         return self._root
 
     log_dir = save_dir

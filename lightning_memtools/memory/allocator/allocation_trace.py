@@ -22,7 +22,7 @@ AllocationContext = tuple[int, str | None]
 
 
 class TraceEventKind(IntEnum):
-    """The kinds of events; the meaning of the event's number is in brackets."""
+    """The kinds of events in a trace; each kind's comment says in parentheses what an event's number means."""
 
     MALLOC = 0
     """An allocation (bytes asked for). Allocations are numbered from 1 in the order of these events."""
@@ -39,13 +39,13 @@ class TraceEventKind(IntEnum):
 
 
 class AllocationTrace:
-    """The events of one allocator since it was made, and the settings it had.
+    """Records the events of one allocator since its creation, together with its settings.
 
     Attributes:
         config: The settings of the allocator that was recorded.
         capacity: The capacity of its device in bytes; None for no limit.
-        used_by_others: The memory of the device that others held, in bytes.
-        contexts: The pairs of stream and label that allocations had, in the order in which they came up.
+        used_by_others: The bytes of the device that were held outside of this allocator.
+        contexts: The distinct (stream, label) pairs of the allocations, in the order of their first use.
     """
 
     def __init__(self, config: AllocatorConfig, *, capacity: int | None = None, used_by_others: int = 0) -> None:
@@ -75,7 +75,7 @@ class AllocationTrace:
         self.add(TraceEventKind.FAILED_MALLOC, n_bytes)
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """Yield every event in order: its `TraceEventKind` as a number, and its own number."""
+        """Yield every event in order as a pair: its kind (a `TraceEventKind` as an int) and its number."""
         for word in self._words:
             yield word & _KIND_MASK, word >> _KIND_BITS
 
@@ -89,10 +89,10 @@ class AllocationTrace:
         )
 
     def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
-        """Return a trace whose sizes are extrapolated linearly from this trace, at 0, and another, at 1.
+        """Return a trace whose sizes are extrapolated linearly from two traces: this one at position 0, `other` at 1.
 
         Args:
-            other: The trace at 1, with the same events.
+            other: The trace at position 1, with the same events.
             where: The position of the new trace, between 0 and 1 or beyond.
         """
         new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)

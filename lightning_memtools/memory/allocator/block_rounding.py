@@ -30,9 +30,9 @@ def round_up(n_bytes: int, step: int) -> int:
 
 
 def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
-    """Round up to one of ``divisions`` equal steps between two powers of two; a power of two stays.
+    """Round up to one of ``divisions`` equal steps between two powers of two; return a power of two unchanged.
 
-    1200 bytes with 4 divisions: 1024 to 2048 is cut at 1280, 1536 and 1792, so 1280.
+    For 1200 bytes and 4 divisions, the range from 1024 to 2048 is cut at 1280, 1536 and 1792, so the result is 1280.
     """
     power = 1 << (n_bytes.bit_length() - 1)
     if n_bytes == power:
@@ -42,7 +42,7 @@ def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
 
 
 def roundup_divisions_of(n_bytes: int, divisions_per_interval: tuple[int, ...]) -> int:
-    """Return the divisions for a request, by its interval: the first ends at 2 MiB, the last begins at 32 GiB."""
+    """Return the entry of ``divisions_per_interval`` for a size: the first ends at 2 MiB, the last begins at 32 GiB."""
     interval = n_bytes.bit_length() - MIB.bit_length()
     return divisions_per_interval[min(max(interval, 0), ROUNDUP_INTERVALS - 1)]
 
@@ -64,7 +64,7 @@ def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> in
 
 
 def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Return the size of the segment requested from the device for a block of ``size`` bytes that is not cached."""
+    """Return the size of the segment to request from the device when no cached block fits ``size`` bytes."""
     if size <= SMALL_LIMIT:
         return SMALL_SEGMENT
     if size < WHOLE_SEGMENT_FROM:

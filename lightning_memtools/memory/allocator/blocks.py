@@ -35,8 +35,8 @@ class Block:
         address: Its first address.
         size: Its size in bytes, rounded as the allocator rounds.
         requested: The size that its last holder requested, in bytes.
-        id: The number of its last allocation, counted from 1: its name in traces.
-        label: The name that its last holder gave it.
+        id: The number of its last allocation, counted from 1, by which traces refer to it.
+        label: The label of its last allocation.
         free_blocks: The set it belongs to when it is free.
         segment: The segment it is part of.
         prev: The block before it in the segment.
@@ -95,7 +95,7 @@ class Block:
         return rest
 
     def absorb(self, after: Block) -> None:
-        """Merge the block behind this one into it."""
+        """Merge the next block in the segment, `after`, into this one."""
         self.size += after.size
         self.next = beyond = after.next
         if beyond is not None:
@@ -107,14 +107,14 @@ class Block:
 
 
 class Segment:
-    """The memory of one request to the device, or for expandable segments one range of virtual addresses.
+    """The memory of one request to the device; an expandable segment is one range of virtual addresses.
 
     Attributes:
         address: Its first address.
-        size: Its size in bytes; for an expandable segment that of the virtual range, mapped or not.
-        free_blocks: Where its blocks go when they are free.
+        size: Its size in bytes; for an expandable segment, the size of the virtual range, mapped or not.
+        free_blocks: The set that its blocks belong to when they are free.
         page_size: The memory that is mapped at a time; None for segments that are not expandable.
-        first: The block at its start. It never changes, because the lower one of two merging blocks stays.
+        first: The block at its start. It never changes, because a merge keeps the block at the lower address.
     """
 
     __slots__ = ("address", "first", "free_blocks", "page_size", "size")
@@ -127,7 +127,7 @@ class Segment:
         self.first = Block(address, size, free_blocks, self)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield its blocks by address, without gaps, with the unmapped parts of an expandable segment."""
+        """Yield its blocks in address order, including the unmapped parts of an expandable segment."""
         block: Block | None = self.first
         while block is not None:
             yield block
@@ -135,14 +135,14 @@ class Segment:
 
 
 class FreeBlocks:
-    """The free blocks of one stream, small or large, in the order of the best-fit search.
+    """The free blocks of one stream and one size class (small or large), sorted for the best-fit search.
 
     Attributes:
         stream: The stream whose requests it serves.
         is_small: Whether it serves requests of at most 1 MiB.
-        keys: One integer per free block, sorted: see `ADDRESS_BITS`.
-        blocks: The free blocks, each at its key's index.
-        unmapped: Ranges of expandable segments without memory behind them, by address.
+        keys: One integer per free block, made of its size and address (see `ADDRESS_BITS`), in ascending order.
+        blocks: The free blocks, in the order of `keys`.
+        unmapped: Ranges of expandable segments without memory behind them, in address order.
     """
 
     __slots__ = ("blocks", "is_small", "keys", "stream", "unmapped")
@@ -218,7 +218,7 @@ class BlockCache:
             self._count_split(-block.size)
 
     def put_back(self, block: Block) -> None:
-        """Return a block that is no longer used to the cache, merged with its free neighbours."""
+        """Merge a block that is no longer used with its free neighbors, and put the result into the cache."""
         free_blocks = block.free_blocks
         block.state = FREE
         split = 0
@@ -239,7 +239,7 @@ class BlockCache:
         self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Return the index of the block to take under settings that change the search; past the end for none."""
+        """Return the index of the block to take under non-default settings; the number of blocks if none fits."""
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:

@@ -28,25 +28,25 @@ _ROUND_MASK = ~(MIN_BLOCK - 1)
 
 
 class CachingAllocator:
-    """PyTorch's CUDA caching allocator over a simulated device; all sizes in bytes.
+    """Simulates PyTorch's CUDA caching allocator on a simulated device; all sizes in bytes.
 
-    Nothing runs on the simulated device: a block is free at once when it is freed.
+    Nothing runs on the simulated device, so a freed block can be reused at once.
 
-    Calls must not overlap: with several threads, or where finalizers free blocks (they may run in the middle of another
-    call), the caller holds a lock, as VirtualDevice does.
+    Calls must not overlap. With several threads, or where finalizers free blocks (they may run in the middle of another
+    call), the caller must hold a lock, as VirtualDevice does.
 
     Args:
         config: The settings; by default torch's defaults.
         capacity: The total memory of the device; None for no limit.
         used_by_others: The memory held by other processes, and by this one outside the allocator.
         record: Keep an `AllocationTrace` of all requests, for replay and for snapshots: 8 to 16 bytes per call.
-        observer: Called with every action as torch's snapshots name them, with addresses.
+        observer: Called with every action, named as in torch's snapshots, and its address.
 
     Attributes:
         config: The settings.
-        trace: The events since the allocator was made, if they are recorded.
+        trace: The events since the allocator was created; None unless they are recorded.
         capacity: The total memory of the device; None for no limit.
-        used_by_others: The memory of the device that others hold.
+        used_by_others: The memory of the device that is held outside of this allocator.
         alloc_retries: The number of times that the whole cache was released for a request (torch: num_alloc_retries).
         ooms: The number of times that `SimulatedOutOfMemory` was raised (torch: num_ooms).
     """
@@ -82,8 +82,8 @@ class CachingAllocator:
 
         Args:
             n_bytes: The requested size, at least 1: for an empty tensor torch makes no request.
-            stream: The stream it is for: blocks are reused on their own stream only.
-            label: The holder's name for it; shown in snapshots.
+            stream: The stream that the block is for. A freed block is reused on the same stream only.
+            label: A name for the block, shown in snapshots.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory even after everything cached was released.
@@ -114,7 +114,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block. It stays in the cache: nothing is released to the device.
+        """Free a block. It stays in the cache; nothing is released to the device.
 
         Raises:
             ValueError: The block is not allocated.
@@ -130,7 +130,7 @@ class CachingAllocator:
         self._cache.put_back(block)
 
     def empty_cache(self) -> None:
-        """Release every segment without a used block; of expandable segments every whole free page."""
+        """Release every segment that has no used block, and every whole free page of expandable segments."""
         if self.trace is not None:
             self.trace.add(TraceEventKind.EMPTY_CACHE)
         self._release_cached()
@@ -159,7 +159,7 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> int:
-        """The memory held of the device."""
+        """The memory that is reserved from the device."""
         return self._tally.reserved
 
     @property
@@ -190,18 +190,18 @@ class CachingAllocator:
         )
 
     def segments(self) -> list[Segment]:
-        """Return the segments, by address."""
+        """Return the segments in address order."""
         return [self._reserve.segments[address] for address in sorted(self._reserve.segments)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield every block of every segment by address, allocated or not, with unmapped ranges."""
+        """Yield every block of every segment in address order, whether allocated, free or unmapped."""
         for segment in self.segments():
             yield from segment.blocks()
 
     # --- implementation
 
     def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
-        """Serve a request that no cached block fits, or raise, in the order of DeviceCachingAllocator::malloc."""
+        """Return a block for a request that no cached block fits, in the steps of DeviceCachingAllocator::malloc."""
         block = self._ask_device(free_blocks, size)
         if (
             block is None
@@ -218,7 +218,7 @@ class CachingAllocator:
         return block
 
     def _ask_device(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Reserve a segment, or map pages of an expandable one, within the allowance and the device (alloc_block)."""
+        """Reserve a segment or map pages, as alloc_block does; None if the device or the memory fraction is used up."""
         ask = segment_size(size, self.config.large_segment_size)
         # Expandable segments map other amounts; torch compares this one with the allowance all the same.
         if not self._reserve.within_allowance(ask):
@@ -257,7 +257,7 @@ def copy_of(allocator: CachingAllocator) -> CachingAllocator:
     """Return a copy of an allocator with its blocks, cache and counts, which shares nothing with the original.
 
     Raises:
-        ValueError: The allocator is observed: the copy would call the observer too.
+        ValueError: The allocator has an observer, which the copy would call too.
     """
     if allocator.is_observed:
         raise ValueError("An allocator that is observed cannot be copied: the copy would call the observer too.")

@@ -20,9 +20,9 @@ def cublas_workspace_bytes(*, compute_capability: tuple[int, int] | None = None,
     """Return the size of the workspace that a cuBLAS handle gets on each stream, in bytes.
 
     Args:
-        compute_capability: The GPU's, such as (9, 0) for an H100. By default one older than Hopper.
-        config: The environment variable CUBLAS_WORKSPACE_CONFIG: pairs of a size in KiB and a count, such as
-            ":4096:2:16:8". If it is empty or has another form, torch takes its default.
+        compute_capability: The GPU's compute capability, such as (9, 0) for an H100; None for a GPU before Hopper.
+        config: The value of the environment variable CUBLAS_WORKSPACE_CONFIG: pairs of a size in KiB and a count,
+            such as ":4096:2:16:8". If it is empty or malformed, torch uses its default.
     """
     if _CONFIG.fullmatch(config):
         return sum(int(size) * KIB * int(count) for size, count in re.findall(r":(\d+):(\d+)", config))

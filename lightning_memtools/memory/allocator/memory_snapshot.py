@@ -33,13 +33,13 @@ _RELEASES = {"segment_free", "segment_unmap"}
 
 
 class AllocatorHistory:
-    """Keeps the last actions of an allocator, as torch's own recording does. Pass it to the allocator as observer.
+    """Keeps the last actions of an allocator, as torch's own recording does. Pass it to the allocator as its observer.
 
     Args:
         max_entries: The number of actions to keep; None for all.
 
     Attributes:
-        count: The number of all actions so far.
+        count: The number of actions so far, including those that are no longer kept.
     """
 
     def __init__(self, max_entries: int | None = None) -> None:
@@ -47,12 +47,12 @@ class AllocatorHistory:
         self._entries: deque[tuple[str, int, int, int, str | None]] = deque(maxlen=max_entries)
 
     def __call__(self, action: str, address: int, size: int, free_blocks: FreeBlocks, label: str | None) -> None:
-        """Keep an action."""
+        """Record an action."""
         self.count += 1
         self._entries.append((action, address, size, free_blocks.stream, label))
 
     def described(self, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
-        """Return the actions as torch's snapshots describe them."""
+        """Return the actions in the form of torch's snapshots; `frames` returns the stack frames for a label."""
         first = self.count - len(self._entries)
         return [
             {
@@ -71,10 +71,10 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Return a snapshot of an allocator's segments and blocks, with a history: the given one, or that of its trace.
+    """Return a snapshot of an allocator's segments and blocks, and of its history, by default replayed from its trace.
 
-    A label becomes the stack of its block: each line of the form ``file:line:function`` becomes a frame, and any other
-    line a frame with that name. Times in the history count actions, since no time passes in the simulation.
+    A block's label becomes its stack: each line of the form ``file:line:function`` becomes a frame, and any other line
+    a frame with that name. Times in the history count actions, since no time passes in the simulation.
 
     Returns:
         A dictionary with "segments", "device_traces" (of one device, 0), "allocator_settings" and
@@ -154,7 +154,7 @@ def _segment(segment: Segment, blocks: list[Block], frames: Callable[[str | None
 
 
 def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
-    """Return the allocator's settings from a snapshot; if it has none, those of this process."""
+    """Return the allocator's settings from a snapshot; if the snapshot has none, those of this process."""
     recorded = snapshot.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
     text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
@@ -165,11 +165,11 @@ def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """The last request of a history for which there was no memory, and the trace of all requests before it.
+    """The last request in a history that failed for lack of memory, and the trace of all requests before it.
 
     Attributes:
-        trace: The program's requests before it. Blocks that are older than the history come first, by address, because
-            the order in which they were allocated and others freed is not known.
+        trace: The requests before the failed one. Blocks that are older than the history come first, in address order,
+            because the order of their allocations is not known.
         n_bytes: The requested size, as the allocator rounds it.
         stream: The number of the request's stream in the trace.
         is_complete: Whether the history goes back to an empty device.
@@ -195,7 +195,7 @@ def failed_request(
         snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.
         config: The allocator's settings.
         capacity: The memory of the device in bytes; None for no limit.
-        used_by_others: The bytes of the device that others than the allocator held.
+        used_by_others: The bytes of the device that were held outside of the allocator.
         device: The device's index.
     """
     entries = snapshot["device_traces"][device]
@@ -219,9 +219,9 @@ def trace_until(
     until: int,
     device: int = 0,
 ) -> AllocationTrace:
-    """Return a trace of all requests before a time (`time_us`), and of releases to the device right after it.
+    """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    The other arguments are those of `failed_request`.
+    Releases to the device directly after that time are included. The other arguments are those of `failed_request`.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:
@@ -232,16 +232,16 @@ def trace_until(
 
 
 def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
-    """Return the time (`time_us`) of the first action that a history still holds; None if it holds none."""
+    """Return the time (`time_us`) of the first action in a snapshot's history; None if the history is empty."""
     entries = snapshot["device_traces"][device]
     return entries[0]["time_us"] if entries else None
 
 
 class _TraceWriter:
-    """Writes an `AllocationTrace` from a snapshot: first the blocks that are older than its history, then each entry.
+    """Converts a snapshot to an `AllocationTrace`: first the blocks older than the history, then each added entry.
 
-    A block is free as soon as its streams have finished with it. A private pool counts as a stream of its own: the
-    blocks of one stream serve no requests of another.
+    A block counts as freed once the streams that use it have finished with it. A private pool becomes a separate stream
+    of the trace: like streams, pools do not share free blocks.
     """
 
     def __init__(self, snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> None:

@@ -27,7 +27,7 @@ Observer = Callable[[str, int, int, FreeBlocks, str | None], None]
 
 
 class DeviceSegments:
-    """The segments held of a device; all sizes in bytes.
+    """Holds the segments that are reserved from a device; all sizes in bytes.
 
     Attributes:
         capacity: The total memory of the device; None for no limit.
@@ -81,7 +81,7 @@ class DeviceSegments:
         return segment.first
 
     def give_back_segment(self, block: Block) -> None:
-        """Release the segment of a free block that covers it (cudaFree)."""
+        """Release the segment that a free block covers as a whole (cudaFree)."""
         block.free_blocks.remove(block)
         del self.segments[block.segment.address]
         self.count("segment_free", block.address, block.size, block.free_blocks)
@@ -93,7 +93,7 @@ class DeviceSegments:
             self.observer(action, address, size, free_blocks, None)
 
     def new_segment(self, free_blocks: FreeBlocks, size: int, page_size: int | None = None) -> Segment:
-        """Return a segment at new addresses; for an expandable one there is no memory behind it yet."""
+        """Return a segment at new addresses; an expandable segment has no memory behind it yet."""
         segment = Segment(self._next_address, size, free_blocks, page_size)
         self._next_address += round_up(size, SEGMENT_STEP)
         self.segments[segment.address] = segment
@@ -107,8 +107,8 @@ def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block |
     """Map memory until one free block holds ``size`` bytes, at the lowest address where that is possible.
 
     Returns:
-        That block, removed from the free ones; None when the device has too little. Pages that were mapped before stay
-        in the cache.
+        That block, removed from the free blocks; None when the device has too little memory. Pages that were mapped
+        before the failure stay in the cache.
     """
     block = _lowest_room(free_blocks, size) or _new_range(reserve, free_blocks)
     if block.state == UNMAPPED:
@@ -132,8 +132,8 @@ def map_pages(reserve: DeviceSegments, block: Block, size: int) -> Block | None:
     """Map memory for the first ``size`` bytes of an unmapped range, rounded up to whole pages.
 
     Returns:
-        The free block that now holds these bytes, merged with its free neighbours; None when the device has too
-        little, in which case nothing changes.
+        The free block that now holds these bytes, merged with its free neighbors; None when the device has too little
+        memory, in which case nothing changes.
     """
     free_blocks = block.free_blocks
     page = block.segment.page_size
@@ -185,7 +185,7 @@ def unmap_pages(reserve: DeviceSegments, block: Block) -> None:
 
 
 def whole_pages(block: Block) -> tuple[int, int]:
-    """Return the first address of the pages that are wholly within a block, and their size in bytes."""
+    """Return the address of the first page that lies wholly within a block, and the size of all such pages in bytes."""
     segment = block.segment
     page = segment.page_size
     assert page is not None
@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Return the first block of the lowest run of free blocks and at least one unmapped range with ``size`` bytes."""
+    """Return the first block of the lowest run of free and unmapped blocks that spans ``size`` bytes; None if none."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped
@@ -228,7 +228,7 @@ def _add_unmapped(free_blocks: FreeBlocks, block: Block) -> None:
 
 
 def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None:
-    """Release every segment without a used block; of expandable segments every whole free page (release_blocks)."""
+    """Release every segment that has no used block, and all whole free pages of expandable ones (release_blocks)."""
     for free_blocks in pools:
         for block in list(free_blocks.blocks):  # a copy: releasing changes the list
             if block.is_expandable:
@@ -240,10 +240,10 @@ def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None
 def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
     """Release oversize cached blocks of one stream, just enough for a request (release_available_cached_blocks).
 
-    One block that is large enough is released, otherwise the largest ones until they add up.
+    If one block is large enough, only that one is released; otherwise the largest blocks, until they add up to `size`.
 
     Returns:
-        True if enough for the request was released.
+        True if enough memory for the request was released.
     """
     wanted = max(size, max_split)
     blocks = free_blocks.blocks

@@ -16,7 +16,7 @@ class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, a
         rounded: The size of the block for it.
         segment_size: The size that was requested from the device: the figure in CUDA's "Tried to allocate".
         capacity: The total memory of the device; None when only a memory fraction limits it.
-        free: The memory that nobody uses.
+        free: The free memory of the device.
         used_by_others: The memory held by other processes, and by this one outside the allocator.
         allocated: The memory held by tensors.
         reserved: The memory held in segments, used or not.

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tally:
-    """The memory that the allocator holds, in bytes. A peak is the highest value since the last `reset_peaks`.
+    """Counts the memory that the allocator holds, in bytes. A peak is the highest value since the last `reset_peaks`.
 
     Attributes:
-        allocated: The sizes of the allocated blocks.
-        requested: The sizes requested for them.
-        split: The sizes of the free blocks that share a segment with others (torch: inactive_split_bytes).
-        reserved: The memory held of the device.
+        allocated: The total size of the allocated blocks.
+        requested: The total size that was requested for these blocks, before rounding.
+        split: The total size of the free blocks that share a segment with others (torch: inactive_split_bytes).
+        reserved: The memory that is reserved from the device.
     """
 
     allocated: int = 0
@@ -26,7 +26,7 @@ class Tally:
     peak_reserved: int = 0
 
     def reset_peaks(self) -> None:
-        """Set both peaks to the current value."""
+        """Set both peaks to the current values."""
         self.peak_allocated = self.allocated
         self.peak_reserved = self.reserved
 
@@ -43,6 +43,6 @@ class Tally:
         self.requested -= requested
 
     def reserve(self, size: int) -> None:
-        """Count memory that was reserved from the device, or with a negative number released to it."""
+        """Count memory that was reserved from the device; a negative `size` counts memory released to the device."""
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)

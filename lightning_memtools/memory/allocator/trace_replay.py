@@ -33,7 +33,7 @@ class ReplayedTrace:
 
     @property
     def stats(self) -> MemoryStats:
-        """The statistics after the last event, with the peaks since the last reset in the trace."""
+        """The statistics after the last event; the peaks count from the last reset in the trace."""
         return self.allocator.stats()
 
 
@@ -46,9 +46,9 @@ def replay(
 ) -> ReplayedTrace:
     """Replay a trace on a new allocator.
 
-    With the recorded settings the result is the state that was recorded, block for block. With others it is the state
-    that the same program would have led to, up to the first request that fails, because nobody knows what the program
-    would have done then. A request that failed when it was recorded is tried again, and freed at once if it succeeds.
+    With the recorded settings, the result is the recorded state, block for block. With others, it is the state that the
+    same program would have reached, up to the first request that fails: what the program would do then is not known. A
+    request that failed when it was recorded is tried again; if it succeeds, its block is freed at once.
 
     Args:
         trace: The trace.
@@ -71,8 +71,8 @@ def replay_on(allocator: CachingAllocator, trace: AllocationTrace, *, n_skipped:
     Args:
         allocator: The allocator; it changes.
         trace: The trace.
-        n_skipped: The number of allocations and frees to skip at the beginning, which in an estimate's trace put the
-            model on the device. Frees of the skipped blocks are skipped too.
+        n_skipped: The number of allocations and frees to skip at the beginning, such as those that put the model on
+            the device. Later frees of the skipped blocks are skipped too.
     """
     live: dict[int, Block] = {}
     n_allocations = 0

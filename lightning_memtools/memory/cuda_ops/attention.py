@@ -31,7 +31,7 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
     *,
     gpu: GpuShape,
 ) -> torch.Tensor:
-    """Compute scaled_dot_product_attention with the kernel that torch chooses on this GPU."""
+    """Compute scaled_dot_product_attention with the kernel that torch would choose on this GPU."""
     inputs = query, key, value, attn_mask
     if torch.is_autocast_enabled("cpu"):
         # As the compiled code evaluates a call's arguments: the last first.
@@ -110,7 +110,7 @@ def attention_backend(
 
 
 def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the mask that the efficient kernel takes: of the query's type, aligned, and one for each head."""
+    """Return the mask as the efficient kernel takes it: in the query's dtype, with aligned rows, and for every head."""
     if mask is None:
         return None
     mask = _of_numbers(mask, query.dtype)
@@ -123,7 +123,7 @@ def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
 
 
 def _of_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask of bools as a mask of 0 and -inf (convert_boolean_attn_mask); other masks unchanged."""
+    """Convert a boolean mask to a mask of 0 and -inf (convert_boolean_attn_mask); return other masks unchanged."""
     if mask.dtype is not torch.bool:
         return mask
     kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
@@ -140,9 +140,9 @@ def _unfused(  # noqa: PLR0917, as torch's
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Compute _scaled_dot_product_attention_math (attention.cpp), halves in float32 unless the user allows otherwise.
+    """Compute _scaled_dot_product_attention_math (attention.cpp), half types in float32 unless the user allows half.
 
-    torch's own function uses the CPU's dropout, and does not add a mask in place to fake tensors.
+    torch's own function would use the CPU's dropout, and for fake tensors it would not add the mask in place.
     """
     dtype, allowed = query.dtype, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     mask = None if mask is None else _of_numbers(mask, dtype)
@@ -175,8 +175,8 @@ def _unfused(  # noqa: PLR0917, as torch's
 def flash(call: Call) -> Any:
     """Allocate output, log-sum-exp and the state of dropout, in that order (mha_fwd of flash_api.cpp).
 
-    For small inputs (one sample of 512 tokens in 12 heads) the kernel also splits the keys over more blocks. Their
-    sums, some MB in the forward pass, are left out.
+    For small inputs (one sample of 512 tokens in 12 heads) the kernel also splits the keys over more thread blocks. The
+    partial sums of these blocks, some MB in the forward pass, are not counted.
     """
     results = list(call.func(*call.args, **call.kwargs))  # on the host: for the sizes and strides
     for at in (0, 1, 6, 7):
@@ -187,9 +187,9 @@ def flash(call: Call) -> Any:
 
 
 def flash_backward(call: Call) -> Any:
-    """Hold the query's gradient in float32, with length and head rounded up (mha_bwd of flash_api.cpp).
+    """Run the operator, and hold the query's gradient in float32, with length and head size rounded up (mha_bwd).
 
-    Gradient and output are copied unless their memory is in the order batch, length, heads, head.
+    The output and its gradient are copied unless their memory layout is batch, length, heads, head size.
     """
     gradient, query, key, _, out = call.args[:5]
     batch, heads, length, head = query.shape
@@ -203,7 +203,7 @@ def flash_backward(call: Call) -> Any:
 
 
 def efficient(call: Call) -> Any:
-    """Return output, log-sum-exp and dropout's state on the host; sum halves in float32 if heads are above 128."""
+    """Allocate output and log-sum-exp, and temporary float32 sums for half-precision heads wider than 128."""
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
@@ -214,7 +214,7 @@ def efficient(call: Call) -> Any:
 
 
 def efficient_backward(call: Call) -> Any:
-    """Hold the products of gradient and output, and then the gradients' float32 sums.
+    """Run the operator, and hold first the products of gradient and output, then the gradients' float32 sums.
 
     Source: attention_backward.cu and kernel_backward.h.
     """
@@ -232,7 +232,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the number of floats of a head's workspace: tiles of the query's gradient; for wide halves, of all."""
+    """Return the number of floats in one head's workspace, for the query's gradient or, with wide halves, all three."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)

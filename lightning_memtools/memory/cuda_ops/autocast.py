@@ -52,9 +52,9 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Within, make autocast on CPU tensors follow CUDA's lists, and a user's autocast("cuda") act on CPU tensors.
+    """Return a context in which autocast on CPU tensors follows CUDA's lists, and autocast("cuda") acts on CPU tensors.
 
-    Operators that are only on the CPU's lists (pooling in three dimensions, quantiles and many more) are left alone.
+    Autocast then skips operators that are only on the CPU's lists (pooling in three dimensions, quantiles and others).
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__
@@ -146,7 +146,7 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor of float32, float16 or bfloat16 in another type, as autocast does; any other value unchanged."""
+    """Cast a float32, float16 or bfloat16 tensor to `dtype`, as autocast does; return any other value unchanged."""
     if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
         return value.to(dtype)
     return value

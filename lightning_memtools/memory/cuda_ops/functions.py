@@ -18,13 +18,13 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """Calls other functions in place of torch's, also when layers run again in a backward pass.
+    """Calls replacements instead of torch's functions, also where a backward pass recomputes layers.
 
     Args:
         replacements: The replacement of each function.
-        is_on_cuda: Whether `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors, which stand for CUDA's: in
-            an estimate everything is on the device already, and a build of torch without CUDA would refuse to move
-            them.
+        is_on_cuda: Whether `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors, which stand for CUDA
+            tensors: in an estimate all tensors are on the device already, and a build of torch without CUDA could not
+            move them.
     """
 
     def __init__(self, replacements: Mapping[Any, Callable[..., Any]], *, is_on_cuda: bool = False) -> None:
@@ -34,10 +34,10 @@ class ReplacedFunctions(TorchFunctionMode):
         self._patches = Patches()
 
     def __enter__(self) -> Self:
-        """Enter the mode, and replace attention by its name too.
+        """Enter the mode, and also replace the attribute F.scaled_dot_product_attention.
 
-        torch hides the calls within its own functions from a mode, and multi_head_attention_forward, which
-        nn.MultiheadAttention calls, is one of these.
+        The mode does not see calls made inside torch's own functions, such as the call of attention in
+        multi_head_attention_forward, which nn.MultiheadAttention uses.
         """
         self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
         attend = self._replacements.get(F.scaled_dot_product_attention)
@@ -70,7 +70,7 @@ def _names_cuda(thing: Any) -> bool:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Allocates the memory of CUDA's fused rms_norm. It computes no values, so it serves fake tensors only."""
+    """Allocates the memory of CUDA's fused rms_norm. It computes no values, so it works for fake tensors only."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor | None, n_normalized: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(
     source: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Run rms_norm as one kernel, unless input and weight differ in type (layer_norm.cpp)."""
+    """Run rms_norm as one fused kernel, unless input and weight differ in dtype (layer_norm.cpp)."""
     if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
         source, weight = source.float(), None if weight is None else weight.float()
     if weight is not None and weight.dtype is not source.dtype:
@@ -107,5 +107,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 
 
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
-    """Return replacements of torch's functions for a GPU: attention as it chooses kernels, layers as in cuDNN."""
+    """Return replacements, which act as on a GPU, for torch's functions: attention, rms_norm and recurrent layers."""
     return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}

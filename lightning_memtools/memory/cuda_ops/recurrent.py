@@ -38,7 +38,7 @@ class _CastIntoOne(torch.autograd.Function):
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """Allocates the memory of a recurrent layer in cuDNN. It computes no values, so it serves fake tensors only."""
+    """Allocates the memory of a recurrent layer in cuDNN. It computes no values, so it works for fake tensors only."""
 
     @staticmethod
     def forward(  # noqa: PLR0917, autograd gives all by position
@@ -101,7 +101,7 @@ class _CudnnRnn(torch.autograd.Function):
 def cudnn_spaces(
     kind: str, layout: tuple[int, int, bool, bool], dropout: float, source: torch.Tensor, n_out: int
 ) -> tuple[int, int]:
-    """Return the bytes of cuDNN's workspace and of its reserve space."""
+    """Return the bytes of the workspace and of the reserve space that cuDNN takes for a recurrent layer."""
     hidden, n_layers, both_ways, _ = layout
     n_places, directions = source.numel() // source.shape[-1], 1 + both_ways
     n_units, outs = n_places * hidden * directions * n_layers, n_places * n_out
@@ -117,11 +117,11 @@ def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
 
 
 def flatten_weights(layer: nn.Module, enter: Callable[[torch.Tensor], object]) -> None:
-    """Move a recurrent layer's weights into one buffer, as moving it to CUDA does. Other layers stay as they are.
+    """Move a recurrent layer's weights into one buffer, as moving the layer to CUDA does. Other layers are not changed.
 
-    `enter` is called with the buffer while the weights are still where they were.
+    `enter` is called with a view of the buffer while the old weights still exist.
 
-    torch.backends.cudnn.is_acceptable knows no bfloat16: those weights stay apart, and each call copies them.
+    torch.backends.cudnn.is_acceptable rejects bfloat16: such weights stay separate, and each forward copies them.
     """
     if not isinstance(layer, nn.RNNBase):
         return
@@ -143,7 +143,7 @@ def _is_flattened(weight: torch.Tensor) -> bool:
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return tensors shaped as those in `like`, in one new buffer with room for `n_biases` more elements."""
+    """Return tensors with the shapes of those in `like`, in one new buffer with room for `n_biases` more elements."""
     sizes = [one.numel() for one in like]
     buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
     parts = torch.split(buffer[: sum(sizes)], sizes)
@@ -185,7 +185,7 @@ def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
 def _cell(  # noqa: PLR0917, as torch's
     source: torch.Tensor, states: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> Any:
-    """Run an LSTM's or a GRU's cell, whose gates CUDA computes in one kernel after two products (RNN.cpp)."""
+    """Run an LSTM or GRU cell as CUDA does: two matrix products, then one kernel for all gates (RNN.cpp)."""
     is_lstm = isinstance(states, (list, tuple))
     given: Any = source, *(states if is_lstm else (states, None)), w_ih, w_hh, b_ih, b_hh
     if torch.is_autocast_enabled("cpu"):

@@ -41,7 +41,7 @@ class ReduceConfig:
     block_x_reduce: bool = False
 
     def set_block_dimension(self, dim0: int, dim1: int) -> None:
-        """Choose the threads of a block."""
+        """Choose the width and height of a thread block for a problem of `dim0` by `dim1` elements."""
         max_num_threads = MAX_NUM_THREADS // self.output_vec_size
         last_pow2s = (1 << (max(dim, 1).bit_length() - 1) for dim in (dim0, dim1))
         dim0_pow2, dim1_pow2 = (min(last_pow2, max_num_threads) for last_pow2 in last_pow2s)
@@ -67,7 +67,7 @@ class ReduceConfig:
 
 
 def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of a reduction's buffers: none, or one for partial results and one for counts of blocks.
+    """Return the sizes in bytes of a reduction's buffers: one for partial results and one for semaphores, or none.
 
     Args:
         tensor: The input.
@@ -124,7 +124,7 @@ def _output_vec_size(shape: list[int], strides: list[int], n_reduced: int) -> in
 
 
 def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
-    """Return the input's shape and strides in TensorIterator's order, and the number of leading, reduced dimensions."""
+    """Return the input's shape and strides in TensorIterator's order, and the number of leading reduced dimensions."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
     shape, inputs = list(tensor.shape), list(tensor.stride())
@@ -154,7 +154,7 @@ def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
 
 
 def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]:
-    """Return the dimensions from the innermost to the outermost (reorder_dimensions)."""
+    """Return the dimensions sorted by the strides of result and input, innermost first (reorder_dimensions)."""
     order = list(reversed(range(len(shape))))
     for i in range(1, len(shape)):
         at = i
@@ -169,7 +169,7 @@ def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]
 
 
 def _compared(one: int, other: int, results: list[int], inputs: list[int], shape: list[int]) -> int:
-    """Return 1 if the two dimensions have to be swapped, -1 if they must not be, 0 if it does not matter."""
+    """Return 1 if dimensions `one` and `other` have to be swapped, -1 if they must not be, 0 if it does not matter."""
     if (results[one] == 0) != (results[other] == 0):
         return 1 if results[other] == 0 else -1
     for strides in (results, inputs):
@@ -184,12 +184,12 @@ def _compared(one: int, other: int, results: list[int], inputs: list[int], shape
 
 
 def _rule(dims_at: int | None, part_bytes: Callable[[torch.dtype], int], *, any_type: bool = False) -> Rule:
-    """Return the rule of a reduction.
+    """Return a rule, which runs a reduction and holds the buffers that its CUDA kernel allocates.
 
     Args:
         dims_at: The position of the argument with the reduced dimensions; None if all are reduced.
-        part_bytes: Returns the bytes of a block's partial result for one output, by type.
-        any_type: Whether the kernel makes a result of another type without a copy of the input.
+        part_bytes: Returns the bytes of a block's partial result for one output of a given dtype.
+        any_type: Whether the kernel can write a result of another dtype without copying the input first.
     """
 
     def reduce(call: Call) -> Any:

@@ -21,7 +21,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator.
+    """One call of an operator, which a rule handles in the operator's place.
 
     Attributes:
         run: Runs any operator, and allocates its results.
@@ -29,8 +29,8 @@ class Call:
         args: Its arguments by position.
         kwargs: Its arguments by name.
         gpu: The GPU.
-        hold: Allocates a block for each size in bytes, until the rule has returned; none for 0.
-        release: Frees held blocks of these sizes before that.
+        hold: Allocates a block for each given size in bytes other than 0; the blocks are freed when the rule returns.
+        release: Frees held blocks of the given sizes before the rule returns.
     """
 
     run: Callable[..., Any]
@@ -46,11 +46,11 @@ class Call:
         return self.run(self.func, *self.args, **self.kwargs)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return a new tensor without values."""
+        """Return a new, uninitialized tensor."""
         return self.run(aten.empty.memory_format, shape, dtype=dtype, device=torch.device("cpu"))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument that is given by position or by name."""
+        """Return the argument at position `place` or with this name; `default` if it is not given."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
@@ -68,7 +68,7 @@ def copy_bytes(tensor: torch.Tensor) -> int:
 
 
 def layer_norm(call: Call) -> Any:
-    """Keep mean and 1/deviation in float32 for half inputs too; copy a strided input (cuda/layer_norm_kernel.cu)."""
+    """Allocate as cuda/layer_norm_kernel.cu does: float32 mean and rstd for half inputs, a copy of a strided input."""
     source, normalized = call.args[:2]
     call.hold(copy_bytes(source))
     if source.dtype not in HALF:
@@ -79,7 +79,7 @@ def layer_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Keep mean and 1/deviation in float32 for half inputs too; cuDNN keeps none in evaluation (Normalization.cpp)."""
+    """Allocate as Normalization.cpp does: mean and rstd, in float32 for half inputs; none by cuDNN in evaluation."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
     # _select_batch_norm_backend takes torch's own kernels for rows.
     by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
@@ -91,7 +91,7 @@ def batch_norm(call: Call) -> Any:
 
 
 def dropout(call: Call) -> Any:
-    """Allocate the mask before the output (cuda/Dropout.cu): the order matters when free blocks are few."""
+    """Allocate the mask before the output, as cuda/Dropout.cu does: the order matters when few blocks are free."""
     source, share, *training = call.args
     if not 0 < share < 1 or call.kwargs or training == [False]:
         return call.results()
@@ -100,28 +100,28 @@ def dropout(call: Call) -> Any:
 
 
 def softmax(call: Call) -> Any:
-    """Copy a strided input (host_softmax in cuda/SoftMax.cu)."""
+    """Run softmax, and hold the kernel's copy of a non-contiguous input (host_softmax in cuda/SoftMax.cu)."""
     out = call.results()
     call.hold(copy_bytes(call.args[0]))
     return out
 
 
 def softmax_backward(call: Call) -> Any:
-    """Multiply gradient and output first; copy a strided output (host_softmax_backward in cuda/SoftMax.cu)."""
+    """Run the operator; hold gradient times output, and a copy of a non-contiguous output (host_softmax_backward)."""
     out, output = call.results(), call.args[1]
     call.hold(nbytes(output), copy_bytes(output))
     return out
 
 
 def log_softmax_backward(call: Call) -> Any:
-    """Copy a strided gradient or output (host_softmax_backward in cuda/SoftMax.cu)."""
+    """Run the operator; hold copies of a non-contiguous gradient or output (host_softmax_backward)."""
     out = call.results()
     call.hold(*map(copy_bytes, call.args[:2]))
     return out
 
 
 def safe_softmax(call: Call) -> Any:
-    """Write zeros into the rows that are all -inf; the masks of elements and of rows are held (SoftMax.cpp)."""
+    """Run softmax, and hold the masks that CUDA uses to zero rows that are all -inf (SoftMax.cpp)."""
     source, dim = call.args[:2]
     out = call.run(aten._softmax.default, source, dim, False)  # noqa: FBT003, half to float
     call.hold(source.numel(), source.numel() // max(source.shape[dim], 1), source.element_size())
@@ -129,20 +129,20 @@ def safe_softmax(call: Call) -> Any:
 
 
 def logsumexp(call: Call) -> Any:
-    """Hold the maxima, and the exponentials of the differences to them (logsumexp_out_impl in ReduceOps.cpp)."""
+    """Run logsumexp, and hold its temporaries: the maxima and the exponentials (logsumexp_out_impl, ReduceOps.cpp)."""
     out = call.results()
     call.hold(nbytes(out), nbytes(call.args[0]))
     return out
 
 
 def log_sigmoid(call: Call) -> Any:
-    """Keep no buffer for backward, unlike the CPU's kernel (log_sigmoid_forward_cuda in Activation.cpp)."""
+    """Allocate the output and, unlike the CPU's kernel, an empty buffer for backward (log_sigmoid_forward_cuda)."""
     source = call.args[0]
     return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
 
 
 def fused_cell(call: Call) -> Any:
-    """Return the states, and for backward an LSTM's activated gates or five values of a GRU's unit (cuda/RNN.cu)."""
+    """Return the new states, and a workspace for backward: 4 values per unit of an LSTM, 5 of a GRU (cuda/RNN.cu)."""
     state = call.args[2]
     is_lstm = call.func is aten._thnn_fused_lstm_cell.default
     kept = call.empty([state.shape[0], (4 if is_lstm else 5) * state.shape[1]], state.dtype)
@@ -158,7 +158,7 @@ def lstm_cell_backward(call: Call) -> Any:
 
 
 def gru_cell_backward(call: Call) -> Any:
-    """Return the gradients of both products, the state and the biases."""
+    """Return the gradients of both matrix products (of input and state), of the state and of the biases."""
     gradient, kept, has_bias = call.args
     of_gates = [call.empty([kept.shape[0], kept.shape[1] // 5 * 3], kept.dtype) for _ in range(2)]
     of_state = call.run(aten.empty_like.default, gradient)
@@ -172,7 +172,7 @@ _BAG_ARGUMENTS = (
 
 
 def embedding_bag(call: Call) -> Any:
-    """Return output, the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
+    """Return the output, the bag of each index, the size of each bag and, in "max" mode, the indices of the maxima."""
     given = {**dict(zip(_BAG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
     weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given.get("mode", 0)
     n_bags, width = offsets.numel() - bool(given.get("include_last_offset")), weight.shape[1]
@@ -182,12 +182,12 @@ def embedding_bag(call: Call) -> Any:
 
 
 def gradient_sum(call: Call) -> Any:
-    """Add a gradient to an earlier one of the same tensor in place, as autograd does.
+    """Accumulate a gradient in place into an earlier gradient of the same tensor, as autograd does in a real run.
 
-    For fake tensors and under modes autograd makes a new tensor, because it cannot tell that only it holds the earlier
-    one. In a network with residual connections that is one more activation, while both others exist. Two other sums
-    cannot be told from this one: those within a formula of backward, and those whose first gradient another branch
-    still needs. A view holds its base too (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
+    For fake tensors and under dispatch modes, autograd makes a new tensor, as it may not hold the only reference to the
+    earlier one. With residual connections, that would be one more activation at the peak. Two other kinds of sums look
+    the same: those inside a backward formula, and those whose first gradient another branch still needs. A view is not
+    changed, as its base shares the storage (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
     """
     total, gradient = call.args[:2]
     is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()

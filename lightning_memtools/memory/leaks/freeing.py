@@ -12,7 +12,7 @@ from lightning_memtools.memory.leaks.holders import LruCache, TensorHolder, find
 
 
 def how_to_free(holding: Holding) -> str:
-    """Return advice to free what is held, without a period: "Clear Net.outs when the epoch ends, or keep ..."."""
+    """Return advice on how to free the held tensors, without a period: "Clear Net.outs when the epoch ends, or ..."."""
     holder = holding.holder
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
@@ -45,7 +45,7 @@ def _release(holding: Holding) -> str:
 
 
 def _from_outside(holder: TensorHolder, path: str) -> str:
-    """Return a path that begins at a holder's root; if the root is a class, with its module in front."""
+    """Return a path that begins at the holder's root, preceded by the module's name if the root is a class."""
     return f"{holder.root.__module__}.{path}" if is_a(holder.root, type) else path
 
 

@@ -53,10 +53,10 @@ class Holding:
     Attributes:
         holder: The object.
         tensors: The number of tensors of each shape and type.
-        n_bytes: The memory that they occupy on the device, with the tensors that their graphs have saved.
+        n_bytes: The memory that they occupy on the device, including the tensors that their graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
         owners: The number of models and optimizers of other runs that the object holds, by name: {"model Net": 3}.
-        piles_up: True if several tensors are in a container without a limit of its own, or carry autograd graphs.
+        piles_up: True if several tensors are in a container without a maximum size, or carry autograd graphs.
         is_of_run: True if the object belongs to the run: the model, its callbacks or its Trainer.
         made_at: Where the largest of the tensors was made, such as "at train.py:31"; "" if it is not known.
     """
@@ -72,7 +72,7 @@ class Holding:
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
-        """Return the holding of a pile of tensors, whose graphs have saved `saved_bytes`."""
+        """Summarize the tensors in `pile`, which `holder` holds; their autograd graphs saved `saved_bytes` more."""
         kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
         is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         piles_up = is_pile and not is_expected(holder, pile)
@@ -80,7 +80,7 @@ class Holding:
 
     @property
     def is_left_over(self) -> bool:
-        """True if a model or optimizer is held that does not belong to the run."""
+        """True if an object outside of the run holds a model or an optimizer of another run."""
         return bool(self.owners) and not self.is_of_run
 
     @property
@@ -92,14 +92,14 @@ class Holding:
 
 
 class HolderSearch:
-    """Finds who holds tensors, and removes the tensors whose holder is found from `remaining`.
+    """Finds what holds tensors; tensors whose holder is found are removed from `remaining`.
 
     Args:
         living: The tensors.
-        names: The names of known objects by identity.
+        names: The names of known objects, by `id`.
 
     Attributes:
-        remaining: The tensors whose holder is not known yet, by the identities of their storages.
+        remaining: The tensors whose holder is not known yet, by the ids of their storages.
     """
 
     def __init__(self, living: Iterable[LivingTensor], names: Mapping[int, str]) -> None:
@@ -109,15 +109,15 @@ class HolderSearch:
     def piles(
         self, among: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool], *, end: float = math.inf
     ) -> Iterator[tuple[TensorHolder | None, list[LivingTensor]]]:
-        """Yield holders with the tensors that each of them holds, the kinds with the most bytes first.
+        """Yield each holder with the tensors that it holds, starting from the shape and type with the most bytes.
 
-        The holder is None for tensors that no Python object holds. The tensors are removed from `remaining`.
+        The holder is None for tensors that no Python object holds. The yielded tensors are removed from `remaining`.
 
         Args:
             among: The tensors to search for; other tensors in the same container as one of them are yielded too.
-            is_pile: Returns whether a function or generator holds enough tensors to be named. Otherwise the holder of
-                the function is named, since each of many functions may hold one tensor.
-            end: The processor time of this thread after which no further holder is looked for.
+            is_pile: Called with the tensors that a function or generator holds; returns whether to yield it. Otherwise
+                the holder of the function is yielded, since each of many functions may hold one tensor.
+            end: The value of `time.thread_time()` after which no further holder is searched for.
         """
         least = LEAST_SHARE * bytes_of(among)
         for signature in largest_signatures(among):
@@ -152,13 +152,13 @@ class HolderSearch:
         return holder, pile
 
     def holder_of(self, held: Any, *, ignore: Sequence[Any], past_functions: bool = False) -> TensorHolder | None:
-        """Return the holder of an object, which is the object itself if it has a name; see `find_holder`."""
+        """Return the holder of an object: the object itself if it is known, otherwise what `find_holder` finds."""
         if id(held) in self._names:
             return TensorHolder(held, self._names[id(held)], (), ())
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)
 
     def _in_place_of(self, holder: TensorHolder | None, held: Any) -> list[LivingTensor]:
-        """Return the remaining tensors in the same container as this one, itself included."""
+        """Return the remaining tensors in the same container as the tensor `held`, including `held`."""
         there = [held] if holder is None else [held, *holder.holds()]
         found = (storage_of(one) for one in there if is_a(one, Tensor))
         keys = dict.fromkeys(one[0] for one in found if one is not None)
@@ -166,7 +166,7 @@ class HolderSearch:
 
 
 def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
-    """Return whether growth of a pile is expected: its container has a limit, or it is bookkeeping of Lightning."""
+    """Return whether tensors are expected to pile up: their container has a maximum size, or Lightning holds them."""
     owner = type(holder.root).__module__
     bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)
@@ -179,12 +179,12 @@ def _has_limit(container: Any) -> bool:
 
 
 def names_of_run(model: nn.Module, others: Iterable[Any]) -> dict[int, str]:
-    """Return the names of a model with its modules, and of the other objects of a run, by identity."""
+    """Return the names of a model, its modules, and the other objects of a run, by `id`."""
     return {id(one): type(one).__name__ for one in others if one is not None} | names_of_modules(model)
 
 
 def names_of_variables() -> dict[int, str]:
-    """Return the names of the local variables of the user's running functions, by the id of their objects."""
+    """Return the names of the local variables of the user's running functions, by the `id` of their values."""
     names: dict[int, str] = {}
     frame = inspect.currentframe()
     while frame is not None:

@@ -70,12 +70,12 @@ class ReferenceStep:
 
 
 def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Like isinstance, but without asking the object: a proxy or lazy object would run its own code."""
+    """Return whether an object's type is a subclass of `kinds`, without running code of a proxy or lazy object."""
     return issubclass(type(one), kinds)
 
 
 def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
-    """Return the steps of a chain of references, from the outermost object inwards.
+    """Return the references along a chain of objects, each of which holds the next, from the outermost inward.
 
     Objects that Python puts in between (a `__dict__`, a closure's tuple and cell, nn.Module's registers) are left out,
     so there can be fewer steps than links.
@@ -91,7 +91,7 @@ def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
 
 
 def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
-    """Yield the objects that steps lead to from a root; at a container, from each of its elements."""
+    """Yield the objects that the steps lead to from a root; at a container, follow each of its elements."""
     if not steps:
         yield root
         return
@@ -107,7 +107,7 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
 
 
 def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
-    """Yield an object's references that code can spell, each with the object that it leads to."""
+    """Yield the references of an object that Python code can express, each with the object that it refers to."""
     if is_a(holder, dict):
         yield from ((ReferenceStep(ReferenceKind.KEY, key), held) for key, held in list(holder.items()))
     elif is_a(holder, (list, tuple, deque)):
@@ -161,7 +161,7 @@ class TensorHolder:
         root: The outermost object.
         name: The root's name, such as ``"MyModel"`` or ``"MyModel.metric"``; for a function with its file and line.
         steps: The references from the root to the tensor.
-        links: Every object on the way, the root first, without the tensor.
+        links: Every object on the way to the tensor, starting with the root and excluding the tensor.
     """
 
     root: Any
@@ -176,12 +176,12 @@ class TensorHolder:
 
     @property
     def container_path(self) -> str:
-        """The expression for the first list, dict or set on the way, such as ``"MyModel.outputs"``; else as `path`."""
+        """The expression for the first list, dict or set on the way, such as ``"MyModel.outputs"``; `path` if none."""
         return self._spelled(self._steps_to_container())
 
     @property
     def place(self) -> str:
-        """The closure in which a path begins, such as ``" in the closure of hook (run.py:12)"``; else empty."""
+        """The closure that `path` begins in, such as ``" in the closure of hook (run.py:12)"``; empty if in none."""
         if self.steps and self.steps[0].kind is ReferenceKind.VARIABLE:
             return f" in the closure of {self.name}"
         return ""
@@ -197,7 +197,7 @@ class TensorHolder:
         return next(follow(self.root, self._steps_to_container()), None)
 
     def holds(self) -> Iterator[Any]:
-        """Yield the tensor, and the other elements of the containers on its way."""
+        """Yield the tensor, and the other elements of the containers on the way to it."""
         return follow(self.root, self.steps)
 
     def _steps_to_container(self) -> tuple[ReferenceStep, ...]:
@@ -213,7 +213,7 @@ class TensorHolder:
 
 
 def names_of_modules(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model and of all modules in it, such as ``"MyModel.encoder.0"``, by identity."""
+    """Return the names of a model and of all modules in it, such as ``"MyModel.encoder.0"``, by `id`."""
     own = type(model).__name__
     return {id(module): f"{own}.{name}" if name else own for name, module in model.named_modules()}
 
@@ -225,9 +225,9 @@ def find_holder(
 
     Args:
         held: The object that is held.
-        names: The names of known objects by identity, as `names_of_modules` returns them.
+        names: The names of known objects by `id`, as `names_of_modules` returns them.
         ignore: Containers of the caller that hold the object too.
-        past_functions: If a function or generator holds the object, find the holder of this one instead.
+        past_functions: If a function or generator holds the object, whether to return the holder of that function.
 
     Returns:
         The holder; None if Python's garbage collector sees none. Local variables of running functions do not count, and
@@ -271,14 +271,14 @@ def find_holder(
 
 
 def is_ours(root: Any) -> bool:
-    """Return whether a holder belongs to this package; the user's holders are named before it."""
+    """Return whether the root of a holder belongs to this package; holders in the user's code take precedence."""
     kind = root if is_a(root, (FunctionType, type)) else type(root)
     name = root.get("__name__") if is_a(root, dict) else kind.__module__
     return str(name).startswith(_OURS)
 
 
 def all_tensors() -> list[Tensor]:
-    """Return all tensors that Python has an object of."""
+    """Return all tensors that exist as Python objects."""
     # The referrers of a class are its instances and a few others. Finding them takes a third of the time of looking at
     # all objects in Python. Types are compared exactly: isinstance would run code of proxies and mocks.
     kinds = {kind for kind in _with_subclasses(Tensor) if _has_storage(kind)}
@@ -297,8 +297,8 @@ def _has_storage(kind: type) -> bool:
 def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     """Return the first of the candidates that another Python object holds; None if there is none.
 
-    It takes one pass over all objects. Tensors that only C++ holds, because a graph saved them, have Python objects
-    too, so many candidates can be of that kind.
+    This takes one pass over all Python objects. Many candidates may have no such holder: a tensor that only C++ holds,
+    because an autograd graph has saved it, exists as a Python object too.
     """
     ignored = {id(one) for one in (candidates, ignore, *ignore)} | _running_frames()
     referrers = [one for one in _referrers(candidates) if id(one) not in ignored and _counts(one)]
@@ -323,7 +323,7 @@ def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Ten
 
 
 def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
-    """Return the name by which the user can find a module, function, generator, class or data set; else None."""
+    """Return a name by which the user can find a known object, function, class or similar; None for other objects."""
     if id(candidate) in names:
         return names[id(candidate)]
     if is_a(candidate, FunctionType):
@@ -351,7 +351,7 @@ def _running_frames() -> set[int]:
 
 
 def _referrers(held: Sequence[Any]) -> list[Any]:
-    """Return all objects that refer to one of these, as far as Python's garbage collector knows them."""
+    """Return all objects that refer to one of `held`, as far as Python's garbage collector tracks them."""
     asked = tuple(held)
     # From Python 3.13 on, the tuple of the arguments is found too.
     return [one for one in gc.get_referrers(*asked) if one is not asked]

@@ -25,11 +25,11 @@ _MOST_NODES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """The memory that was found on a device beside that of the model and its optimizers. Sizes in bytes.
+    """The memory on a device that belongs neither to the model nor to its optimizers. Sizes in bytes.
 
     Attributes:
-        found: The holdings: those of the user's objects, then those of this package's, each largest first.
-        garbage_bytes: Bytes that a collection of garbage freed: nobody held them any more.
+        found: What each object holds: first the user's objects, then those of this package, each group largest first.
+        garbage_bytes: The bytes that garbage collection freed, because nothing held them any more.
     """
 
     found: tuple[Holding, ...] = ()
@@ -38,7 +38,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class BlockNotes:
-    """The notes that a recording of the allocator has on a tensor's block; by default there is no recording.
+    """Looks up a tensor's block in a recording of the allocator; the defaults are for the case of no recording.
 
     Attributes:
         is_young: Returns True if the tensor was allocated since the present batch began.
@@ -65,13 +65,13 @@ def find_holdings(
     name of the variable.
 
     Args:
-        on_device: Tells which tensors count.
+        on_device: Returns whether a tensor is on the device.
         model: The model in training.
-        optimizers: Its optimizers.
-        batch: Its batch.
-        names: The names of the objects of the run, by identity.
-        notes: The notes of a recording.
-        seconds: The processor time after which no further holder is looked for.
+        optimizers: The optimizers of the model.
+        batch: The present batch.
+        names: The names of the objects of the run, by `id`.
+        notes: What a recording of the allocator knows about blocks; None without a recording.
+        seconds: The seconds of processor time after which no further holder is searched for.
     """
     end = time.thread_time() + seconds
     notes = notes or BlockNotes()
@@ -89,14 +89,14 @@ def find_holdings(
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> list[LivingTensor]:
-    """Return the tensors that are older than the present batch."""
+    """Return the tensors that are older than the present batch, except those whose storages are left out."""
     return [one for one in TensorCensus(on_device).take(left_out) if not any(map(notes.is_young, one.tensors))]
 
 
 class _HoldingSearch:
-    """Takes tensors out of `remaining`, and puts their holdings into `_found`.
+    """Finds what holds the tensors in `remaining`, and moves them from there into `Holding` objects in `_found`.
 
-    Tensors that only C++ holds go to `unheld`. If an autograd graph has saved them, they count with the graph's tensor.
+    Tensors that only C++ holds go to `unheld`; if an autograd graph has saved them, they count with the graph's tensor.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _HoldingSearch:
         self._found: list[Holding] = []
 
     def find_owners(self, own_optimizers: Sequence[Optimizer], end: float) -> None:
-        """Find who holds models and optimizers that do not belong to the run."""
+        """Find what holds the models and optimizers that do not belong to the run."""
         own = {id(one) for one in own_optimizers}
         living = instances_of(nn.Module, Optimizer)
         modules = outermost([one for one in living if is_a(one, nn.Module)])
@@ -163,7 +163,7 @@ class _HoldingSearch:
         )
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that the graphs of tensors have saved and that no Python object is known to hold."""
+        """Return the bytes of tensors that the autograd graphs of `tensors` have saved and no known object holds."""
         total = 0
         for tensor in tensors:
             for saved in _saved_by(tensor, self._nodes):
@@ -176,7 +176,7 @@ class _HoldingSearch:
         return total
 
     def joined(self) -> list[Holding]:
-        """Return one holding per container: the user's, then those of this package, each largest first."""
+        """Return the holdings, merged by container: first the user's, then this package's, each group largest first."""
         by_path: dict[str, list[Holding]] = {}
         for one in self._found:
             by_path.setdefault(one.path, []).append(one)
@@ -191,7 +191,7 @@ class _HoldingSearch:
 def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
     """Yield the tensors that a tensor's graph has saved, and add its nodes to `seen`; nodes in `seen` are skipped.
 
-    Where saved tensors have hooks, as under checkpointing, reading them would run the hooks: they are left out.
+    Saved tensors with hooks, as under checkpointing, are left out, because reading them would run the hooks.
     """
     waiting = [tensor.grad_fn]
     while waiting and len(seen) < _MOST_NODES:

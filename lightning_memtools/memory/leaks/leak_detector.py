@@ -19,11 +19,11 @@ _LONGEST_WAIT = 12
 
 @dataclass(frozen=True, slots=True)
 class LeakReport:
-    """Memory that grew without a break, and the tensors that piled up meanwhile.
+    """Reports memory that grew in several readings in a row, and the tensors that piled up meanwhile.
 
     Attributes:
         in_a_row: The number of readings in a row in which memory grew.
-        grown_bytes: The growth of memory in that time, without what the model and its optimizers own.
+        grown_bytes: The growth of memory in that time, excluding what the model and its optimizers own.
         findings: The places where tensors pile up, largest first.
     """
 
@@ -36,7 +36,7 @@ class LeakReport:
 
         Args:
             device: The device's name.
-            readings: What was counted: "epochs" or "evaluations".
+            readings: The word for the readings: "epochs" or "evaluations".
         """
         growth = (
             f"Memory in use on {device} after garbage collection has grown by {format_size(self.grown_bytes)}, not "
@@ -57,18 +57,18 @@ class LeakDetector:
     """Reports tensors that pile up in `warn_after` readings in a row. These rules keep it silent in healthy runs.
 
     * What the model and its optimizers own does not count, whenever it is allocated.
-    * Tensors count if one container still holds some from each of these intervals. So nothing that is replaced is
-      reported, whatever its size: the last batch, the last outputs, running means.
+    * Tensors count only if one container still holds some from each interval between these readings. So nothing that is
+      replaced is reported, whatever its size: the last batch, the last outputs, running means.
     * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
       of the growth: sizes that vary by chance sometimes rise three times in a row too.
-    * What no Python object holds does not count: there is no holder to name, and nothing to advise.
-    * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
-    * Growth that may wait is reported after twelve readings: a cache that fills in ten epochs has stopped by then.
+    * What no Python object holds does not count, because there is no holder to name and no advice to give.
+    * What is in a container with a maximum size (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
+    * Growth that `may_wait` is reported after twelve readings: a cache that fills up in ten epochs is full by then.
 
     Args:
-        on_device: Tells which tensors count.
-        warn_after: The number of readings in a row.
-        find_names: Returns the names of known objects by identity; called when a holder has to be found.
+        on_device: Returns whether a tensor is on the device.
+        warn_after: The number of readings in a row with growth after which to report.
+        find_names: Returns the names of known objects by `id`; called when a holder has to be found.
         may_wait: Returns whether growth by this many bytes per reading may be reported later.
     """
 

@@ -21,14 +21,14 @@ _MAX_SIGNATURES = 8
 
 @dataclass(frozen=True, slots=True)
 class LivingTensor:
-    """A tensor that lives on the device, with all others that share its storage.
+    """The living tensors on the device that share one storage.
 
     Attributes:
-        key: The identity of the storage (`storage_of`).
+        key: The id of the storage (`storage_of`).
         tensors: The tensors.
         n_bytes: The memory that the storage occupies.
         born: The number of the census that saw it first.
-        owners: The tensors of which it is the gradient.
+        owners: The leaf tensors whose gradients are in the storage.
     """
 
     key: int
@@ -39,7 +39,7 @@ class LivingTensor:
 
     @property
     def signature(self) -> tuple[torch.Size, torch.dtype]:
-        """The shape and type, which tensors of the same origin share."""
+        """The shape and dtype, which tensors made by the same line of code usually share."""
         return self.tensors[0].shape, self.tensors[0].dtype
 
     @property
@@ -60,7 +60,7 @@ class TensorCensus:
         self.number = 0
 
     def take(self, leave_out: Collection[int] = ()) -> list[LivingTensor]:
-        """Return the tensors that are on the device now, without those whose storages (`storage_of`) are left out."""
+        """Return the tensors that are on the device now, except those whose storage ids (`storage_of`) are left out."""
         self.number += 1
         living: dict[int, LivingTensor] = {}
         births: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
@@ -92,7 +92,7 @@ class TensorCensus:
 
 
 def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each tensor with None, and each gradient with its leaf: the collector does not list gradients."""
+    """Yield each tensor with None, and each gradient with its leaf, since the garbage collector lists no gradients."""
     for tensor in tensors:
         yield tensor, None
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
@@ -102,7 +102,7 @@ def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | No
 def blocks_to_walk() -> int:
     """Return the approximate number of memory blocks of the objects that Python's garbage collector visits.
 
-    From it the time of a pass over all objects is estimated. Objects that `gc.freeze` has hidden are not visited; with
+    It serves to estimate the time of a pass over all objects. Objects that `gc.freeze` has hidden are not visited; with
     torch and Lightning imported, an object takes about four blocks.
     """
     return max(0, sys.getallocatedblocks() - 4 * gc.get_freeze_count())
@@ -117,7 +117,7 @@ def largest_signatures(living: Iterable[LivingTensor]) -> list[tuple[torch.Size,
 
 
 def bytes_of(pile: Sequence[LivingTensor]) -> int:
-    """Return the memory that tensors occupy together."""
+    """Return the total size of the tensors' storages in bytes."""
     return sum(one.n_bytes for one in pile)
 
 

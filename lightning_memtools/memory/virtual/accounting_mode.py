@@ -43,14 +43,14 @@ FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AccountingMode(OperatorMode):
-    """Counts the storages that operators make in one thread. Threads share the ledger.
+    """A dispatch mode that counts the storages that operators make in one thread. All threads share the ledger.
 
-    An operator goes to the interceptors in turn, until one of them returns its result. If none does, the operator runs
+    Each interceptor in turn is asked for an operator's result, until one returns it. If none does, the operator runs
     (`run`), and the storages that it made are entered in the ledger (`account`).
 
     Attributes:
-        place: The module calls that this thread is in.
-        silent: The depth of `silence`. Above zero, new storages are host memory.
+        place: The stack of module calls of this thread.
+        silent: The nesting depth of `silence`. While it is above zero, new storages count as host memory.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class AccountingMode(OperatorMode):
 
     @contextmanager
     def silence(self, made: set[int] | None = None) -> Iterator[None]:
-        """Treat storages that are made within as host memory, and add their keys to ``made``."""
+        """Return a context in which new storages count as host memory; their keys are added to ``made``."""
         before = self._made_silently
         self.silent += 1
         self._made_silently = made
@@ -115,7 +115,7 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Begin a module's call, to which new storages are charged; return the depth for `ModuleScopes.leave_to`."""
+        """Charge new storages to a module whose call begins; return the depth for `ModuleScopes.leave_to`."""
         place = self.place
         # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
@@ -143,9 +143,9 @@ class AccountingMode(OperatorMode):
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
-        """Enter a tensor that was not made by an operator in this mode.
+        """Put a tensor on the device that was not made by an operator under this mode.
 
-        If it is known already, it gets the category, unless that is None.
+        If the tensor is on the device already, only its category is set, unless `category` is None.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -161,7 +161,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category)
 
     def enter_copy(self, tensor: torch.Tensor, category: Category) -> LedgerEntry | None:
-        """Enter a copy of a tensor, which takes the tensor's own bytes until the tensor dies or `drop` is called.
+        """Put a copy of a tensor's elements on the device, which stays until the tensor dies or `drop` is called.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -173,11 +173,11 @@ class AccountingMode(OperatorMode):
         return entry
 
     def drop(self, entry: LedgerEntry) -> None:
-        """Free the memory of an entry, such as that of a copied batch."""
+        """Free the device memory of an entry, such as a copied batch."""
         self._ledger.forget(entry)
 
     def enter_resized(self, storage: torch.UntypedStorage) -> None:
-        """Give a storage that was resized without an operator a block of its new size.
+        """Move a storage to a block of its new size, after it was resized without an operator.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -196,7 +196,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category, module)
 
     def leave_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors off the device, except those with a category other than OTHER, which are in use there."""
+        """Take tensors off the device if their category is OTHER; those of other categories are in use there."""
         for tensor in tensors:
             for part in parts(tensor):
                 entry = self._ledger.find(storage_key(part))
@@ -224,12 +224,12 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result: a known one, or that of running it."""
+        """Return an operator's result: the one that `result_of` supplies, otherwise the result of running it."""
         known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
         return func(*args, **kwargs) if known is NotImplemented else known
 
     def account(self, kind: OperatorKind, out: Any, args: Any, kwargs: Any) -> None:
-        """Enter the storages of an operator's result that are not those of its arguments.
+        """Put the storages of an operator's result on the device, except those that its arguments have.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -271,7 +271,7 @@ class AccountingMode(OperatorMode):
         return out
 
     def _is_count_of_steps(self, kind: OperatorKind, func: Any, args: Any) -> bool:
-        """Return whether an operator makes an optimizer's count of steps, which stays in host memory beside a GPU."""
+        """Return whether an operator makes an optimizer's step count, which a run on a GPU keeps in host memory."""
         if not (self._cuda_like and self.place.in_step):
             return False
         return kind is OperatorKind.LIFTED or (func is _ZEROS and self.place.counts_on_host and not args[0])

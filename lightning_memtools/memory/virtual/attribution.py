@@ -27,9 +27,9 @@ _CATEGORIES = {
 def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
     """Correct the category and module of all memory that modules and optimizers hold.
 
-    Most categories are known when a storage is made. This adds gradients that were set by hand or are views of a bucket
-    (DDP), storages that `module.to()` or a deepcopy put in place, and the modules that gradients and optimizer state
-    belong to.
+    Most categories are known when a storage is made. This finds the rest: gradients that were set by hand or are views
+    of a bucket (DDP), storages that `module.to()` or a deepcopy replaced, and the modules that gradients and optimizer
+    state belong to.
     """
     for root in names.roots():
         name = names.of(root, None)
@@ -64,7 +64,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a leaf's gradient; None if it has none, and for other tensors, whose `grad` torch warns about."""
+    """Return a leaf's gradient; None if it has none, and for non-leaf tensors, where reading `grad` gives a warning."""
     return parameter.grad if parameter.is_leaf else None
 
 
@@ -83,12 +83,12 @@ def enter_all(
     enter: Enter,
     flatten: Callable[[nn.Module, Callable[[torch.Tensor], object]], None] | None = None,
 ) -> None:
-    """Enter a tensor, or all tensors of a module or an optimizer, gradients included.
+    """Call `enter` with a tensor, or with all tensors of a module or an optimizer, gradients included.
 
     Args:
         thing: The tensor, module or optimizer.
-        enter: Enters a tensor.
-        flatten: Moves a module's weights into one buffer, and enters that before it frees them; None to leave them.
+        enter: Puts a tensor on the device, with a category or None.
+        flatten: Moves a recurrent layer's weights into one buffer, which it passes to a function; None to skip this.
     """
     if isinstance(thing, nn.Module):
         # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after

@@ -16,7 +16,7 @@ class Category(IntEnum):
       it.
     * ACTIVATION: made inside a module's call or in backward (gradients that are not stored yet included), or made
       outside of both from an activation or from a tensor that requires a gradient, such as a loss.
-    * INPUT: batches of a DataLoader, and other tensors passed to a module that no module calls.
+    * INPUT: batches of a DataLoader, and other tensors passed to a module that no other module is calling.
     * OTHER: the rest.
     """
 
@@ -51,12 +51,12 @@ class Composition:
 
 
 def by_name(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Return bytes, which are in the order of `Category`, under the categories' names."""
+    """Convert a sequence of sizes in the order of `Category` to a dict by category name."""
     return {category.name.lower(): n_bytes[category] for category in Category}
 
 
 def as_log_names(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Return bytes, which are in the order of `Category`, under the names of the log tags; buffers count as other."""
+    """Convert sizes in the order of `Category` to a dict by the names in log tags; buffers count as other."""
     return {
         "parameters": n_bytes[Category.PARAMETER],
         "gradients": n_bytes[Category.GRADIENT],

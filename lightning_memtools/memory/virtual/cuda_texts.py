@@ -11,12 +11,12 @@ MARK = "(simulated by lightning_memtools.VirtualDevice)"
 
 
 def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMemoryError:
-    """Return the error that torch raises on a GPU, with its text and `MARK` at the end.
+    """Return the error that torch would raise on a GPU, with the same text, followed by `MARK`.
 
     Args:
         failure: The allocator's failure.
-        context: Bytes of the CUDA context, which ``failure.used_by_others`` contains: CUDA's text counts them as this
-            process's own.
+        context: The bytes of the CUDA context, which are part of ``failure.used_by_others``. The text counts them as
+            memory of this process.
     """
     others = failure.used_by_others - context
     # The text of CUDACachingAllocator.cpp, piece by piece, as in the strings of libc10_cuda.so of torch 2.13 and 2.11;

@@ -49,7 +49,7 @@ class VirtualDevice:
     """A GPU's memory without a GPU: shows how much a program would allocate and reserve, and where it would run out.
 
     While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
-    allocator. The device also works over fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
+    allocator. The device also works with fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
     computed. Without `cuda_like` it changes no results: weights and random numbers are bitwise the same as without a
     device.
 
@@ -176,10 +176,10 @@ class VirtualDevice:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the device within: nothing counts, and another device can be entered.
+        """Return a context in which the device is suspended: nothing counts, and another device can be entered.
 
-        Its storages stay on it, and the blocks of those that die meanwhile are freed. Use this in the thread that
-        entered the device, while no other thread works with it.
+        The storages on the device stay there, and the blocks of those that die meanwhile are freed. Use this in the
+        thread that entered the device, while no other thread works with the device.
 
         Raises:
             RuntimeError: This thread has not entered the device.
@@ -201,7 +201,7 @@ class VirtualDevice:
     # --- the tensors on the device
 
     def track(self, *things: object) -> int:
-        """Put modules, optimizers and tensors on the device that were made before it was entered, in any nesting.
+        """Put existing modules, optimizers and tensors on the device, alone or in nested containers.
 
         The gradients of modules are included, and the parameters and state of optimizers. Tensors that are on the
         device already stay where they are and get their category. Returns the number of bytes that this allocated.
@@ -247,10 +247,10 @@ class VirtualDevice:
         return next((entry.block.address for entry in entries if entry is not None), None)
 
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
-        """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
+        """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error is raised.
 
-        An exception of the callback becomes a note of the out-of-memory error. Returns a handle whose ``remove()``
-        removes the callback.
+        If the callback raises, its exception is added to the out-of-memory error as a note. Returns a handle whose
+        ``remove()`` removes the callback.
         """
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = callback
@@ -263,13 +263,13 @@ class VirtualDevice:
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
-        """Call these rules in place of their operators, once the device is entered again."""
+        """Call these rules, given by operator, in place of the operators, once the device is entered again."""
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
-        """Ask a function for the result of each operator before it is run, once the device is entered again.
+        """Ask `result_of` for each operator's result before running it, once the device is entered again.
 
-        It is asked in the thread that enters the device; other threads run every operator.
+        Only the thread that enters the device asks; other threads run every operator.
         """
         self._result_of = result_of
 
@@ -278,7 +278,7 @@ class VirtualDevice:
         self._mode_or_new().note(tensor, category, module)
 
     def freeze(self) -> list[LedgerEntry]:
-        """End the accounting, and return the entries of all storages on the device, attributed as in `composition`.
+        """End the accounting, and return an entry per storage on the device, with its final category and module.
 
         The allocator then keeps its state, even when the storages die.
         """
@@ -286,11 +286,11 @@ class VirtualDevice:
         return self._ledger.freeze()
 
     def block_of(self, tensor: torch.Tensor) -> LedgerEntry | None:
-        """Return the entry of a tensor with one storage; None if it is not on the device."""
+        """Return the ledger's entry for a tensor that has a single storage; None if it is not on the device."""
         return self._ledger.find(storage_key(tensor))
 
     def blocks(self) -> list[LedgerEntry]:
-        """Return the entries of all storages that are on the device now."""
+        """Return the ledger's entries for all storages that are on the device now."""
         return self._ledger.entries()
 
     @property
@@ -356,7 +356,7 @@ class VirtualDevice:
 
     @property
     def cublas_workspace(self) -> int:
-        """The bytes of a workspace of cuBLAS."""
+        """The size of one cuBLAS workspace in bytes."""
         return self._cublas_workspace
 
     @property
@@ -419,7 +419,7 @@ class VirtualDevice:
         )
 
     def _mode_or_new(self) -> AccountingMode:
-        """Return this thread's mode; outside of the with statement, return a new mode that is not entered."""
+        """Return this thread's accounting mode; outside of the with statement, a new mode that is not entered."""
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
@@ -430,7 +430,7 @@ class VirtualDevice:
         return mode
 
     def _run_counted(self, run: Callable[[], None]) -> None:
-        """Run the work of a thread with an accounting mode of its own."""
+        """Run a thread's work, `run`, under a new accounting mode for that thread."""
         if self._thread is None:
             run()
             return

@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.categories import Category
 
 
 class LedgerEntry(weakref.ref[Any]):
-    """One storage on the device. It is a weak reference, so that the ledger learns when the storage dies.
+    """One storage on the device. The entry is a weak reference to it, so that the ledger learns when it dies.
 
     Attributes:
         key: The key by which the ledger finds it.
@@ -47,7 +47,7 @@ class DeviceListener:
         """Called before an operator runs."""
 
     def on_module(self, name: str) -> None:
-        """Called when another module begins to run: the operators that follow are its own."""
+        """Called when the running module changes; the operators that follow belong to the module `name`."""
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
         """Called after a block was allocated. A library's workspace has no category (None)."""
@@ -57,11 +57,11 @@ class DeviceListener:
 
 
 class VirtualLedger:
-    """Holds the storages on the device by identity, a block of the allocator for each, and the bytes per category.
+    """Keeps the storages on the device, a block of the allocator for each of them, and the bytes per category.
 
-    Storages die whenever Python or autograd releases them: in any thread, and within the ledger's own work when the
-    garbage collector runs there. So a death is first put into a queue. If the ledger is not at work, the block is freed
-    at once; otherwise whoever is at work frees it.
+    Storages die whenever Python or autograd releases them: in any thread, and even inside a method of the ledger, if
+    the garbage collector runs there. So a dead storage is first put into a queue. If the ledger's lock is free, its
+    block is freed at once; otherwise the thread that has the lock frees it.
 
     Attributes:
         allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.
@@ -96,7 +96,7 @@ class VirtualLedger:
         return list(self._entries.values())
 
     def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> LedgerEntry | None:
-        """Give a storage a block on the device. A storage that has one keeps it, and an empty storage needs none.
+        """Allocate a block for a storage and return its entry. A known storage keeps its block; an empty one gets none.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
@@ -130,10 +130,10 @@ class VirtualLedger:
 
     @contextmanager
     def workspaces(self) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
-        """Yield a function that allocates blocks until the context ends, and one that frees them before that.
+        """Yield two functions: one allocates blocks that live until the context ends, the other frees them earlier.
 
-        Both take the bytes of any number of blocks, of which 0 means no block. The first raises SimulatedOutOfMemory if
-        the device has too little memory.
+        Both take the sizes of any number of blocks in bytes, and ignore sizes of 0. The first raises
+        SimulatedOutOfMemory if the device has too little memory.
         """
         taken: list[Block] = []
 
@@ -205,7 +205,7 @@ class VirtualLedger:
         self._settle_late()
 
     def freeze(self) -> list[LedgerEntry]:
-        """Stop following storages, so that the allocator keeps its state, and return the live entries."""
+        """Stop tracking storages, so that the allocator keeps its state, and return the live entries."""
         entries = self.entries()
         # A weak reference that is deleted itself calls no callback.
         self._entries.clear()
@@ -221,10 +221,10 @@ class VirtualLedger:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Keep the allocator unchanged within: no thread allocates, and blocks of dead storages are freed afterwards.
+        """Return a context in which the allocator does not change, so that it can be read piece by piece.
 
-        So the allocator can be read piece by piece. Python's garbage collector is off meanwhile, because a finalizer
-        that makes a tensor in this thread would wait for the lock forever.
+        No other thread can allocate, and blocks of dead storages are freed afterwards. Python's garbage collector is
+        off, because a finalizer that makes a tensor in this thread would wait for the lock forever.
         """
         was_on = gc.isenabled()
         gc.disable()

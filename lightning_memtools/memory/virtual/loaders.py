@@ -17,7 +17,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
-    """Count the batches that data loaders yield, and nothing else that loaders make."""
+    """Patch DataLoader so that the batches that loaders yield are counted, and nothing else that loaders make."""
     copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:
@@ -73,13 +73,13 @@ def _leaves_dataset_on_host(original: Any, find: FindMode) -> Any:
 
 
 def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[LedgerEntry]:
-    """Enter a batch as moving it to a GPU would: storages that only the batch has as they are, other tensors as copies.
+    """Put a batch on the device: storages that nothing else uses are moved there, other tensors are copied.
 
     Args:
         mode: The accounting mode of this thread.
         batch: The batch.
-        made: The keys of the storages that were made while it was fetched.
-        from_workers: Whether worker processes sent the batch, so that only the batch has its storages.
+        made: The keys of the storages that were made while the batch was fetched.
+        from_workers: Whether worker processes sent the batch, so that nothing else uses its storages.
 
     Returns:
         The entries of the copies.

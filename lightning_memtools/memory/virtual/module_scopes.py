@@ -20,12 +20,12 @@ BACKWARD = "(backward)"
 
 
 class ModuleScopes:
-    """The stack of module calls of one thread.
+    """Keeps the stack of module calls of one thread.
 
     Attributes:
         scopes: The calls, innermost last: paths of modules that are being called, `OPTIMIZER` within an optimizer's
             step, `OUTSIDE` within a closure that a step calls.
-        counts_on_host: True if the optimizer of the last step keeps its counts of steps in host memory.
+        counts_on_host: True if the optimizer of the last step keeps its step counts in host memory.
     """
 
     def __init__(self, ledger: VirtualLedger) -> None:
@@ -39,12 +39,12 @@ class ModuleScopes:
             self._ledger.listener.on_module(self.scopes[-1] if self.scopes else OUTSIDE)
 
     def leave_to(self, depth: int) -> None:
-        """Remove the scopes from this depth on, whose calls have returned or raised."""
+        """Remove the scopes from this depth on, because their calls have returned or raised."""
         del self.scopes[depth:]
         self.tell_listener()
 
     def leave_step(self) -> None:
-        """Remove the scope of the optimizer's step, if this thread is in one, which has returned or raised."""
+        """If this thread's innermost scope is an optimizer's step, remove it: the step has returned or raised."""
         while self.scopes and self.scopes[-1] is OPTIMIZER:
             self.scopes.pop()
 
@@ -92,7 +92,7 @@ class ModuleNames:
         self._roots: list[weakref.ref[nn.Module]] = []
 
     def of(self, module: nn.Module, caller: str | None) -> str:
-        """Return a module's name. A new module is named after its class, below its caller if it has one."""
+        """Return a module's name. A new module is named after its class, prefixed by the name of `caller` if given."""
         known = self._named.get(id(module))
         if known is not None and known[0]() is module:
             return known[1]

@@ -11,7 +11,7 @@ from lightning_memtools._torch import OpOverload, has_kernel, operator_schema
 
 
 class OperatorKind(Enum):
-    """An operator's effect on storages."""
+    """The effects that an operator can have on storages, such as making new ones or resizing them."""
 
     NOTHING = auto()  # It returns views of its inputs, its inputs themselves, or no tensors.
     FRESH = auto()  # It may return new storages.
@@ -41,7 +41,7 @@ _MATMULS = {
 
 
 def kind_of(func: Any) -> OperatorKind:
-    """Return an operator's kind. For anything but an OpOverload, such as a higher-order operator, it is FRESH."""
+    """Return how an operator affects storages; for anything but an OpOverload, FRESH: it may return new storages."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
     schema = operator_schema(func)

@@ -25,7 +25,7 @@ _ABSENT = object()
 class Patches:
     """Replaces attributes, and restores them in reverse order. Restoring is idempotent.
 
-    Other code may have kept a new function, and may set it again later. So each asks `undone` whether it still counts.
+    Other code may keep a replacement and set it again later, so each replacement checks `undone` before it acts.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Patches:
         self._done.append((owner, name, own, new))
 
     def undo(self) -> None:
-        """Restore all attributes, except those that other code has replaced since: its replacement calls ours."""
+        """Restore all attributes, except those that other code has replaced since, whose replacements call ours."""
         self.undone = True
         while self._done:
             owner, name, own, new = self._done.pop()
@@ -55,10 +55,10 @@ class Patches:
 
 
 def behave_like_cuda(patches: Patches) -> None:
-    """Act as on CUDA: dropout keeps a bool mask; optimizers may be capturable, and use foreach by default.
+    """Patch torch to act as on CUDA: dropout keeps a bool mask; optimizers allow capturable, and default to foreach.
 
-    On CPU tensors, dropout keeps its mask in the input's type and draws other random numbers for it, and optimizers
-    update one parameter after the other. So a run differs from one without this by its dropout masks and by rounding.
+    Without the patches, dropout on CPU tensors keeps its mask in the input's type and draws it differently, and
+    optimizers update parameters one by one. So dropout masks and rounding differ between runs with and without them.
     """
 
     def make_dropout(original: Any) -> Any:
@@ -84,8 +84,8 @@ def behave_like_cuda(patches: Patches) -> None:
 class EagerCompilation:
     """Makes compiled code run eagerly, and leaves the compiler as it was.
 
-    Under a dispatch mode torch does not compile. But it would run code that it has compiled before, whose memory no
-    mode sees, and it would mark every function that is called as one that is never to be compiled.
+    Under a dispatch mode torch does not compile. But it would run code that was compiled before, whose memory no mode
+    sees, and it would mark every called function as never to be compiled.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class EagerCompilation:
         self._said = False
 
     def begin(self, patches: Patches) -> None:
-        """Switch compilation off now if the compiler is loaded, or else at the first call of `torch.compile`."""
+        """Switch compilation off: now if the compiler is loaded, otherwise at the first call of `torch.compile`."""
         if is_compiler_loaded():
             self._force_eager()
 
@@ -121,7 +121,7 @@ class EagerCompilation:
         )
 
     def end(self) -> None:
-        """Switch compilation on again, if it was."""
+        """Restore the compiler's settings from before `begin`."""
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None

@@ -18,7 +18,7 @@ _not_counted: set[str] = set()
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor with a storage of its own is on the CPU, which stands for the device."""
+    """Return whether a tensor that has a storage is on the CPU, which stands for the simulated device."""
     # A fake tensor's real device is meta, and reading its `device` costs a dispatch.
     return tensor.fake_device.type == "cpu" if isinstance(tensor, FakeTensor) else tensor.is_cpu
 
@@ -26,8 +26,8 @@ def on_device(tensor: torch.Tensor) -> bool:
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold a tensor's data, each with one storage.
 
-    Dense, quantized and nested tensors are their own part. Sparse ones have indices and values, and wrapper subclasses
-    (DTensor, jagged nested tensors) have the tensors that they wrap. Other kinds are skipped, with one warning each.
+    These are the tensor itself if it is dense, quantized or nested; the indices and values of a sparse tensor; and the
+    wrapped tensors of a wrapper subclass (DTensor, jagged). Other kinds are skipped, with one warning per kind.
     """
     if is_lazy(tensor):  # has no shape yet
         return
@@ -55,7 +55,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def flat(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operator's arguments or results, also those in lists, which is the deepest nesting."""
+    """Yield the tensors among an operator's arguments or results, also those in lists (operators nest no deeper)."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -67,12 +67,12 @@ def flat(values: Any) -> Iterator[torch.Tensor]:
 
 
 def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among all arguments of an operator, in their order."""
+    """Return the tensors among all arguments of an operator, in the order of the arguments."""
     return list(flat((*args, *kwargs.values())))
 
 
 def storages_of(args: Any, kwargs: Any) -> set[int]:
-    """Return the identities of the storages of an operator's arguments."""
+    """Return the ids of the storages of an operator's arguments."""
     found: set[int] = set()
     for tensor in given_tensors(args, kwargs):
         try:

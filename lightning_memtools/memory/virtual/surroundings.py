@@ -27,7 +27,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Report every module call, with its arguments, to the accounting mode."""
+    """Patch module calls to report to the thread's accounting mode, and to call `say_eager` for compiled modules."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None
 
 
 def watch_registrations(find: FindMode) -> list[RemovableHandle]:
-    """Give parameters and buffers their category as soon as a module registers them."""
+    """Add hooks that set the category of parameters and buffers when a module registers them."""
 
     def note(category: Category) -> Callable[[nn.Module, str, Any], None]:
         def hook(module: nn.Module, name: str, tensor: Any) -> None:
@@ -71,7 +71,7 @@ _COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelt
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Report the begin and end of optimizers' steps, and of the closures that they call, to the accounting mode."""
+    """Add hooks that report the start and end of optimizer steps, and of their closures, to the accounting mode."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
@@ -116,7 +116,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
 
 
 def watch_storages(patches: Patches, find: FindMode) -> None:
-    """Count storages that no operator makes: those that are resized in place or wrap a buffer."""
+    """Patch torch to count storages that no operator makes: those resized in place, or made from an existing buffer."""
 
     def make_resize(original: Any) -> Any:
         def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
-    """Count storages in threads that a counting thread starts. Autograd activates the mode in its threads itself."""
+    """Patch threads so that a counted thread's new threads are counted too; autograd passes the mode to its own."""
 
     def make(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
@@ -224,7 +224,7 @@ class DeviceHooks:
         self._hooks += watch_optimizers(find, self._seen)
 
     def end(self) -> None:
-        """Restore torch. Idempotent."""
+        """Undo the replacements and remove the hooks. Idempotent."""
         self._autocast.close()
         self._patches.undo()
         self._compilation.end()

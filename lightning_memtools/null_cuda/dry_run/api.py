@@ -31,8 +31,8 @@ class DryRunSpec:
     """The task of the child process: the arguments of `dry_run`, as JSON values.
 
     Attributes:
-        checks_seconds: The processor time for the checks of an out-of-memory report; None for the default.
-        strategy: The strategy for Trainers that are given none; None for Lightning's choice.
+        checks_seconds: Seconds of processor time for the checks of an out-of-memory report; None for the default.
+        strategy: The strategy of Trainers for which the script sets none; None for Lightning's default.
     """
 
     program: str
@@ -62,31 +62,31 @@ def dry_run(
     directory: str | os.PathLike[str] | None = None,
     output: IO[Any] | None = None,
 ) -> DryRunResult:
-    """Run a training script on a CUDA device that computes nothing, and return the memory that it needs.
+    """Run a training script on a simulated CUDA device that computes nothing, and return the memory that it needs.
 
     The script runs unchanged in a child process, on PyTorch's own CUDA code: the real caching allocator, the real
-    optimizers, autograd and autocast. Only NVIDIA's libraries are stubs. Everything that is read back from the device
-    is zero. Trainers of Lightning are cut to a few steps and write to a directory of their own.
+    optimizers, autograd and autocast. Only NVIDIA's libraries are stubs. All values that are read back from the device
+    are zero. Lightning Trainers are cut to a few steps and write to a separate directory.
 
     Args:
-        program: The script, or the name of a module.
-        arguments: The program's own arguments.
-        module: Whether ``program`` is a module's name.
-        gpu: The GPU that the device is like, such as "RTX 4090". By default an A100 with 1 TiB, which nothing fills.
-        capacity: Another capacity than the GPU's, such as "24GiB".
-        devices: The number of devices; only one of their ranks is run.
+        program: The path of the script, or the name of a module.
+        arguments: The arguments of the program.
+        module: Whether ``program`` is the name of a module.
+        gpu: The GPU to simulate, such as "RTX 4090". By default an A100 with 1 TiB, so that memory does not run out.
+        capacity: The capacity of the device, such as "24GiB"; by default that of the GPU.
+        devices: The number of devices, with one rank on each; only one rank is run.
         rank: The rank to run.
-        steps: Optimizer steps of each training run, and batches of each evaluation run; None for the script's own.
+        steps: Optimizer steps of each training run, and batches of each evaluation run; None for no limit.
         advise: If memory runs out in a Trainer, spend up to two minutes of processor time on trying changes, and then
             dry-run the script under FSDP on 2, 4 and 8 devices.
-        snapshot: A file for torch's memory snapshot, for pytorch.org/memory_viz.
+        snapshot: A file to which to write torch's memory snapshot, for pytorch.org/memory_viz.
         directory: The folder for logs and checkpoints of the run; by default a temporary one.
         output: The file that the script prints to; by default this process's standard output.
 
     Raises:
-        DryRunError: There is no CUDA build of torch, no compiler, or this is not Linux; or the process died.
+        DryRunError: There is no CUDA build of torch, no C compiler, this is not Linux, or the process died.
         FileNotFoundError: The script or module does not exist.
-        ValueError: A GPU's name is unknown, or a number is out of its range.
+        ValueError: The name of the GPU is unknown, or a number is out of range.
     """
     if isinstance(arguments, str) or not all(isinstance(one, str) for one in arguments):
         raise ValueError(f"arguments={arguments!r} is not a list of texts, such as ['--batch-size', '64'].")
@@ -127,7 +127,7 @@ def _check_there_is(program: str, *, module: bool) -> None:
 
 
 def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | int | None) -> DryRunResult:
-    """Run the task in a child process, and end all processes that it started."""
+    """Run the dry run in a child process, return its result, and end all processes that it started."""
     place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
     wanted, result, users = (place / name for name in ("dry_run_spec.json", "dry_run.json", "processes.txt"))
@@ -163,7 +163,7 @@ def _end_session(child: subprocess.Popen[bytes]) -> None:
 
 
 def _sharded(spec: DryRunSpec, device: NullDevices) -> list[DryRunAdvice]:
-    """Dry-run the script under FSDP on 2, 4 and 8 devices until it fits. Its output is dropped."""
+    """Dry-run the script under FSDP on 2, 4 and then 8 devices until it fits, without showing the script's output."""
     tried: list[DryRunAdvice] = []
     for ranks in _RANKS:
         place = str(Path(spec.directory) / f"fsdp-{ranks}")

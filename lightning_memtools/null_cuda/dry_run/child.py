@@ -50,7 +50,7 @@ _HISTORY_ENTRIES = 2_000_000
 
 
 def main(path: str) -> None:
-    """Run the task in a spec file, write the result beside it, and end the process."""
+    """Dry-run the program that a spec file describes, and write the result to a file beside it."""
     spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
     with _as_one_rank(spec), _values_followed() as known:
         observer = RunObserver(spec)
@@ -63,7 +63,7 @@ def main(path: str) -> None:
 
 @contextmanager
 def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
-    """Inside, make this process one rank of several, as torchrun would start it."""
+    """Inside, make this process one of several ranks, with the environment that torchrun would set."""
     _run_one_of(spec)
     if spec.devices == 1:
         yield
@@ -100,7 +100,7 @@ def _run_one_of(spec: DryRunSpec) -> None:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Inside, follow the values of data, until the script compiles something: compiled code skips dispatch modes."""
+    """Inside, track known values, until the script calls torch.compile: compiled code bypasses dispatch modes."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
@@ -121,7 +121,7 @@ def _values_followed() -> Iterator[KnownValues]:
 
 
 def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `trunc_normal_` with one round of sampling: it would repeat forever, since nothing computes the values."""
+    """Return a `trunc_normal_` that resamples once: on a device that computes nothing, the original would never end."""
 
     def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_cuda:
@@ -205,7 +205,7 @@ def _run_program(spec: DryRunSpec) -> dict[str, Any]:
 
 
 def _judge(error: BaseException) -> tuple[int, str | None]:
-    """Return the exit status and the message for an error that ended the program, and print its traceback."""
+    """Print the traceback of an exception that ended the program, and return the exit status and error message."""
     if isinstance(error, SystemExit):
         return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
     if isinstance(error, DryRunError):
@@ -220,7 +220,7 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 
 
 def _other_processes() -> int:
-    """Return the number of other processes that have taken memory of the devices."""
+    """Return the number of other processes that have allocated memory on the devices."""
     users = Path(os.environ[USERS])
     return len(set(users.read_text(encoding="ascii").split()) - {str(os.getpid())}) if users.exists() else 0
 
@@ -236,7 +236,7 @@ def _end_here() -> None:
 
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
-    """Return the stages with the composition of their peaks, unless the history of allocations was too long to keep."""
+    """Return the stages with the composition of their peaks; without it if the allocation history is incomplete."""
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
     holders = observer.owners.holders(entries)
@@ -257,7 +257,7 @@ def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[
 
 
 def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
-    """Find the largest known GPU that the recorded run does not fit, and the smallest that it does fit."""
+    """Return the largest known GPU on which the recorded run does not fit, and the smallest on which it does."""
     entries = snapshot["device_traces"][device]
     if not entries:
         return None, None
@@ -273,7 +273,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
 
 
 def _advice(observer: RunObserver) -> list[DryRunAdvice]:
-    """Return the changes that the last out-of-memory report of a Trainer has tried; [] without a report."""
+    """Return the changes that the last out-of-memory report of a Trainer tried; [] if there is no report."""
     tried = next((one.advice for one in reversed(observer.reporting) if one.advice), ())
     fits = {Outcome.ENOUGH: True, Outcome.NOT_ENOUGH: False, Outcome.USELESS: False}
     return [

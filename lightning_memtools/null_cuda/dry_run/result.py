@@ -15,19 +15,19 @@ FITS, FAILED, OUT_OF_MEMORY, OVER_BUDGET = 0, 1, 3, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStage:
-    """The peaks of one stage of a run.
+    """The peak memory of one stage of a dry run.
 
     Attributes:
         stage: train, val, test or predict; "script" for a program without a Trainer.
-        peak_allocated_bytes: The most that tensors took at one moment.
-        peak_reserved_bytes: The most that PyTorch's allocator held.
-        peak_at: The moment of the peak of allocated memory, such as "backward, in encoder.3". It and the figures below
-            are empty if no model is known, or the history of allocations was too long to keep.
-        bytes_by_category: Parameters, buffers, gradients, optimizer state and inputs at the moment of the peak;
+        peak_allocated_bytes: The most memory that tensors took at one moment.
+        peak_reserved_bytes: The most memory that PyTorch's allocator reserved.
+        peak_at: The moment of the peak of allocated memory, such as "backward, in encoder.3". This and the attributes
+            below are empty if no model is known, or if the allocation history was too long to keep.
+        bytes_by_category: The bytes of parameters, buffers, gradients, optimizer state and inputs at the peak;
             "activations" is the rest: activations and temporary tensors.
-        bytes_by_module: Each module's own parameters, gradients and optimizer state, and what its operators allocated.
-            Bytes of no module have an empty name.
-        bytes_by_line: The bytes that each line of code has allocated, such as "model.py:48: x = self.norm(x)".
+        bytes_by_module: The bytes of each module at the peak: its own parameters, gradients and optimizer state, and
+            what its operators allocated. Bytes outside of modules have an empty name.
+        bytes_by_line: The bytes at the peak that each line of code allocated, such as "model.py:48: x = self.norm(x)".
     """
 
     stage: str
@@ -44,12 +44,12 @@ class DryRunAdvice:
     """A change to a run that ran out of memory, and the result of trying it.
 
     Attributes:
-        title: The change in a few words.
+        title: A few words that name the change.
         code: The code to write in the program.
-        fits: True if the run fits with this change alone; None if unknown.
+        fits: Whether the run fits with this change alone; None if unknown.
         peak_bytes: The peak of the changed step; None if no step was traced.
-        price: The additional computation, in words; "" for none.
-        detail: The result of the check in sentences, or the reason why it was not checked.
+        price: The extra computation that the change costs, in words; "" for none.
+        detail: The result of the trial in sentences, or the reason why the change was not tried.
     """
 
     title: str
@@ -65,23 +65,23 @@ class DryRunResult:
     """The result of a dry run.
 
     Attributes:
-        device: The name of the pretended device.
-        capacity_bytes: The memory of the device.
-        status: 0 if the run fits, 3 if it ran out of memory, 1 if the program ended with an error of its own.
+        device: The name of the simulated device.
+        capacity_bytes: The memory of the device in bytes.
+        status: 0 if the run fits, 3 if it ran out of memory, 1 if the program failed with another error.
         error: The message of the error that ended the run, or None.
         report: The file of the out-of-memory report, if one was written.
         stages: The peaks of each stage.
-        smallest_fitting: The names of the largest known GPU that does not fit the run, and of the smallest that does,
-            or None for either. An estimate by this run's requests: another GPU may run other kernels.
-        notes: Sentences that the reader should know about this run.
-        assumed: The lines of code that read a value that was not computed, with the value assumed instead. The verdict
-            depends on these assumptions.
+        smallest_fitting: The names of the largest known GPU on which the run does not fit and of the smallest on which
+            it fits; None for either if there is none. An estimate: another GPU may run other kernels.
+        notes: Remarks on this run, for the user.
+        assumed: The lines of code that read a value that was not computed, and the value that was assumed instead.
+            Whether the run fits depends on these assumptions.
         optimizer_steps: The number of optimizer steps that ran; None if the script has no optimizer.
         rank: The rank that was run.
         devices: The number of ranks.
         directory: The folder of the run's files.
         torch: The version of torch.
-        advice: If memory ran out in a Trainer, the changes that were tried, the best first.
+        advice: If memory ran out in a Trainer, the changes that were tried, best first.
     """
 
     device: str
@@ -107,7 +107,7 @@ class DryRunResult:
 
     @property
     def verdict(self) -> str:
-        """A sentence on whether the run fits, with the assumptions on which that depends."""
+        """A sentence on whether the run fits, and on the assumptions that this answer depends on."""
         if self.status == OUT_OF_MEMORY:
             return f"It runs out of memory. {self.error}"
         if self.status == FAILED:
@@ -140,7 +140,7 @@ class DryRunResult:
         )
 
     def table(self) -> Table:
-        """Return a table with one row for each stage."""
+        """Return a table of the peaks, with one row for each stage."""
         rows = [
             (
                 one.stage + (f" ({one.peak_at})" if one.peak_at else ""),
@@ -169,7 +169,7 @@ class DryRunResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DryRunResult:
-        """Return the result from the dict that `dataclasses.asdict` made of it."""
+        """Recreate a result from the dict that `dataclasses.asdict` made of it."""
         made = {
             "stages": [DryRunStage(**one) for one in content["stages"]],
             "smallest_fitting": tuple(content["smallest_fitting"]),

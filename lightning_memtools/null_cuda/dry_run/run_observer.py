@@ -27,13 +27,13 @@ WHOLE_SCRIPT = "script"
 
 
 class RunObserver:
-    """Collects the peaks of each stage, and the owners of memory blocks. It does not depend on Lightning.
+    """Collects the peak memory of each stage and the owners of memory blocks. Does not depend on Lightning.
 
     Attributes:
-        notes: Sentences for the result.
+        notes: Remarks for the result of the dry run.
         stages: The peaks of each stage that a Trainer has run.
-        owners: The owners of blocks over time, to be matched with the allocator's history.
-        files: The files of the script.
+        owners: The owners of memory blocks over time, to match with the allocator's history.
+        files: Redirects the files that the script writes.
         reporting: The OOMReports of all Trainers.
     """
 
@@ -55,12 +55,12 @@ class RunObserver:
         self._let_script_reset_peaks()
 
     def note(self, text: str) -> None:
-        """Add a sentence to the result's notes, once."""
+        """Add a remark to the notes, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
 
     def _let_script_reset_peaks(self) -> None:
-        """Read the device's peaks before the script resets them."""
+        """Patch `reset_peak_memory_stats` so that the peaks are read before the script resets them."""
 
         def make(reset: Callable[..., None]) -> Callable[..., None]:
             def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class RunObserver:
         return self._watch is not None
 
     def begin(self, device: torch.device) -> None:
-        """Begin a call of a Trainer."""
+        """Begin to observe a call of a Trainer, which uses `device`."""
         if device.type == "cuda":
             self._watch = StageWatch(self._counter)
         else:
@@ -90,25 +90,25 @@ class RunObserver:
             )
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage."""
+        """Begin to measure a stage."""
         if self._watch is not None:
             self._watch.enter(stage)
             self.owners.enter(stage)
 
     def leave(self, stage: Stage) -> None:
-        """End a stage."""
+        """Stop measuring a stage."""
         if self._watch is not None and self._watch.running == stage:
             self._watch.point(stage)
             self._watch.leave(stage)
             self.owners.enter(self._watch.running)
 
     def phase(self, phase: Phase | None) -> None:
-        """Begin a phase of a training step; None after the last."""
+        """Label allocations with a phase of the training step from now on; with None, with no phase."""
         for labels in self._labels:
             labels.enter_phase(phase or "")
 
     def see(self, model: nn.Module, optimizers: Sequence[Any], batch: Any) -> None:
-        """Note the blocks that the model, the optimizers and the batch on the device own."""
+        """Note which memory blocks the model, the optimizers and the batch own now."""
         running = self._watch.running if self._watch is not None else WHOLE_SCRIPT
         self.owners.note(running, model, optimizers, batch)
 
@@ -117,7 +117,7 @@ class RunObserver:
         self._labels.append(ModuleLabels(model))
 
     def end(self) -> None:
-        """End a call of a Trainer. Idempotent."""
+        """Stop observing a call of a Trainer, and keep the peaks of its stages. Idempotent."""
         while self._labels:
             self._labels.pop().remove()
         if self._watch is None:
@@ -133,20 +133,20 @@ class RunObserver:
         self.owners.enter(None)
 
     def whole_script(self) -> DryRunStage:
-        """Return the peaks of the script from its beginning to now."""
+        """Return the peaks of the script so far, from its beginning."""
         self._counter.fold()
         allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
 
 class LoopWatch:
-    """Notes the owners of blocks after each optimizer step of a script's own loop, not while a Trainer runs.
+    """Notes the owners of memory blocks after each optimizer step of a script's own loop, but not in a Trainer.
 
     Args:
         observer: The RunObserver that gets the notes.
 
     Attributes:
-        n_steps: The number of optimizer steps so far, also those in Trainers.
+        n_steps: The number of optimizer steps so far, including those in Trainers.
     """
 
     def __init__(self, observer: RunObserver) -> None:
@@ -171,7 +171,7 @@ class LoopWatch:
         self._note()
 
     def look(self) -> None:
-        """Note the owners of blocks if the script failed before the first optimizer step."""
+        """Note the owners of memory blocks now, if no optimizer step has ended yet; called if the script fails."""
         if not self._observer.is_watching and not self._optimizers:
             self._models.update(outermost(instances_of(nn.Module)))
             self._note()

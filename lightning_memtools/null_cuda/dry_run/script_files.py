@@ -17,11 +17,11 @@ _LARGEST_WHOLE_TENSOR = 2**24
 
 
 class ScriptFiles:
-    """Decides where the script's checkpoints are written.
+    """Redirects files that the script saves if they would overwrite existing files of the user.
 
     Args:
         directory: The folder of the dry run.
-        note: Called with a sentence about files that the user should know of.
+        note: Called with a sentence for the user about each file.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class ScriptFiles:
         self._new: set[Path] = set()
 
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path to write a file to: the script's path, or another one if that file of the user exists."""
+        """Return the path to write to: `path`, or one in the dry run's folder if the user has a file at `path`."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
@@ -45,12 +45,12 @@ class ScriptFiles:
         return path
 
     def to_read(self, file: Any) -> Any:
-        """Return the path to which a file of the script was moved; if it was not, the given path or open file."""
+        """Return the path to which a file of the script was redirected, or `file` unchanged if it was not."""
         path = getattr(file, "name", file)  # Lightning opens files itself
         return self._moved.get(Path(path).resolve(), file) if isinstance(path, (str, os.PathLike)) else file
 
     def guard_torch(self) -> None:
-        """Make `torch.save` write where `to_write` says, and `torch.load` read where `to_read` says."""
+        """Make `torch.save` write to the path from `to_write`, and `torch.load` read from the path from `to_read`."""
         save, load = torch.save, torch.load
 
         @functools.wraps(save)
@@ -65,7 +65,7 @@ class ScriptFiles:
         torch.save, torch.load = guarded_save, guarded_load
 
     def guard_save(self, owner: type, name: str) -> None:
-        """Make a method that saves to a path write where `to_write` says."""
+        """Make the method `name` of `owner`, which saves to a path, write to the path from `to_write`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -76,7 +76,7 @@ class ScriptFiles:
 
 
 def _changed(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of dicts, lists and tuples in which `change` was applied to plain tensors."""
+    """Return a copy of nested dicts, lists and tuples, with `change` applied to each plain tensor."""
     if type(thing) is Tensor:
         return change(thing)
     if isinstance(thing, dict):
@@ -96,5 +96,5 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Give a shrunken tensor its full size again."""
+    """Restore the full storage of a tensor that was saved as a single zero; return other tensors unchanged."""
     return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor

@@ -24,7 +24,7 @@ _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 def cut_trainers_when_imported(observer: RunObserver) -> None:
-    """Cut Trainers short, whether the script imports `lightning` or `pytorch_lightning`."""
+    """Cut Trainers short as soon as the script imports `lightning` or `pytorch_lightning`."""
 
     def cut(package: str, module: ModuleType) -> None:
         _cut_trainer(observer, module.Trainer, importlib.import_module(package))
@@ -42,13 +42,13 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function with a module when the script imports the module."""
+    """Import hook that calls a function with a module once the script has imported the module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
         self._functions = dict(functions)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec, with a loader that calls the function afterwards."""
+        """Return the module's spec, with a loader that calls the function after it has executed the module."""
         function = self._functions.pop(name, None)
         spec = None if function is None else importlib.util.find_spec(name)
         if function is None or spec is None or spec.loader is None:
@@ -64,7 +64,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleType) -> None:
-    """Make every Trainer that is created after this call short, and keep it away from the user's files."""
+    """Patch the Trainer class so that Trainers run only a few steps and leave the user's files alone."""
     create, save = trainer_class.__init__, trainer_class.save_checkpoint
 
     @functools.wraps(create)
@@ -87,7 +87,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
 
 def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Trainer's method that uses the model as it is if the run did not write the needed checkpoint."""
+    """Return a Trainer's method that uses the model as it is if the checkpoint to load was never written."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
@@ -106,7 +106,7 @@ def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any
 
 
 def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleType) -> dict[str, Any]:
-    """Return a Trainer's arguments, changed for a dry run."""
+    """Return the arguments of a Trainer with the changes for a dry run: few steps, its own folder, our callbacks."""
     from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
 
     spec, limited = observer.spec, dict(options)
@@ -144,7 +144,7 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
 
 
 def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
-    """Add a note if a Trainer asks for another number of devices than there are."""
+    """Add a note if a Trainer asks for a different number of devices than the dry run has."""
     wanted = options.get("devices")
     per_node = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
     count = per_node * int(options.get("num_nodes") or 1) if isinstance(per_node, int) else 0
@@ -156,7 +156,7 @@ def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
 
 
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
-    """Return loggers that write into the run's folder; loggers that write elsewhere are replaced by a dummy."""
+    """Return loggers that write to the run's folder; replace loggers that write elsewhere with a dummy."""
     if given is None or isinstance(given, bool):
         return given
     loggers = lightning.pytorch.loggers if hasattr(lightning, "pytorch") else lightning.loggers
@@ -186,7 +186,7 @@ class _LargestLast:
 
 
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """If samples differ in size and not all batches run, return a loader that ends with the largest batch."""
+    """Return a loader that ends with its largest batch if samples differ in size and not all batches run."""
     length = trainer.num_training_batches
     if n_samples_of(loader) is None or length >= len(loader):
         return loader
@@ -198,7 +198,7 @@ def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
-    """Return the callback that passes a Trainer's stages to the observer; `lightning` is the package in use."""
+    """Return a callback that tells the observer a Trainer's stages; `lightning` is the Lightning package in use."""
 
     class DryRunObserver(lightning.Callback):  # type: ignore[name-defined, misc]
         takes_part_in_trials = False  # of BatchSizeTuner: only the run itself is shown

@@ -15,15 +15,15 @@ from lightning_memtools.callbacks.presets import default_callbacks
 def asked_callbacks(
     *, add: Sequence[str] = (), leave_out: Sequence[str] = (), arguments: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Callback]:
-    """Return `default_callbacks()` with some added, left out or given other arguments.
+    """Return the callbacks of `default_callbacks()`, with some added, left out, or created with other arguments.
 
     Args:
-        add: The names of other callbacks of ours.
+        add: The names of other callbacks of this package to add.
         leave_out: The names of default callbacks to leave out.
-        arguments: The arguments of callbacks, by the callback's name.
+        arguments: The arguments of callbacks, by the name of the callback.
 
     Raises:
-        ValueError: A name is unknown, or a callback refuses an argument. The message suggests similar names.
+        ValueError: A name is unknown, or a callback does not accept an argument. The message suggests similar names.
     """
     public = {name: getattr(lightning_memtools, name) for name in lightning_memtools.__all__}
     every = {name: kind for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, Callback)}

@@ -39,7 +39,7 @@ _WATCHED_BATCH = 2  # the first ones choose kernels
 class RunSummary(WatchingCallback):
     """Adds the selected callbacks to its Trainer, and ends each fit with a verdict and `summary.json`.
 
-    Lightning's entry points create it (autoload.py). Callbacks that the Trainer or its module has are not added again.
+    The entry points for Lightning create it (autoload.py). It does not add callbacks that the Trainer already has.
     """
 
     page = "run"
@@ -57,11 +57,11 @@ class RunSummary(WatchingCallback):
 
     @classmethod
     def asked_for(cls, text: str) -> RunSummary:
-        """Return the callback for a value of the variable MEMTOOLS: the options as JSON, or "1"."""
+        """Create the callback from the value of the environment variable MEMTOOLS: options as JSON, or "1"."""
         return cls(tuple(asked_callbacks(**json.loads(text) if text.startswith("{") else {})))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the callbacks, whose setup Lightning calls next, and start the summary of a fit."""
+        """Insert the callbacks behind this one, so that Lightning calls their setup next; start to measure a fit."""
         self.stop_watching()
         present = callbacks_of(trainer)
         is_ours = type(trainer).__module__.startswith("lightning_memtools.")
@@ -86,7 +86,7 @@ class RunSummary(WatchingCallback):
             self._heard[tag] = int(scalars.get(tag, self._heard[tag]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
+        """Begin to measure training."""
         if self._meter is not None and self._undo is not None:
             self._meter.enter("train")
             profiler = trainer.profiler  # type: ignore[attr-defined]  # a connector sets it
@@ -96,7 +96,7 @@ class RunSummary(WatchingCallback):
                 self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._switch(after)).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward phase. In one step, watch for lines that wait for the GPU."""
+        """Begin the forward phase. In one of the steps, find the lines that wait for the GPU."""
         if self._meter is not None and self._undo is not None:
             if trainer.strategy.root_device.type == "cuda" and self._meter.n_batches == _WATCHED_BATCH:
                 self._waits, stop = watch_next_step(pl_module)
@@ -108,43 +108,43 @@ class RunSummary(WatchingCallback):
         self._switch("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward phase. In manual optimization, forward follows until an optimizer steps."""
+        """End the backward phase. In manual optimization, the time until an optimizer's step counts as forward."""
         if self._meter is not None:
             self._meter.times.look_at_lead()
             self._switch("rest" if pl_module.automatic_optimization else "forward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Begin the optimizer's phase."""
+        """Begin the optimizer phase."""
         self._switch("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
-        """End the step."""
+        """End the measurement of the training batch."""
         if self._meter is not None:
             self._meter.end_batch(pl_module, trainer.optimizers, batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a validation within training."""
+        """Begin to measure a validation within training."""
         if self._meter is not None and not trainer.sanity_checking:
             self._meter.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End a validation within training."""
+        """Stop measuring a validation within training."""
         if self._meter is not None and not trainer.sanity_checking:
             self._meter.leave("val")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring."""
+        """Stop measuring training."""
         if self._meter is not None:
             self._meter.leave("train")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the verdict."""
+        """Write the verdict on the fit."""
         self._conclude(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the verdict on this rank alone: the others may have failed too."""
+        """Write the verdict on the failed fit, without waiting for other ranks, which may have failed, too."""
         self._conclude(trainer, exception)
 
     def stop_watching(self) -> None:
@@ -191,7 +191,7 @@ class RunSummary(WatchingCallback):
 
 
 def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return the findings of the other callbacks, as arguments of RunFacts."""
+    """Return what the other callbacks have found, as keyword arguments for RunFacts."""
     report = next((each.report for each in callbacks if isinstance(each, TrainingDoctor)), DoctorReport())
     remarks = [each.memory_remark for each in callbacks if isinstance(each, Neighbour)]
     return {
@@ -202,6 +202,6 @@ def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def _free(path: Path) -> Path:
-    """Return a path that does not exist yet: the given one, or with _2, _3, ... added to its name."""
+    """Return a path at which nothing exists: `path`, or `path` with _2, _3, ... appended to its stem."""
     others = (path.with_stem(f"{path.stem}_{n}") for n in count(2))
     return next(each for each in chain([path], others) if not each.exists())
