@@ -22,12 +22,12 @@ from lightning_memtools.warning_categories import DegradedWarning
 class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch that fits, before training begins.
 
-    It runs the configured size first, and takes no smaller size if that runs. The peaks of two sizes predict the
-    largest that fits. That one is run, and the sizes between one that fits and one that does not are bisected: the
-    result has always been run. A trial is a few steps of every optimizer, and two validation batches, in the Trainer's
-    own loops, with the largest samples and the callbacks that take part in training. After each trial, weights,
-    optimizer, random streams, loops, data loaders and attributes are restored bit for bit. A LearningRateFinder runs
-    after the search, wherever it stands in the list of callbacks.
+    It runs the configured size first, and never goes below that size if it fits. The peaks of two sizes predict the
+    largest size that fits. The search runs the predicted size, and bisects between a size that fits and one that does
+    not, so the result has always been run. A trial is a few steps of every optimizer, and two validation batches, in
+    the Trainer's own loops, with the largest samples and the callbacks that take part in training. After each trial,
+    weights, optimizer, random streams, loops, data loaders and attributes are restored bit for bit. A
+    LearningRateFinder runs after the search, wherever it stands in the list of callbacks.
 
     On a device without memory statistics (a CPU outside of a VirtualDevice) the size is left as it is.
 
@@ -41,15 +41,15 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         batch_arg_name: The name, or names, of the attribute or hyperparameter of the model or the data module that the
             `*_dataloader` hooks read. A name that begins with a stage ("val_batch_size") is for that stage alone.
             DataLoaders passed to the Trainer need no name: they are rebuilt with the new size.
-        margin: The part of the device that stays free: a share of its capacity, or a size such as "1GiB".
+        margin: The device memory to leave free: a share of the capacity, or a size such as "1GiB".
         init_val: The first size to try; None for the configured one.
         max_val: The largest size to try; None for no limit.
         multiple_of: Only multiples of this are tried.
         effective_batch_size: Samples per optimizer step over all ranks. The largest micro-batch that divides it and
             fits is chosen, and `accumulate_grad_batches` is set so that micro-batch x accumulation x ranks is exactly
             this.
-        stages: The stages to tune: "train", "val" or both. Validation is tuned beside the memory that training holds.
-        max_trials: The most trials per stage.
+        stages: The stages to tune: "train", "val" or both. Validation is tuned while training still holds its memory.
+        max_trials: The maximum number of trials per stage.
         keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" takes the
             configured samples per optimizer step (batch size x `accumulate_grad_batches` x ranks) as the
             `effective_batch_size`.
@@ -123,7 +123,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Restore how the loops request their loaders. The batch sizes that were found stay set."""
+        """Restore the DataLoaders that were passed to the Trainer. Attributes keep the batch sizes that were found."""
         self._tuning.undo()
 
     on_exception = teardown

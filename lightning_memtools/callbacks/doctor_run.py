@@ -23,14 +23,14 @@ from lightning_memtools.warning_categories import DegradedWarning, FindingWarnin
 
 
 class DoctorRun:
-    """Examines one fit and reports what it finds. Make it on every rank.
+    """Runs TrainingDoctor's checks during one fit and reports their findings. Create it on every rank.
 
     Args:
         trainer: The Trainer.
-        module: The module that it fits.
+        module: The module that is trained.
         names: The names of the checks.
         steps: The number of training batches, and of evaluation batches, to watch.
-        raises: End training at a serious finding, in place of a warning.
+        raises: Whether a serious finding ends training instead of giving a warning.
 
     Attributes:
         report: The findings so far.
@@ -73,7 +73,7 @@ class DoctorRun:
         self._examination.tell("start")
 
     def tell(self, trainer: Trainer, event: Event, argument: Any = None) -> bool:
-        """Pass a hook's event to the examination; report after the first step and after the last watched one.
+        """Pass a hook's event to the checks; report the findings after the first step and after the last watched step.
 
         Returns:
             True once nothing is left to watch.
@@ -106,7 +106,7 @@ class DoctorRun:
         return all(n_evaluated for _, n_evaluated in every)
 
     def publish_own(self, trainer: Trainer) -> DoctorReport:
-        """Report the findings of this rank alone after training has failed: other ranks may never answer."""
+        """Report only the findings of this rank, after training has failed, since other ranks may never answer."""
         self._examination.tell("end")
         self.report = self._examination.report()
         self._write(trainer)
@@ -119,7 +119,7 @@ class DoctorRun:
         self._ranks.close()
 
     def _write(self, trainer: Trainer) -> list[Finding]:
-        """Write the report to where reports go, and return the serious findings that are new."""
+        """Write the report to its files, the loggers and the console, and return the serious findings that are new."""
         new = [finding for finding in self.report.serious if finding not in self._told]
         self._told.update(new)
         failures, self._examination.failures = self._examination.failures, []

@@ -34,7 +34,7 @@ EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
 
 @dataclass(slots=True)
 class _ReleasingRun:
-    """The state of one run of the Trainer."""
+    """State that EmptyCache keeps during one call of the Trainer, such as fit or test."""
 
     releaser: MemoryReleaser
     keeps_ledger: bool
@@ -46,27 +46,27 @@ class _ReleasingRun:
 class EmptyCache(WatchingCallback):
     """Releases cached memory at the start and end of evaluation and at the end of fit, and names what piles up.
 
-    PyTorch keeps the memory that it has once requested, cut for the shapes of training. Evaluation at other shapes may
-    then not fit beside it. At each of these boundaries unreachable objects are collected, and segments that are wholly
-    free are released, if they are large enough: what is released has to be requested again.
+    PyTorch caches the memory that it has requested once, in blocks sized for training. Evaluation with other shapes
+    may then not fit beside this cache. At each of these boundaries unreachable objects are collected, and segments
+    that are entirely free are released, if they are large enough: released memory has to be requested again.
 
-    docs/empty-cache.md has the tags.
+    docs/empty-cache.md lists the logged tags.
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
-    If they would fit until the run ends, it is given after twelve epochs or in the last one: a cache may be filling.
+    If memory would last until the run ends, the warning waits for twelve epochs of growth, or for the last epoch.
 
-    Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is left
-    out where all allocated memory belongs to the model and its optimizers, or was there after the last one: a healthy
-    run pays for two or three at its beginning. A collection that takes over half a second (0.05 s where it could not
-    free enough memory to be worth releasing) waits until its time is a small share of the time since the last one, or
-    until a warning is due. Every rank decides for itself; none waits for another.
+    Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
+    skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run pays for two
+    or three, at its start. A collection that takes over half a second (0.05 s if it cannot free enough to be worth
+    releasing) is postponed until its time is a small share of the time since the last one, or a warning is due. Every
+    rank decides for itself; none waits for another.
 
     Args:
-        stages: The stages that count: "val" (with the sanity check), "test", "predict". The end of fit always does.
-        min_reclaimable: The least memory that is worth releasing: a share of the device (of the reserved memory, where
-            the capacity is not known), or a size such as "512MiB". With 0, all that can be released is.
+        stages: The stages to release memory around: "val" (with the sanity check), "test", "predict".
+        min_reclaimable: The least memory that is worth releasing: a share of the device (of the reserved memory, if
+            the capacity is not known), or a size such as "512MiB". With 0, everything releasable is released.
         ledger: Whether to log the retained memory of fit and to warn of growth.
-        warn_after: The number of epochs of growth in a row before the warning. Where the run has fewer epochs,
+        warn_after: The number of epochs of growth in a row before the warning. If the run has fewer epochs,
             evaluations are counted instead.
 
     Raises:
@@ -96,7 +96,7 @@ class EmptyCache(WatchingCallback):
         self._run: _ReleasingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the device whose cache is emptied; warn if it keeps none."""
+        """Find the device whose cache will be emptied; tell the user if the device has no cache."""
         self.stop_watching()
         reader = reader_for(device := trainer.strategy.root_device)
         if reader is None:
@@ -126,7 +126,7 @@ class EmptyCache(WatchingCallback):
         self._warn_of_leak(trainer, self._collect(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Release memory after a validation within the epoch; in on_validation_end its last batch was still held."""
+        """Release memory after a mid-epoch validation. In on_validation_end, Lightning still holds the last batch."""
         if self._run is not None and self._run.has_evaluated:
             self._end_evaluation(trainer, batch)
 
@@ -147,7 +147,7 @@ class EmptyCache(WatchingCallback):
         run.epoch_has_evaluation = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory. Where the strategy moves the model to the host, it has done so by now."""
+        """Release memory. A strategy that moves the model to the host after training has done so by now."""
         self._release(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,7 +157,7 @@ class EmptyCache(WatchingCallback):
             self._release(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end of an evaluation. The work waits until Lightning has dropped the last batch."""
+        """Note that an evaluation has ended. Memory is released later, once Lightning has dropped the last batch."""
         if self._run is not None and not trainer.sanity_checking and running_stage(trainer) in self.stages:
             self._run.has_evaluated = self._run.epoch_has_evaluation = True
 
@@ -175,11 +175,11 @@ class EmptyCache(WatchingCallback):
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Stop watching, and forget what was noted of the run. Idempotent."""
+        """Stop watching, and drop all state of the run. Idempotent."""
         self._run = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Release memory after an evaluation in fit, look for a leak if evaluations count, and return what stays."""
+        """Release memory after an evaluation in fit, check for a leak if due, and return the retained memory."""
         assert self._run is not None
         self._run.has_evaluated = False
         retained = self._release(trainer, inputs)
@@ -188,7 +188,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _release(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Collect garbage and empty the cache where that is worth it, and log both. `inputs` are expected to stay."""
+        """Collect garbage and empty the cache if worthwhile; log and return what is retained besides `inputs`."""
         if self._run is None:
             return None
         releaser, detector = self._run.releaser, self._run.releaser.leak_detector
@@ -201,7 +201,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _collect(self, trainer: Trainer) -> RetainedMemory | None:
-        """Collect garbage where that is worth it, and log what stays; None without a ledger."""
+        """Collect garbage if worthwhile, then log and return the retained memory; None if `ledger` is False."""
         if self._run is None or not self._run.keeps_ledger:
             return None
         retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers)
@@ -226,7 +226,7 @@ class EmptyCache(WatchingCallback):
             write_report_or_warn(run.directory, "leak.md", text)
 
     def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
-        """Return True if the run is not at its end, and its memory can grow by `bytes_per_epoch` until then."""
+        """Return True if a leak warning can wait: memory would last until the run ends, growing at this rate."""
         if trainer.max_epochs is None or trainer.max_epochs < 0 or self._counts_evaluations(trainer):
             return False
         n_left = trainer.max_epochs - trainer.current_epoch - 1
@@ -234,7 +234,7 @@ class EmptyCache(WatchingCallback):
         return n_left > 0 and not trainer.should_stop and room is not None and n_left * bytes_per_epoch < room
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
-        """Return True if the run has too few epochs to count them, such as one long epoch with many evaluations."""
+        """Return True if the run has so few epochs that the leak search compares evaluations instead."""
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
             return trainer.max_epochs < self.warn_after
         batches = trainer.max_steps * trainer.accumulate_grad_batches
@@ -246,10 +246,10 @@ class EmptyCache(WatchingCallback):
 
 
 def _checked_stages(stages: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """Return the stages; they may be given in any order, and by a generator.
+    """Return the stages as a tuple; they may be given in any order, also by a generator.
 
     Raises:
-        ValueError: They are no list of evaluations.
+        ValueError: `stages` is not a list of "val", "test" and "predict".
     """
     given = tuple(stages) if hasattr(stages, "__iter__") and not isinstance(stages, str) else None
     if given is None or not set(given) <= set(EVALUATIONS):

@@ -61,24 +61,24 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     After the third step the measured peak is written beside the predicted one. In the first step every recomputed range
     runs two more times, to prove that it gives the same values bit for bit. A layer that does not is left out.
 
-    Forward hooks on layers within recomputed ranges fire again in backward. Under FSDP 2 (ModelParallelStrategy) every
+    Forward hooks on recomputed layers fire again in backward. Under FSDP 2 (ModelParallelStrategy) every recomputed
     range lies within one sharded module, and a budget has to be a share. Compiled models, and models under FSDP 1 and
     DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
         segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
             `torch.utils.checkpoint.checkpoint_sequential` does. "auto" takes the plan with the lowest product of
-            activation memory and operations, with at most a third more operations than without.
+            activation memory and operations, with at most a third more operations than the plain step.
         memory_budget: A float is the share of the plain step's activation memory that the plan may have; a size such
             as "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit.
         include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
-            that is no Sequential becomes one recomputed segment.
+            that is not a Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
-            that lowers the peak and nothing else reads the output; with "keep", all at once. The loss and its gradients
-            are the same within rounding.
+            that lowers the peak and nothing else reads the output. The loss and its gradients are the same within
+            rounding. With "keep", they are computed as the model does.
 
     Raises:
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
@@ -143,7 +143,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
 
 
 class _CheckpointingRun:
-    """The work of GradientCheckpointing in one fit.
+    """Makes, applies, measures and undoes the checkpoint plan of one fit for GradientCheckpointing.
 
     Args:
         trainer: The Trainer.
@@ -151,7 +151,7 @@ class _CheckpointingRun:
 
     Attributes:
         plan: The plan of this fit; None until one is made.
-        is_in_trial: True in a trial of BatchSizeTuner, whose batch may be too small to reach a budget that is a share.
+        is_in_trial: True in a trial of BatchSizeTuner. Its batch may be too small for any plan to meet a budget share.
     """
 
     def __init__(self, trainer: Trainer, options: CheckpointOptions) -> None:
@@ -167,7 +167,7 @@ class _CheckpointingRun:
     def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Make and apply a plan on the first batch that gives a loss. Begin to measure the peak of a later step.
 
-        Collective until there is a plan.
+        Collective until there is a plan: every rank has to call it.
 
         Raises:
             CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
@@ -211,7 +211,7 @@ class _CheckpointingRun:
         self._applied = self._window = None
 
     def _drop_what_failed(self, applied: AppliedPlan) -> None:
-        """Undo the plan if a layer gave other values, or the loss cannot be in chunks, so that a new plan is made."""
+        """If a recomputed layer or the chunked loss failed its check, undo the plan and have one made without it."""
         differing = self._options.differing | applied.differing.keys()
         loss_head = "keep" if any(head.is_off for head in applied.heads.values()) else self._options.loss_head
         options = replace(self._options, differing=differing, loss_head=loss_head)
@@ -252,9 +252,9 @@ class _CheckpointingRun:
             warnings.warn(text, DegradedWarning, stacklevel=2)
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
-        """Make a plan on this rank. Return it, or one of our own errors if planning raised it, or other errors as text.
+        """Make a plan on this rank. Return the plan, or an error to raise, or the reason for any other failure as text.
 
-        An error of the user's own class is not returned, since it may not survive pickling on its way to other ranks.
+        Errors of the user's own classes are returned as text, since they may not survive pickling to other ranks.
         """
         step = TracedStep(
             module,
@@ -288,7 +288,7 @@ class _CheckpointingRun:
 
 
 def _held_by_callbacks(trainer: Trainer, model: LightningModule) -> int:
-    """Return the bytes of the modules on the device that callbacks hold, as Lightning's WeightAveraging does."""
+    """Return the bytes of device memory in modules that callbacks hold, such as the average of WeightAveraging."""
     own = set(map(id, (*model.parameters(), *model.buffers())))
     held = {
         id(tensor): tensor.nbytes

@@ -51,15 +51,15 @@ def watched(hook: Hook, name: str = "") -> Hook:
 
 
 class WatchingCallback(EitherCallback, Neighbour):
-    """A callback that never ends a run by an error of its own.
+    """Base class of callbacks whose own errors never end a run.
 
-    Each hook that a subclass defines is guarded: an error gives one warning, and the callback is off for the rest of
-    the run. The other ranks switch it off at the next hook that is not called in each batch.
+    Each hook that a subclass defines is guarded: an error gives one warning, and switches the callback off for the rest
+    of the run. The other ranks switch it off at the next hook that does not run in every batch.
 
     Attributes:
-        documented: The errors that its hooks raise on purpose.
-        page: The page of the manual on it.
-        is_off: True if it is switched off.
+        documented: The errors that the hooks raise on purpose.
+        page: The name of the callback's page in docs/.
+        is_off: True if the callback is switched off.
     """
 
     documented: ClassVar[tuple[type[Exception], ...]] = ()
@@ -110,7 +110,7 @@ class WatchingCallback(EitherCallback, Neighbour):
             notes_on.add_note(text)
 
     def is_off_elsewhere(self) -> bool:
-        """Switch off if any other rank has switched off. Return True if so."""
+        """Return True if another rank has switched this callback off, after switching it off here too."""
         read = [] if self._posts is None else self._posts.read()
         if reasons := [rank.values["off"] for rank in read if "off" in rank.values]:
             self.switch_off(f"on another rank, {reasons[0]}")
@@ -118,7 +118,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
-    """Log once how a call ended, for the Memory tab. An interruption by the user is no error."""
+    """Log the error that ended a call, once, for the Memory tab. KeyboardInterrupt is not logged."""
     if isinstance(error, Exception) and trainer not in _ENDED:
         _ENDED.add(trainer)
         with suppress(Exception):
@@ -126,9 +126,9 @@ def _log_ending(trainer: Trainer, error: BaseException) -> None:
 
 
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """Return `work()`. If that raises, return `otherwise(text)` with the error as text.
+    """Return `work()`. If that raises, return `otherwise(text)`, where `text` describes the error.
 
-    Put it around each piece of work between two exchanges of ranks, so that a rank that fails still takes part.
+    Wrap the work between two collective calls in this, so that a rank that fails still takes part in the next one.
     """
     try:
         return work()

@@ -36,7 +36,7 @@ class HaltOnNaN(WatchingCallback):
     | `nonfinite/skipped` | the number of skipped steps, at each skipped step (`max_skips`) |
     | `memtools/nonfinite_report` | the report, at the end of a bad run, to loggers that take text |
 
-    The report also goes to `<log_dir>/memtools/`, with the last good checkpoint and the step as a file.
+    `<log_dir>/memtools/` also gets the report, the last good checkpoint, and a file from which `replay` runs the step.
 
     With fused SGD, Adam, AdamW or Adagrad (`fused=True`) on a GPU and without a gradient scaler, nothing waits for the
     device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late. In
@@ -45,19 +45,19 @@ class HaltOnNaN(WatchingCallback):
     A validation or test run must log finite losses: numbers whose names contain "loss".
 
     Args:
-        max_skips: The number of bad steps that are skipped (logged as `nonfinite/skipped`) before one ends the run. A
+        max_skips: The number of bad steps to skip (logged as `nonfinite/skipped`) before a bad step ends the run. A
             skipped step still counts as a step for schedulers.
         amp_patience: With 16-mixed: the number of skips in a row that make a step bad. A scaler that starts at 65536
-            takes at most 16 to come down to 1.
+            needs at most 16 skips to come down to 1.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
         explain: Before raising, run the bad step some three to five times, with everything restored afterwards, to
             name the operation that made the first bad value. It takes host memory for a copy of the module.
         save_step: Before raising, write the step to a file beside that checkpoint, for `replay`.
-        directory: Where the report and those files go, instead of `<log_dir>/memtools/`. Without a logger, nothing is
-            written unless it is set.
+        directory: Where the report and the other files go, instead of `<log_dir>/memtools/`. Without a logger, nothing
+            is written unless this is set.
 
     Attributes:
-        watch: Sees what is read of each finite step; LossSpikes sets it before training starts.
+        watch: Called with the losses and norms read from each finite step; LossSpikes sets it before training starts.
 
     Raises:
         ValueError: `max_skips` is negative or `amp_patience` is below 1; at setup, if the strategy hides the gradients.
@@ -93,7 +93,7 @@ class HaltOnNaN(WatchingCallback):
         self.watch: ReadingWatch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies that hide the gradients; connect to the other ranks and find the directory for reports."""
+        """Raise if the strategy hides the gradients; connect to the other ranks and find the directory for reports."""
         self.stop_watching()
         if stage == "fit":
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
@@ -129,26 +129,26 @@ class HaltOnNaN(WatchingCallback):
         self._opened().guard.end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the results that are still on the device, before checkpoints of the epoch."""
+        """Read the check results that are still on the device, before the epoch's checkpoints are written."""
         self._opened().read_rest()
         self._opened().warn_if_blind()
 
     on_train_end = on_train_epoch_end
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the results that are still on the device."""
+        """Read the check results that are still on the device, and raise if a step was bad."""
         self._opened().read_rest()
 
     on_test_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise if a logged loss was bad."""
+        """Raise if a loss that the evaluation logged is NaN or Inf."""
         self._opened().end_evaluation(pl_module, "test" if trainer.testing else "val")
 
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo a bad step, since checkpoints may be written after the error; then stop watching."""
+        """Undo a bad step that was not read yet, since a checkpoint may be written after the error; stop watching."""
         if self._run is not None and not isinstance(exception, NonFiniteError):
             self._run.leave_clean_state()
         self.stop_watching()
@@ -164,7 +164,7 @@ class HaltOnNaN(WatchingCallback):
         self._run = None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
-        """Switch off for the rest of the run. If ranks exchange results in each step, first tell the others."""
+        """Switch off for the rest of the run. If ranks exchange results in each step, tell the other ranks first."""
         guard = self._run.guard if self._run is not None and self._run.is_training else None
         if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
             super().switch_off(error, notes_on=notes_on)

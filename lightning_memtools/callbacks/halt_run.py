@@ -64,14 +64,14 @@ RERUN_TIMEOUT_S = 600
 
 
 class HaltRun:
-    """HaltOnNaN in one call of the Trainer.
+    """Checks the steps and evaluations of one call of the Trainer for HaltOnNaN, and reports bad ones.
 
     Create it on every rank. Rank 0 writes the files and sends their paths to the others. No rank waits for a rank that
-    failed. `options` is the callback; its arguments are read.
+    failed. `options` is the callback, whose arguments set what is checked and written.
 
     Attributes:
-        guard: Guards the steps of its training, once that has begun.
-        is_training: Whether it has begun.
+        guard: Checks each training step; set once training has begun.
+        is_training: Whether training has begun.
     """
 
     def __init__(self, trainer: Trainer, options: HaltOnNaN) -> None:
@@ -91,7 +91,7 @@ class HaltRun:
         before_update: Callable[[Any], None],
         before_saving: Callable[[], None],
     ) -> None:
-        """Start guarding steps and checkpoints. `watch` sees what is read of finite steps."""
+        """Start checking. `watch` gets each finite step; the other two run before each update and each checkpoint."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
             module,
@@ -131,7 +131,7 @@ class HaltRun:
         self.guard.begin(batch if self._sees_batches else None, batch_idx, number, first=first)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss that is about to be sent backward."""
+        """Note a loss whose backward pass is about to begin."""
         divided_by = self._trainer.accumulate_grad_batches if self._is_automatic else 1
         self.guard.loss(loss, divided_by=divided_by, scaler=self._scaler)
 
@@ -140,7 +140,7 @@ class HaltRun:
         self.conclude(self.guard.check(optimizer, scaler=self._scaler, reopen=not self._is_automatic))
 
     def conclude(self, bad: GuardedStep | None) -> None:
-        """Log the steps that were skipped, and raise if there is a bad step."""
+        """Log how many steps were skipped; if `bad` is a step, diagnose it and raise."""
         if len(self.guard.skipped) > self._n_logged:
             self._n_logged = len(self.guard.skipped)
             log_scalars(self._trainer, {"nonfinite/skipped": float(self._n_logged)}, self.guard.skipped[-1][0])
@@ -151,14 +151,14 @@ class HaltRun:
             raise told.error()
 
     def read_rest(self) -> None:
-        """Read the results that are still on the device, and raise if one is bad."""
+        """Read the check results that are still on the device, and raise if a step was bad."""
         if self.is_training:
             self.conclude(self.guard.drain())
 
     def end_evaluation(self, module: LightningModule, stage: HaltStage) -> None:
         """Raise if a loss that an evaluation run has logged is NaN or Inf. Collective.
 
-        Other metrics may rightly be NaN or Inf, and those of the sanity check, of untrained weights, mean nothing.
+        Other metrics may legitimately be NaN or Inf. The sanity check is skipped: its weights are untrained.
         """
         if self._trainer.sanity_checking:
             return
@@ -172,7 +172,7 @@ class HaltRun:
     def check_before_saving(self) -> None:
         """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective.
 
-        An update can overflow although its gradients are finite, and buffers are written by forward.
+        Checking the steps is not enough: an update can overflow with finite gradients, and forward writes buffers.
         """
         self.read_rest()
         step, optimizers = training_step(self._trainer), self._trainer.optimizers
@@ -196,7 +196,7 @@ class HaltRun:
         return [each for each in bad if each.name not in self._bad_at_start]
 
     def leave_clean_state(self) -> None:
-        """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
+        """After another error, undo a bad step whose check was not read yet, since a checkpoint may be written."""
         if not self.is_training:
             return
         try:
@@ -223,9 +223,9 @@ class HaltRun:
             )
 
     def _halt(self, step: GuardedStep) -> BadStep:
-        """Undo the step, find its cause, write the step, the last good checkpoint and the report. Collective.
+        """Undo the step, find its cause, and write its file, the last good checkpoint and the report. Collective.
 
-        Each piece between two exchanges is guarded: whatever fails in it, all ranks raise, with what is known.
+        The work between collective calls is guarded: whatever fails there, all ranks raise, with what is known by then.
         """
         mine = unless_it_fails(lambda: self._examined(step), lambda error: _unexamined(step, error))
         mine.rank = self._ranks.rank
@@ -267,7 +267,7 @@ class HaltRun:
         return bad
 
     def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
-        """Run the step again, and write its file if it is known to be this rank's that is bad."""
+        """Run the step again to explain it. Write its file if `is_known`: this rank is known to have the bad step."""
         if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
             why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
@@ -299,7 +299,7 @@ class HaltRun:
             bad.step_path = written
 
     def _save_last_good(self, everyone: list[BadStep]) -> tuple[Path | None, str]:
-        """Write the checkpoint before the bad step, unless that would hold NaN or Inf. Collective."""
+        """Write a checkpoint of the state before the bad step, unless that state holds NaN or Inf. Collective."""
         bad = [tensor for each in everyone for tensor in each.before]
         if bad:
             forbid_saving_on_exception(self._trainer)
@@ -323,12 +323,12 @@ class HaltRun:
         return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
 
     def _release_checkpoints(self) -> None:
-        """End the check before each checkpoint."""
+        """Stop checking checkpoints before they are written."""
         if self._undo:
             self._undo[-1]()
 
     def _reported(self, error: NonFiniteError) -> NonFiniteError:
-        """Write the report of an error, and return the error with the place of the report. Collective."""
+        """Write the report of an error, and return the error with the report's path added. Collective."""
         error.path, note = self._write_report(f"nonfinite-{error.stage}-step{error.step}-report.md", str(error))
         log_text(self._trainer, "memtools/nonfinite_report", str(error), error.step)
         error.args = (f"{error}\nReport: {short_path(str(error.path)) if error.path else note}",)
@@ -347,13 +347,13 @@ def _unexamined(step: GuardedStep, error: str) -> BadStep:
 
 
 def _not_found(bad: BadStep, error: str) -> Any:
-    """Note in `bad` the error because of which the operation was not found, or the step not written. Return None."""
+    """Record in `bad` that `error` kept the operation from being found, or the step from being written. Return None."""
     bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
     bad.step_note = f"could not be written: {error}"
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:
-    """Return the conditions that a training step runs under."""
+    """Return the settings that a training step runs under: torch's, the Trainer's and the gradient scaler's."""
     module, scaler = trainer.lightning_module, gradient_scaler(trainer)
     with trainer.precision_plugin.train_step_context():
         return StepConditions.now(

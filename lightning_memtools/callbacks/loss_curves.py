@@ -32,7 +32,7 @@ class LossCurves(WatchingCallback):
 
     docs/loss-curves.md has the tags.
 
-    The division of the loss by gradient accumulation is undone. With several ranks, all values are means over the
+    Losses are logged undivided by gradient accumulation. With several ranks, all values are means over the
     ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
     point is due, and are then copied without waiting. The end of an epoch and of a validation run waits for copies that
     have not arrived yet. No rank waits for another one: rank 0 writes a point once the values of all ranks have
@@ -44,8 +44,8 @@ class LossCurves(WatchingCallback):
         val: The same for validation. None takes a logged metric such as "val_loss", else the loss that validation_step
             returns, weighted by batch size.
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
-        grad_norm: Also log `grad/norm`, the L2 norm of the gradients before clipping, mean since the last point; with
-            several optimizers `grad/norm/optimizer_<i>`. This reads all gradients once in every step.
+        grad_norm: Also log `grad/norm`, the L2 norm of the gradients before clipping, averaged since the last point;
+            with several optimizers `grad/norm/optimizer_<i>`. This reads all gradients once in every step.
 
     Raises:
         ValueError: `every_n_steps` is below 1, or a list of names is empty.
@@ -80,7 +80,7 @@ class LossCurves(WatchingCallback):
             curves.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the last step before training starts: points count from there."""
+        """Note the step at which training starts, from which the interval between points is counted."""
         self._last_step = training_step(trainer) - 1
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -163,7 +163,7 @@ class LossCurves(WatchingCallback):
             self._val.warn_of_missing("val", logged)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop the values that are still on the device, which may have failed, and wait for no rank."""
+        """Drop the values that are still on the device, which may have failed, and do not wait for other ranks."""
         self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -171,7 +171,7 @@ class LossCurves(WatchingCallback):
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that have arrived, and release all tensors. Idempotent."""
+        """Write the values that arrive within `patience_s` seconds, and release all tensors. Idempotent."""
         end = time.monotonic() + patience_s
         for curves in self._curves:
             curves.finish(patience_s=max(end - time.monotonic(), 0.0))

@@ -19,9 +19,9 @@ from lightning_memtools.reporting.files import fixed_directory
 
 
 class LossSpikes(WatchingCallback):
-    """Names each step whose loss or gradient norm is far above those before it, and can skip it or go back.
+    """Reports each step whose loss or gradient norm is far above those before it, and can skip it or roll back.
 
-    It shares what HaltOnNaN reads of losses and gradients, so that nothing is measured twice; if the Trainer has no
+    It uses the losses and gradient norms that HaltOnNaN reads, so that nothing is measured twice; if the Trainer has no
     HaltOnNaN, one is added for the fit, and halts at a NaN. A value is a spike if it exceeds the median of the last
     `window` steps by `sensitivity` times the distance from that median to their 95% quantile, on a logarithmic scale.
     All ranks decide alike: by the norm over all gradients, and by the largest of the ranks' losses.
@@ -53,7 +53,7 @@ class LossSpikes(WatchingCallback):
         spikes: The spikes of the latest fit, each a `LossSpike`.
 
     Raises:
-        ValueError: An argument is none of its values.
+        ValueError: An argument has a value that is not accepted.
         LossSpikeError: From the hooks, at a spike after `max_actions`; its update is not made.
     """
 
@@ -110,16 +110,16 @@ class LossSpikes(WatchingCallback):
 
     @watched
     def _read(self, trainer: Trainer, step: GuardedStep) -> bool:
-        """Judge a step that HaltOnNaN has read, and return whether its update is to be held back."""
+        """Check for a spike in a step that HaltOnNaN has read, and return whether to hold its update back."""
         return self._run is not None and self._run.judge(step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the state that a rollback restores: none goes back beyond the beginning of an epoch."""
+        """Save the state that a rollback restores, so that no rollback goes back beyond the start of the epoch."""
         if self._run is not None:
             self._run.begin_epoch()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Roll back if the step had a spike; else copy the state for a later rollback if a copy is due."""
+        """Roll back if the step had a spike; otherwise copy the state for a later rollback if a copy is due."""
         if self._run is not None:
             self._run.end_batch()
 

@@ -59,7 +59,7 @@ class MemoryMonitor(WatchingCallback):
             ends with a point, and steps 0, 1, 2, 4, 8, 16 and 32 have one.
         phases: Also log the peaks of forward, backward and optimizer step, and the host's time in each and between two
             batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and
-            backward is the time to queue kernels, and what waits for the device counts where it waits.
+            backward is the time to queue kernels; a wait for the device counts in the phase in which it happens.
         load: Also log the GPU's utilization, power and temperature, which a thread reads from NVML twice a second.
             Needs nvidia-ml-py (`lightning_memtools[nvml]`).
         snapshot_at_step: Write a memory snapshot of this training step on every rank, as
@@ -133,12 +133,12 @@ class MemoryMonitor(WatchingCallback):
         put_on_device(pl_module, trainer.optimizers)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count optimizer state that was restored from a checkpoint."""
+        """On a VirtualDevice, count optimizer state that was restored from a checkpoint as allocated."""
         put_on_device(pl_module, trainer.optimizers)
         self._sanity_check_began = time.perf_counter()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the time of the sanity check, by which the Memory tab shows it."""
+        """Log how long the sanity check took, for the Memory tab."""
         elapsed_ms = 1000 * (time.perf_counter() - self._sanity_check_began)
         log_scalars(trainer, {"time/sanity_check_ms": elapsed_ms}, training_step(trainer))
 
@@ -149,7 +149,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward phase, and the snapshot if it is this step's; later batches of a step continue it."""
+        """Begin the forward phase. At the first batch of the step `snapshot_at_step`, begin the snapshot."""
         if training_step(trainer) == self.snapshot_at_step and self._step_snapshot is None:
             self._step_snapshot = StepSnapshot.begin(reader_for(self._device), pl_module, trainer.optimizers, batch)
             if self._step_snapshot is None:
@@ -208,7 +208,7 @@ class MemoryMonitor(WatchingCallback):
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the summary, over all ranks whose figures have arrived."""
+        """Write the summary of all ranks whose figures have arrived."""
         self._end(trainer, has_failed=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

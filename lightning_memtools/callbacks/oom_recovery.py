@@ -24,37 +24,37 @@ from lightning_memtools.warning_categories import FindingWarning
 class OOMRecovery(EitherCallback, Neighbour):
     """Survives running out of memory: a batch that does not fit is run again as 2, 4, ... micro-batches.
 
-    The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to
-    rounding, if `loss` or `loss_weight` says truly how the loss depends on the samples: a mean is weighted with the
-    sizes of the parts, and a sum is added.
+    The failed attempt is undone first. The gradients of the micro-batches add up to those of the whole batch, up to
+    rounding, if `loss` or `loss_weight` correctly says how the loss depends on the samples: means are weighted by the
+    sizes of the parts, and sums are added.
 
-    The optimizer, schedulers and `global_step` see one step, with the loss of the whole batch. What else training_step
-    returns, and the values of a step that it logs, are those of the last part; means over an epoch weight each part
-    with its size. on_before_backward and on_after_backward run for each part, as with accumulated gradients. Batches as
-    large as one that failed are then split from the beginning. In manual optimization and in evaluation, batches are
-    left alone.
+    The optimizer, schedulers and `global_step` see one step, with the loss of the whole batch. Anything else that
+    training_step returns, and the per-step values that it logs, come from the last part; means over an epoch weight
+    each part by its size. on_before_backward and on_after_backward run for each part, as with accumulated gradients.
+    From then on, batches as large as one that failed are split at once. In manual optimization and in evaluation,
+    batches are not split.
 
-    A batch is split by its samples if it consists of tensors and arrays whose dimension 0 is that of the samples, and
-    of lists of as many texts or numbers, in dictionaries, lists and tuples. Others need `split_batch`.
+    A batch can be split if it consists of tensors and arrays whose dimension 0 is that of the samples, and of lists
+    with one string or number per sample, in dictionaries, lists and tuples. Other batches need `split_batch`.
 
-    Before each step the states of random streams are noted, and buffers and metrics of the model are copied, so that a
-    failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not restored.
+    Before each step the random states are recorded, and buffers and metrics of the model are copied, so that a failed
+    step can be undone. Attributes that training_step itself changes, such as a counter, are not restored.
 
     | logged | meaning |
     | --- | --- |
-    | `memory/oom_recoveries` | steps that were run again so far |
-    | `memory/micro_batches` | the parts of the latest of them |
-    | `memory/oom_skipped_batches` | batches that were skipped so far |
+    | `memory/oom_recoveries` | the number of steps that were run again so far |
+    | `memory/micro_batches` | the number of parts in the latest of these steps |
+    | `memory/oom_skipped_batches` | the number of batches that were skipped so far |
 
     Args:
         loss: "mean" or "sum" over the samples of the batch. It has no default: a wrong one makes wrong gradients.
-        loss_weight: A function of a batch, for a loss that is a mean over something else than samples, such as tokens:
-            it returns how many the batch has. A part for which it returns 0 is left out.
-        max_splits: The largest number of micro-batches of a batch.
+        loss_weight: A function of a batch, for a loss that is a mean over something other than samples, such as tokens:
+            it returns how many of them the batch has. A part for which it returns 0 is skipped.
+        max_splits: The maximum number of micro-batches per batch.
         skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
-            Not with several ranks.
-        split_batch: A function `(batch, n_parts) -> parts` for other batches. If not all tensors of a part are as long
-            as it has samples, `loss_weight` has to count these.
+            Not supported with several ranks.
+        split_batch: A function `(batch, n_parts) -> parts` for other batches. If dimension 0 of a part's tensors is not
+            always the number of samples, `loss_weight` has to return that number.
         allow_batch_norm: Split training batches even though BatchNorm then normalizes each part with its own
             statistics. Without this, such a model's training batches are not split.
 
@@ -105,14 +105,14 @@ class OOMRecovery(EitherCallback, Neighbour):
         self.recoveries = Recoveries()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies under which a rank that fails would leave the others waiting."""
+        """Raise ValueError under a strategy in which a rank that fails would leave the others waiting."""
         self._stop()
         reason = why_unsupported("OOMRecovery", type(trainer.strategy))
         if reason is not None:
             raise ValueError(f"OOMRecovery does not work under {type(trainer.strategy).__name__}: {reason}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the step of the training loop by one that recovers."""
+        """Replace the training loop's step with one that recovers from running out of memory."""
 
         def tell(reason: str) -> None:
             if trainer.is_global_zero:
@@ -168,7 +168,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log new recoveries, tell the other ranks, and warn. For the first one, OOMReport writes its report."""
+        """Log new recoveries, tell the other ranks, and warn. At the first one, have OOMReport write its report."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, mine.n_skipped, elsewhere)
         if self._told == before or self._posts is None:
@@ -183,7 +183,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         log_scalars(trainer, scalars | {"memory/oom_skipped_batches": mine.n_skipped}, training_step(trainer))
 
     def _others(self) -> list[tuple[int, str, int]]:
-        """Return (rank, remark, number of recoveries) of each other rank that has posted by now."""
+        """Return (rank, summary line, number of recoveries) of each other rank whose recoveries are known by now."""
         if self._posts is None:
             return []
         mine, posted = self._posts.rank, enumerate(self._posts.read())

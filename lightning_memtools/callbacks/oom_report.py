@@ -30,8 +30,8 @@ class OOMReport(WatchingCallback):
     """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
-    holds the allocated bytes by category, the modules with most activations, whether fragmentation was the cause, and
-    ranked actions. Numbers stand only beside actions that were tried: by tracing the failed step on fake tensors, or by
+    holds the allocated bytes by category, the modules with the most activations, whether fragmentation was the cause,
+    and ranked actions. Only actions that were tried have numbers: by tracing the failed step on fake tensors, or by
     replaying the recorded history of the allocator.
 
     | written to | what |
@@ -41,19 +41,19 @@ class OOMReport(WatchingCallback):
     | `memtools/oom_report` in loggers that take text | the report |
     | the console | its first lines; a note on the error names the report |
 
-    On CUDA and on a VirtualDevice the facts are captured in the moment of failure, before anything unwinds. Elsewhere
-    they are captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
+    On CUDA and on a VirtualDevice the data is captured at the moment of failure, before the stack unwinds. Elsewhere
+    it is captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
     your code catches are not reported.
 
     Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, and its Python stack
     where memory may run out (3 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s
-    of processor time and allocates nothing on the device; checks that are not reached in 8 s of it say so.
+    of CPU time and allocates nothing on the device; it names the changes that were not tried within 8 s of that.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.
         snapshot: Record the allocator's history, and write it beside the report as a memory snapshot for
             https://pytorch.org/memory_viz. Without it, fragmentation cannot be judged.
-        top: The number of modules that are listed.
+        top: The number of modules to list.
 
     Raises:
         ValueError: `top` is below 1.
@@ -101,7 +101,7 @@ class OOMReport(WatchingCallback):
     on_train_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the model on a VirtualDevice, and note what training has left there."""
+        """Put the model on a VirtualDevice, and note when the evaluation begins."""
         put_on_device(pl_module, trainer.optimizers)
         self._follow(FailureCapture.begin_evaluation)
 
@@ -179,7 +179,7 @@ class OOMReport(WatchingCallback):
 
         Args:
             trainer: The Trainer.
-            done: What was done about it, in a sentence.
+            done: A sentence on how the step was recovered, for the report.
         """
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None or capture.captured is None:

@@ -20,16 +20,16 @@ _DEFAULT = {cls.__name__: cls for cls in (MemoryMonitor, LossCurves, EmptyCache,
 def default_callbacks(**options: Mapping[str, Any] | bool) -> list[Callback]:
     """Return the callbacks that only watch and protect: `Trainer(callbacks=default_callbacks())`.
 
-    Callbacks that change how training runs (gradient checkpointing, batch size) are added by name.
+    Callbacks that change how training runs (gradient checkpointing, batch size) are not among them: add those yourself.
 
     Args:
-        options: By a callback's name its arguments, or False to leave it out:
+        options: For a callback's name, a mapping of its arguments, or False to leave the callback out:
             `default_callbacks(HaltOnNaN={"max_skips": 3}, TrainingDoctor=False)`. A YAML file can hold these plain
             values.
 
     Raises:
-        TypeError: A name is none of theirs, a value is neither a mapping nor a bool, or a callback has no such
-            argument.
+        TypeError: A name is not that of a default callback, a value is neither a mapping nor a bool, or a callback
+            does not take an argument.
     """
     for name, given in options.items():
         if name not in _DEFAULT:

@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """LossSpikes in one fit. Create it on every rank. `options` is the callback; its arguments are read."""
+    """Finds the loss spikes of one fit and acts on them, as `options`, the callback, says. Create it on every rank."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options
@@ -59,10 +59,10 @@ class SpikesRun:
         self._goes_back = False
 
     def judge(self, step: GuardedStep) -> bool:
-        """Report a spike, and return whether the step's update is to be held back.
+        """Report a spike if the step has one, and return whether to hold the step's update back.
 
         Raises:
-            LossSpikeError: There were more spikes than it may act on.
+            LossSpikeError: The step has a spike after `max_actions` spikes were skipped or rolled back.
         """
         options, loss, norm = self._options, step.reading.worst_loss, step.reading.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
@@ -109,7 +109,7 @@ class SpikesRun:
         return replace(spike, done="rollback", taken_back=self._trainer.global_step - self._point.n_updates)
 
     def end_batch(self) -> None:
-        """Roll back if the batch had a spike; else copy the state if that is due."""
+        """Roll back if the batch had a spike; otherwise copy the state for a later rollback if a copy is due."""
         if self._goes_back and self._point is not None:
             self._goes_back = False
             self._point.snapshot.restore()
@@ -141,7 +141,7 @@ class SpikesRun:
         )
 
     def _tell(self, spike: LossSpike) -> LossSpike:
-        """Write the report on rank 0, warn, and return the spike with the place of the report on every rank."""
+        """Write the report and warn, on rank 0. Return the spike with the report's path, on every rank."""
         name, written = f"loss-spike-step{spike.step}-report.md", self._directory
         if self._trainer.is_global_zero:
             written = write_report(self._directory, name, spike.markdown())

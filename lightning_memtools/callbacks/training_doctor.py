@@ -20,15 +20,15 @@ class TrainingDoctor(WatchingCallback):
     """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
 
     It watches the first `steps` training batches and evaluation batches, reports, and does nothing from then on.
-    Training takes the same course, bit for bit, with and without it.
+    Training runs the same, bit for bit, with and without it.
 
-    The report is printed where something serious was found, and written to `<log_dir>/memtools/doctor.md` and
-    `doctor.json`. It is also the attribute `report`. With several ranks it holds the findings of all.
+    The report is printed if something serious was found, and written to `<log_dir>/memtools/doctor.md` and
+    `doctor.json`. The attribute `report` holds it too. With several ranks it has the findings of all ranks.
 
     | logged | when |
     | --- | --- |
-    | `memtools/doctor` (text) | the findings, after the last step that it watches; before, if one is serious |
-    | `memory/leaks` | the number of findings of `retained_graphs`, when they are reported |
+    | `memtools/doctor` (text) | the findings, after the last watched step; earlier, if one is serious |
+    | `memory/leaks` | the number of findings of the check `retained_graphs`, when they are reported |
 
     The host waits for the device in the first step and at the last watched one, and nowhere else.
 
@@ -77,7 +77,7 @@ class TrainingDoctor(WatchingCallback):
             self._run = DoctorRun(trainer, pl_module, self._names, steps=self.steps, raises=raises)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the checks that need no step."""
+        """Run the checks that do not need a training step."""
         if self._run is not None:
             self._run.begin(trainer)
 
@@ -102,7 +102,7 @@ class TrainingDoctor(WatchingCallback):
         self._tell(trainer, "batch_end")
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Look at BatchNorm."""
+        """Note the state of BatchNorm layers before an evaluation step."""
         self._tell(trainer, "evaluation_start")
 
     def on_validation_batch_end(
@@ -116,7 +116,7 @@ class TrainingDoctor(WatchingCallback):
         self._tell(trainer, "evaluations_end")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the findings of a training that ended before all steps were watched."""
+        """Report the findings if training ended before all steps were watched."""
         self._tell(trainer, "end")
         self.stop_watching()
 

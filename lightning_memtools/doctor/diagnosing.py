@@ -113,7 +113,7 @@ def diagnose(
 
 
 class _RealSteps(StepListener, Callback):
-    """Runs training and evaluation steps in Lightning's loops, and passes their events to an examination."""
+    """Runs training and evaluation steps in Lightning's loops, and passes their events on to an Examination."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case

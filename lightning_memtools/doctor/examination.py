@@ -136,7 +136,7 @@ class Examination:
                 self.tell("end")
 
     def stop(self) -> None:
-        """Restore autograd's anomaly mode. Idempotent."""
+        """Restore the setting of autograd's anomaly mode, which the first step changes. Idempotent."""
         if self._noting_lines is not None:
             self._noting_lines.__exit__()
         self._noting_lines = None

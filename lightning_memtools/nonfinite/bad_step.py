@@ -30,7 +30,7 @@ _MOST_ROWS = 8
 
 @dataclass(slots=True, kw_only=True)
 class BadStep:
-    """All that one rank knows of a bad step. It holds plain values only, since ranks send it to each other."""
+    """All that one rank knows about a step with NaN or Inf: plain values only, since ranks send it to each other."""
 
     rank: int = 0
     step: int = 0  # the training step, counted as the x axis of the logs counts
@@ -80,7 +80,7 @@ class BadStep:
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
-        """Return the facts that the check of a step has already read; no tensor is read again."""
+        """Return a BadStep with what the check of a step has already read; no tensor is read again."""
         indices = [micro.index for micro in step.micro for _ in micro.losses]
         return cls(
             step=step.number,
@@ -99,12 +99,12 @@ class BadStep:
 
     @property
     def dirty(self) -> list[BadInput]:
-        """The tensors of the batch with NaN or Inf, without those that look like masks."""
+        """The tensors of the batches that hold NaN or Inf, except those that look like masks (only -Inf)."""
         return [bad for bad in self.inputs if not bad.is_mask]
 
     @property
     def first_bad_batch(self) -> int | None:
-        """The index of the first batch with a bad loss or input; of the step's last batch if there is none."""
+        """The index of the first batch with NaN or Inf in its loss or inputs; if there is none, of the last batch."""
         bad = [index for index, loss in self.losses if not math.isfinite(loss)]
         bad += [each.batch_idx for each in self.dirty]
         return next(iter([*bad, *reversed(self.batches)]), None)
@@ -125,7 +125,7 @@ class BadStep:
         return f"{what} at step {self.step} ({place}, {f'rank {self.rank}' if self.is_culprit else unknown})."
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return all facts as (name, value) rows of the report; a value is a sentence at most."""
+        """Return everything known about the step as (name, value) rows of the report."""
         kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
@@ -165,7 +165,7 @@ class BadStep:
         return f"{self.advice} Run the step again: {command}"
 
     def message(self) -> str:
-        """Return the text of the error. It is complete without the report."""
+        """Return the text of the error, which can be read without the report."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
@@ -179,7 +179,7 @@ class BadStep:
         return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables), *more]) + "\n"
 
     def error(self) -> NonFiniteError:
-        """Return the error to raise; every rank raises the same."""
+        """Return the error to raise; every rank raises the same error."""
         return NonFiniteError(
             self.message(),
             step=self.step,
@@ -199,21 +199,21 @@ class BadStep:
 class NonFiniteError(RuntimeError):
     """Raised when a loss, a gradient, a weight or a loss logged in evaluation is NaN or Inf.
 
-    The message is the same on every rank and complete by itself; the fields are for programs.
+    The message is the same on every rank, and says everything; the attributes are for programs.
 
     Attributes:
         step: The training step, counted as the x axis of `self.log` counts.
         batch_idx: The index of the batch within its epoch; None if unknown.
         rank: The rank whose loss or batch was bad; None if only the gradients were, which all ranks share.
         stage: train, val or test.
-        cause: The class of cause, one of the values of `NonFiniteCause`; None in evaluation.
-        losses: The losses of the last steps (at most 20, on this rank), oldest first; the last is the bad step's.
+        cause: The kind of cause, one of the values of `NonFiniteCause`; None in evaluation.
+        losses: The losses of the last steps (at most 20, on this rank), oldest first, ending with the bad step's.
         parameters: The parameters whose gradients held NaN or Inf, or that held NaN or Inf themselves.
-        norms: The gradient norms that belong to `losses`.
-        path: The report, if it could be written.
+        norms: The gradient norms of the same steps.
+        path: The report file, if it could be written.
         checkpoint_path: The checkpoint of the last good state, if one was written.
-        step_path: The step as a file for `replay`, if one was written.
-        explanation: The bad step, with the operation that made the first bad value; None if that was not found.
+        step_path: The file from which `replay` runs the step again, if one was written.
+        explanation: The bad step, with the operation that made the first NaN or Inf; None if that was not found.
     """
 
     step: int
@@ -242,9 +242,9 @@ def examine(
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
-    """Return the facts that this rank has on a bad step, after the step was undone.
+    """Return what this rank knows about a bad step; call it after the step was undone.
 
-    `bad_at_start`: the names of the weights and states that were bad before training.
+    `bad_at_start` has the names of the weights and optimizer states that held NaN or Inf before training.
     """
     weights, states = bad_state(model), bad_optimizer_state(model, optimizers)
     groups = [] if step.optimizer is None else step.optimizer.param_groups
@@ -261,7 +261,7 @@ def examine(
 
 
 def _module_name(kind: type) -> str:
-    """Return the name under which a class's module can be imported: for `__main__`, the script's name."""
+    """Return the name by which to import the module that defines a class: for `__main__`, the script's name."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if kind.__module__ != "__main__" or file is None:
@@ -271,7 +271,7 @@ def _module_name(kind: type) -> str:
 
 
 def bad_state(model: Module) -> list[BadTensor]:
-    """Return parameters that hold NaN or Inf, and buffers that hold NaN: masks and bounds may rightly be infinite."""
+    """Return parameters with NaN or Inf, and buffers with NaN. Inf in a buffer may be intended, as in a mask."""
     parameters = find_bad((plain_name(name), parameter) for name, parameter in model.named_parameters())
     buffers = find_bad((plain_name(name), buffer) for name, buffer in model.named_buffers())
     return [*parameters, *(buffer for buffer in buffers if buffer.n_nan)]
@@ -291,7 +291,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
-    """Return which setting of the last update can have made weights bad, and what to do; ("", "") if none."""
+    """Return which optimizer settings may have made the `bad` weights NaN or Inf, and advice; ("", "") if unknown."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
@@ -324,7 +324,7 @@ _HUGE = 100.0  # The root mean square of a matrix of weights stays below this in
 
 
 def infer(bad: BadStep) -> None:
-    """Set the most likely cause by the evidence. A rerun of the step may find the real one later."""
+    """Set the most likely cause from the evidence in `bad`. A rerun of the step may find the actual cause later."""
     grown = what_grew(bad)
     if bad.dirty and not bad.has_bad_loss:
         bad.cause, bad.advice = NonFiniteCause.LATE_MASK, ADVICE["late mask"]
@@ -348,12 +348,12 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return a sentence: these tensors were bad before the step, and this setting may have caused it."""
+    """Return a text that says that the named tensors were bad before the step, and which settings may be the cause."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
 def huge_weights(model: Module) -> str:
-    """Return a sentence on the matrix with weights larger than healthy training makes them; "" if there is none."""
+    """Return a text that names a weight matrix whose values are too large for healthy training; "" if none are."""
     trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
     matrices = {name: floats for name, floats in trained if floats is not None}
     for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
@@ -364,7 +364,7 @@ def huge_weights(model: Module) -> str:
 
 
 def what_grew(bad: BadStep) -> str:
-    """Return a sentence on the loss or norm that grew before the step; "" if neither did."""
+    """Return a text that says that the loss, the gradient norm or weights grew before the step; "" if none did."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
@@ -375,9 +375,9 @@ def what_grew(bad: BadStep) -> str:
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
-    """Return the step of the rank to blame: the first with a bad loss, else with a bad batch, else the only bad one.
+    """Return the BadStep of the rank to blame: the first with a bad loss, else a bad batch, else one bad on its own.
 
-    Return None if no rank is to blame, since all share the bad gradients. With one rank, that rank is returned.
+    Return None if no rank can be blamed, because all share the bad gradients. With one rank, return its BadStep.
     """
     if len(everyone) == 1:
         return everyone[0]
@@ -393,9 +393,9 @@ def state_error(
     suspects: tuple[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error for NaN or Inf that a checkpoint was about to hold; `everyone` has the bad tensors by rank.
+    """Return the error for a checkpoint that would have held NaN or Inf; `everyone` lists the bad tensors per rank.
 
-    `finite_at` is the last step at which all tensors were known to be finite. `suspects`: see `suspects_of_update`.
+    `finite_at` is the last step at which all tensors were finite. `suspects` is what `suspects_of_update` returned.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     text, advice = suspects
@@ -420,7 +420,7 @@ def state_error(
 def evaluation_error(
     everyone: Sequence[Mapping[str, float]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
 ) -> NonFiniteError:
-    """Return the error for an evaluation that logged bad losses; `everyone` maps name to value, for each rank."""
+    """Return the error for an evaluation that logged bad losses; `everyone` has a dict of them for each rank."""
     bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
     lines = [
         f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",
@@ -432,7 +432,7 @@ def evaluation_error(
 
 
 def named(bad: Sequence[BadTensor]) -> str:
-    """Return the names of the first bad tensors as text; "none" if there are none."""
+    """Return a text that lists the first bad tensors and counts the others; "none" if there are none."""
     return first_of(bad, 5) or "none"
 
 

@@ -28,7 +28,7 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step and was not written by an operation of it."""
+    """A tensor that existed before the step, and that no operation of the step had written."""
 
     origin: ValueOrigin  # the kind of tensor
     name: str
@@ -43,7 +43,7 @@ LeafOf = Callable[[int], PriorTensor]
 
 
 class PriorTensors:
-    """Finds the tensor in a piece of memory that no operation of the step wrote."""
+    """Maps storage keys to the tensors that existed before the step: weights, buffers, attributes and inputs."""
 
     def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
         self._known: dict[int | None, PriorTensor] = {}
@@ -60,35 +60,35 @@ class PriorTensors:
                 self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
 
     def __call__(self, key: int) -> PriorTensor:
-        """Return the tensor in the piece of memory with this key."""
+        """Return the tensor whose storage has this key; `UNKNOWN` if it is not one of these tensors."""
         return self._known.get(key, UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
 class BadValueRoot:
-    """The operation or tensor that a bad value came from first."""
+    """The operation or tensor in which NaN or Inf first appeared."""
 
     event: BadOperation  # the operation that made it; if it existed before the step, the first operation that used it
     leaf: PriorTensor | None = None  # the tensor that held it before the step; None where an operation made it
 
     @property
     def is_benign(self) -> bool:
-        """True for an infinity that is meant: a constant in the code, or part of a mask or bound."""
+        """True for an intended infinity: a constant in the code, or part of a mask or bound."""
         if self.leaf is not None:
             return self.leaf.may_be_infinite
         return self.event.constant and not self.event.gives_nan
 
 
 def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
-    """Return the root of the bad values in the memory `start`.
+    """Return where the NaN or Inf in the storages `start` first appeared; None if that was not recorded.
 
-    Infinities that are meant, such as those of a mask, are no root. If the bad values come from nothing else, the root
-    is the operation that made NaN from these infinities.
+    Intended infinities, such as those of a mask, do not count. If nothing else was there first, the result is the
+    operation that made NaN from these infinities.
 
     Args:
-        events: The operations with bad outputs, in order.
-        start: The keys of the memory that is bad at the end.
-        leaf_of: Returns the tensor in a piece of memory that no operation wrote.
+        events: The operations whose outputs hold NaN or Inf, in the order in which they ran.
+        start: The keys of the storages that hold NaN or Inf at the end, such as that of the loss.
+        leaf_of: Returns the tensor in a storage that no operation has written.
     """
     way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
@@ -101,12 +101,12 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
 
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
-    """Return True if all bad values in the memory `start` come from a product with a mask that is 0 where NaN is."""
+    """Return True if all bad values in the storages `start` passed a product with a mask that is 0 where NaN is."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
-    """Return the first operation that computes with the inputs of `event`, where `event` may be a mere copy of them."""
+    """Return `event`, or if it only copies its inputs, the first later operation that computes with the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
         made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
@@ -127,7 +127,7 @@ def _masks(event: BadOperation) -> bool:
 
 
 class _BackwardSlice:
-    """All operations that the bad values in the memory `start` come from, and the roots among them."""
+    """Follows bad values in the storages `start` back through the operations that passed them on, to their roots."""
 
     def __init__(
         self, events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf, *, ends_at_masks: bool = False
@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Return the events that wrote the bad inputs of an event, by index, and whether a NaN is searched."""
+        """Return (index, whether to look for NaN) of each event that wrote a bad input of the event at `index`."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []
@@ -180,9 +180,9 @@ class _BackwardSlice:
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
-        """Return the index of the last event before the event `before` that wrote a bad value to the memory `key`.
+        """Return the index of the last event before index `before` that wrote a bad value to the storage `key`.
 
-        With `wants_nan` only a NaN counts: another part of the memory may have been filled with infinities since.
+        With `wants_nan` only NaN counts: another part of the storage may have been filled with infinities since.
         """
         writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
         return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)
@@ -192,7 +192,7 @@ class _BackwardSlice:
 
 
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
-    """Return a sentence on the root: the operation, its module and line, and its inputs."""
+    """Return a sentence that says where the first bad value appeared: the operation, its module, line and inputs."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
     function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
     where = event.module or f"{class_name}{function}"

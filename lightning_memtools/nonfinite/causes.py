@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class NonFiniteCause(StrEnum):
-    """The class of cause that makes a loss or a gradient NaN or Inf."""
+    """The kinds of causes that make a loss or a gradient NaN or Inf."""
 
     DIRTY_DATA = "dirty data"
     LATE_MASK = "masked too late"
@@ -63,7 +63,7 @@ ADVICE = {
 
 
 def rates_as_text(rates: Sequence[float]) -> str:
-    """Return the distinct learning rates as text."""
+    """Return the distinct learning rates as a comma-separated text; "not known" if there are none."""
     return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) or "not known"
 
 
@@ -94,9 +94,9 @@ ANY_OVERFLOW = "keep the inputs of {name} smaller: normalize or clamp them."
 
 
 def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
-    """Return advice for an operation such as ``"aten.log"`` whose input is outside of its domain, or that overflows.
+    """Return advice for an operation such as ``"aten.log"`` that overflows, or whose input is outside its domain.
 
-    `of_forward` names the forward operation if this one is part of its backward; "" otherwise.
+    If the operation runs in backward, `of_forward` names the forward operation it belongs to; otherwise it is "".
     """
     names = [_short(each) for each in (of_forward, operation) if each]
     name = next((each for each in names if each in OF_OPERATIONS), names[0])
@@ -109,7 +109,7 @@ def _short(operation: str) -> str:
 
 
 def public_name(operation: str) -> str:
-    """Return the public name of an operation, such as ``"torch.log"``; the operation itself if it has none."""
+    """Return the public name of an operation, such as ``"torch.log"`` for "aten.log"; `operation` if it has none."""
     namespace, _, name = operation.partition(".")
     plain = name.removeprefix("native_").removesuffix("_forward")
     if namespace != "aten" or name.startswith("_"):

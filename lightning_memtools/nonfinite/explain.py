@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again, write the results into `bad` (the cause if `explains`), and return digests of gradients."""
+    """Run a bad step again and add what that shows to `bad`, with `explains` also the cause. Return gradient hashes."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -63,10 +63,10 @@ def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
-    """Find the operation that made the first bad value of a step. Write the operation and the cause into `bad`.
+    """Find the operation that made the first NaN or Inf of a step. Write the operation and the cause into `bad`.
 
-    `plain` has the results of a rerun without a trace. Raise CannotRerunError if the step cannot be run again, or the
-    bad values cannot be traced.
+    `plain` is the outcome of a rerun without tracing. Raise CannotRerunError if the step cannot be run again, or if
+    no operation is found.
     """
     if plain.is_finite:
         _not_reproducible(rerun, bad)
@@ -114,7 +114,7 @@ def _not_reproducible(rerun: StepRerun, bad: BadStep) -> None:
 
 
 def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
-    """Return the memory keys of the first bad loss; if all losses are good, of all bad gradients."""
+    """Return the storage key of the first bad loss; if all losses are finite, the keys of all bad gradients."""
     bad_losses = [loss for loss in outcome.losses if not math.isfinite(float(loss))]
     names = {bad.name for bad in find_bad(outcome.gradients.items())}
     bad: Sequence[Tensor] = bad_losses[:1] or [g for name, g in outcome.gradients.items() if name in names]
@@ -122,9 +122,9 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the first micro-batch with a bad loss; if all losses are good, of the first bad batch.
+    """Return the position of the first micro-batch with a bad loss.
 
-    If no batch is bad either, or the batch is not the root, return the position of the last micro-batch.
+    If all losses are finite, return that of the first bad batch if NaN or Inf came from a batch, else of the last.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
@@ -166,7 +166,7 @@ def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_l
 
 
 def _of_domain(event: BadOperation) -> tuple[str, str]:
-    """Return evidence and advice for an operation that is undefined at its finite inputs."""
+    """Return evidence and advice for an operation that is undefined or infinite at its finite inputs."""
     if event.constant:
         return "the code itself writes it", ADVICE["constant"]
     because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
@@ -178,9 +178,9 @@ def _of_domain(event: BadOperation) -> tuple[str, str]:
 
 
 def _weight_at_fault(event: BadOperation) -> str:
-    """Return the name of the parameter or buffer at whose finite values an operation is undefined; "" if unknown.
+    """Return the parameter or buffer whose finite values make an operation undefined; "" if unknown.
 
-    The values are zeros or negative numbers, and all of those that the operation took come from this one weight.
+    It is known if all inputs of the operation with zeros, or else with negative values, come from this one weight.
     """
     if event.inputs:
         return ""
@@ -193,7 +193,7 @@ def _weight_at_fault(event: BadOperation) -> str:
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
-    """Return evidence and advice for a tensor that held the bad value before the step began."""
+    """Return evidence and advice for a tensor that already held NaN or Inf when the step began."""
     if leaf.origin is ValueOrigin.ELSEWHERE:
         because = "a tensor that belongs neither to the module nor to the batch held NaN or Inf"
         return because, ADVICE["bad tensor from elsewhere"]
@@ -212,7 +212,7 @@ def n_samples_of(batch: Any) -> int | None:
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Return the batch with a good sample in place of `samples`, and its index; None if no sample is good."""
+    """Return the batch with `samples` replaced by a good sample, and that sample's index; None if there is none."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:
@@ -229,7 +229,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 
 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
-    """Return the bad samples; () unless dimension 0 of the operation's outputs or inputs is that of the batch."""
+    """Return the indices of the bad samples, if dimension 0 of the operation's tensors is the batch's; else ()."""
     micro = rerun.micro[position]
     n_samples = n_samples_of(micro.batch)
     for facts in (*root.event.gave, *root.event.took):

@@ -25,9 +25,9 @@ def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
 def floats_of(tensor: Tensor) -> Tensor | None:
     """Return the floating-point values that a tensor stores on this rank; None if it has none or they cannot be read.
 
-    Every function here that reads the values of a user's tensor reads these: it is safe for every kind of tensor.
-    Sparse and nested tensors store their values, distributed tensors their local shard, complex ones pairs of real
-    numbers. Zero tensors, meta, fake, quantized and uninitialized tensors, and those whose memory was freed, have none.
+    This is safe for every kind of tensor, so all functions here read a user's tensors through it. Sparse and nested
+    tensors give their stored values, distributed tensors their local shard, complex tensors pairs of real numbers.
+    Zero tensors, meta, fake, quantized and uninitialized tensors, and tensors whose memory was freed, have no values.
     """
     try:
         floats = _stored_floats(tensor)
@@ -67,7 +67,7 @@ _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that the optimizer is about to update, and the floats of their gradients."""
+    """Return the parameters that the optimizer is about to update, and the values of their gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = list(map(_GRADIENT, parameters))
     # Asking each tensor for all that makes it special takes a microsecond or two; these take a tenth.
@@ -99,8 +99,8 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
     """Return each loss and the norm of each gradient, on the first gradient's device.
 
     Returns:
-        Shape [losses + gradients], or None if there is neither a gradient nor a loss. With `exact`, a number is NaN
-        or Inf only if an element or loss is.
+        The losses, then the norms, in one 1-D tensor; None if there is neither a gradient nor a loss. With `exact`,
+        a finite gradient always has a finite norm.
     """
     numbers = [*losses, *norms_of(gradients, exact=exact)]
     if not numbers:
@@ -118,9 +118,9 @@ _FEW_ELEMENTS = 2**16
 
 @torch.no_grad()
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure` on the host. If all are finite, one norm may stand for those of all gradients.
+    """Return the losses and gradient norms of `measure` as a list of floats. Waits for the device.
 
-    Waits for the device.
+    If all values are finite, there may be only one norm, over all gradients, in place of one for each gradient.
     """
     is_small = all(map(_IS_CPU, gradients)) and sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS
     if is_small and len(set(map(_DTYPE, gradients))) == 1:
@@ -135,7 +135,7 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor that holds NaN or Inf. Of a sharded tensor, the elements of this rank's shard are counted."""
+    """A tensor that holds NaN or Inf, with counts of these elements; for a sharded tensor, in this rank's shard."""
 
     name: str  # the parameter's or buffer's name
     n_nan: int | None  # the number of elements that are NaN; None where only the norm is known
@@ -167,7 +167,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return the tensors with bad elements among (name, floats, norm). Those with a finite norm are not read."""
+    """Return the tensors with NaN or Inf among (name, values, norm). Tensors with a finite norm are not read."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

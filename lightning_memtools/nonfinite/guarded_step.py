@@ -38,16 +38,16 @@ class MicroBatch:
     is_copied: bool = False  # whether the step has tensors of its own, so that it cannot write to these
 
     def move_to_host(self) -> None:
-        """Replace the tensors by copies in host memory. On a GPU the copies are queued, and nothing waits."""
+        """Replace the batch's tensors with copies in host memory. On a GPU the copies are queued, and nothing waits."""
         if not self.was_moved:
             with host_memory():
                 self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
 
 
 class BatchKeeper:
-    """Keeps batches as training_step got them, although a step may change its own: in new containers.
+    """Keeps each batch as training_step got it, in new containers, since a step may change its batch.
 
-    The tensors are copied too if one of the first two steps wrote to a tensor of its batch.
+    Once one of the first two steps has written to a tensor of its batch, the tensors are copied too.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BatchKeeper:
         self._n_watched, self._counts = 0, list[tuple[Tensor, int]]()
 
     def keep(self, batch: Any) -> Any:
-        """Return the batch to keep, before a step gets it."""
+        """Return the copy of a batch to keep. Call it before training_step gets the batch."""
         if self.copies:
             return map_tensors(batch, _copied)
         self._n_watched += 1
@@ -64,7 +64,7 @@ class BatchKeeper:
         return in_new_containers(batch)
 
     def end_batch(self) -> None:
-        """See whether the step has written to its batch."""
+        """Check whether the step has written to its batch."""
         self.copies = self.copies or any(write_count_or_none(tensor) != count for tensor, count in self._counts)
         self._counts = []
 
@@ -85,7 +85,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
 class StepReading:
-    """The losses and norms of a step, read by the host."""
+    """The losses and gradient norms of a step, after the host has read them."""
 
     norm: float  # the L2 norm over all gradients, before clipping; of all ranks where no rank has all gradients
     losses: tuple[float, ...]  # this rank's, in the order of `GuardedStep.losses()`
@@ -104,7 +104,7 @@ UNREAD = StepReading(math.nan, ())
 
 @dataclass(slots=True, eq=False)
 class GuardedStep:
-    """One optimizer step, from its first micro-batch to the update."""
+    """One optimizer step, from its first micro-batch to its update, with what was read of it."""
 
     number: int  # the training step, counted as the x axis of the logs counts
     # puts the caller's counters back to the start of this step; None while that is not known yet
@@ -127,7 +127,7 @@ class GuardedStep:
 
 @dataclass(slots=True)
 class PastStep:
-    """An earlier step, as the history keeps it."""
+    """The step number, loss and gradient norm of an earlier step."""
 
     step: int
     loss: float  # the mean of the step's losses on this rank; NaN if it had none
@@ -162,7 +162,7 @@ def list_samples(samples: Sequence[int]) -> str:
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """Return the tensors of the batch that hold NaN or Inf. Waits for the device: call it after a bad step only."""
+    """Return the batch's tensors that hold NaN or Inf. Waits for the device, so call it only after a bad step."""
     inputs = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)

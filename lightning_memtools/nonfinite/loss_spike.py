@@ -13,7 +13,7 @@ SpikeAction = Literal["report", "skip", "rollback"]
 
 
 class LossSpikeError(RuntimeError):
-    """Raised by LossSpikes at a spike after `max_actions` of them. `spike` is that last one."""
+    """Raised by LossSpikes at the first spike after `max_actions` of them. `spike` is the spike that raised it."""
 
     def __init__(self, message: str, spike: LossSpike) -> None:
         super().__init__(message)
@@ -25,15 +25,15 @@ class LossSpike:
     """A step whose loss or gradient norm is far above those of the steps before.
 
     Attributes:
-        step: The training step, as the x axis of the logs counts.
-        batches: The indices of its batches within the epoch.
-        loss: The mean of its losses; with several ranks, the largest of the ranks' means. NaN if it had none.
-        norm: The norm over all its gradients, before clipping.
+        step: The training step, counted as the x axis of the logs counts.
+        batches: The indices of the step's batches within the epoch.
+        loss: The mean of the step's losses; with several ranks, the largest of the ranks' means. NaN without a loss.
+        norm: The norm over all gradients, before clipping.
         loss_spike: The comparison of the loss with earlier losses, if the loss is the spike.
         norm_spike: The comparison of the norm with earlier norms, if the norm is the spike.
-        learning_rates: The learning rates of its optimizer.
-        is_late: True if its update had been made before its values were read.
-        done: What was done: "report" (nothing), "skip", "rollback" or "halt".
+        learning_rates: The learning rates of the optimizer.
+        is_late: True if the update had been made before the loss and norm were read.
+        done: The action taken: "report" (nothing), "skip", "rollback" or "halt".
         taken_back: The number of updates that a rollback takes back.
         report: The file of the report, if there is one.
     """
@@ -51,7 +51,7 @@ class LossSpike:
     report: Path | None = None
 
     def headline(self) -> str:
-        """Return the spike in a sentence."""
+        """Return a sentence that describes the spike."""
         found = (("loss", self.loss_spike), ("gradient norm", self.norm_spike))
         what = " and ".join(f"the {name} is {spike}" for name, spike in found if spike is not None)
         batches = ", ".join(map(str, self.batches))
@@ -69,7 +69,7 @@ class LossSpike:
         return "Nothing was changed." if self.is_late else "Nothing was changed: its update is made."
 
     def lines(self) -> list[str]:
-        """Return all facts, one line each."""
+        """Return everything known about the spike, as lines of the report."""
         lines = [self.headline(), self.action()]
         for name, value, spike in (("Loss", self.loss, self.loss_spike), ("Gradient norm", self.norm, self.norm_spike)):
             if spike is not None:
@@ -85,6 +85,6 @@ class LossSpike:
         return lines
 
     def markdown(self) -> str:
-        """Return the report."""
+        """Return the report as markdown."""
         title = f"# Loss spike at step {self.step}"
         return "\n".join([title, "", *(f"- {line}" for line in self.lines()), ""])

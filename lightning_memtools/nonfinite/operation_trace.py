@@ -44,7 +44,7 @@ _NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Facts on a tensor that an operation took or returned."""
+    """A description of a tensor that an operation took or returned: shape, dtype, zeros, bad samples."""
 
     text: str  # such as ``"[8] float32 (1 of 8 is 0, largest magnitude 5.59)"``; of a good number, its value
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class BadOperation:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardOperation:
-    """The forward operation that a node of the autograd graph belongs to."""
+    """The forward operation that created a node of the autograd graph."""
 
     operation: str
     module: str
@@ -109,9 +109,9 @@ def kinds_of(tensor: Tensor) -> BadKinds:
 
 
 def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
-    """Describe a tensor that was computed from the weight named `weight` alone. Return None if it has no floats.
+    """Return a description of a tensor; None if it has no floating-point values.
 
-    `only_nan`: its infinities are meant, so that they do not count as bad samples.
+    `weight` names the only weight that the tensor was computed from. With `only_nan`, samples with Inf are not bad.
     """
     floats = floats_of(tensor)
     if floats is None:
@@ -132,13 +132,13 @@ def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> Ten
 
 
 class StorageKeys:
-    """Gives the memory of each tensor a key. While the trace lasts, no key is used twice, even if a tensor is gone."""
+    """Gives each tensor's storage a key. During a trace no key is used twice, even after a storage was freed."""
 
     def __init__(self) -> None:
         self._alive: dict[int, StorageWeakRef] = {}
 
     def key(self, tensor: Tensor) -> int | None:
-        """Return the key of a tensor's storage; None for a tensor without one."""
+        """Return the key of a tensor's storage; None for a tensor without storage."""
         try:
             if tensor.layout == torch.sparse_coo:
                 _, tensor = uncoalesced_parts(tensor)
@@ -154,7 +154,7 @@ class StorageKeys:
 
 
 class OperationTrace(DispatchMode):
-    """Records the operations whose outputs hold NaN or Inf. It reads every output, and so waits for the device."""
+    """Records the operations whose outputs hold NaN or Inf. It reads every output, which waits for the device."""
 
     def __init__(self, model: Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ class OperationTrace(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record operations inside the context. Global hooks tell which module runs, so that no module is changed."""
+        """Record operations inside the context. Global hooks track which module runs; modules stay unchanged."""
         self._running.clear()
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._names.get(id(module), ""))),
@@ -236,10 +236,10 @@ class OperationTrace(DispatchMode):
                 yield use
 
     def _note_nodes(self, func: Any, *, backward: bool) -> None:
-        """Note which forward operation the newest autograd nodes belong to.
+        """Note which forward operation created the autograd nodes that are new since the last call.
 
-        Under torch.func.grad an operation makes one node per level. A backward pass that is itself differentiated makes
-        nodes too; these belong to the forward operation.
+        Under torch.func.grad an operation makes one node per level. A backward pass with create_graph makes nodes too:
+        these count for the forward operation whose backward is running.
         """
         if get_ident() != self._thread:  # on a GPU backward has a thread of its own, which counts from 0
             return
@@ -323,16 +323,16 @@ def _hold_nan(uses: Sequence[BadUse]) -> bool:
 
 
 def _line_here(*, in_backward: bool) -> CodeLine | None:
-    """Return the innermost line of the stack that is in the user's code or an installed library, not in torch or here.
+    """Return the innermost line of the stack that is in the user's code or a library, except torch and this package.
 
-    In backward only a line that runs within it counts: the backward of a torch.autograd.Function, or a forward pass
-    that is run again.
+    In backward, only lines that run within backward count: those of a torch.autograd.Function or of a recomputation.
+    If there is none, return None.
     """
     return line_on_stack(stop_at=_NOT_IN_BACKWARD if in_backward else _NOT_IN_STEP)
 
 
 def _is_view(func: Any) -> bool:
-    """Return True if an operation only makes a view: it writes no memory, so the memory's last writer stays."""
+    """Return True if an operation only makes a view, and so writes no memory."""
     returns = operator_schema(func).returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 

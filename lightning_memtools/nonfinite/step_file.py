@@ -39,16 +39,16 @@ VERSION = 5
 
 
 class StepFileError(RuntimeError):
-    """Raised when the file of a step cannot be written, read or replayed. It says why, and what to do."""
+    """Raised when the file of a step cannot be written, read or replayed. The message says why, and what to do."""
 
 
 def step_as_plain(
     bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
-    """Return a step as values that `torch.load(weights_only=True)` accepts; raise StepFileError if that is impossible.
+    """Return the content of a step's file: values that `torch.load(weights_only=True)` accepts.
 
     `parameters` are the names of the parameters with gradients in the step. `checkpoint` is the name of the file in the
-    same folder that holds the weights.
+    same folder that holds the weights. Raise StepFileError if a batch holds other values.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
@@ -96,14 +96,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor that has only its own elements in its storage: torch.save writes whole storages."""
+    """Return a tensor whose storage holds only its own elements, since torch.save writes whole storages."""
     tensor = tensor.detach()
     is_whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes
     return tensor if is_whole else tensor.clone()
 
 
 def read_step(path: Path) -> dict[str, Any]:
-    """Return the values in the file of a step, with tensors on the CPU. Nothing that the file names is run.
+    """Return the content of a step's file, with tensors on the CPU. No code that the file names is run.
 
     Raises:
         StepFileError: The file is missing, incomplete, or of another version.
@@ -143,13 +143,13 @@ class Replay:
         path: The file.
         step: The training step.
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
-        gradients: Name of the parameter to its gradient, as the optimizer would get it.
-        is_finite: Whether all losses and gradients are finite now.
+        gradients: The gradient of each parameter, by name, as the optimizer would get it.
+        is_finite: Whether all losses and gradients are finite in this run.
         mismatches: The differences between this run and the original step, one sentence each.
-        doubts: The reasons why the run may not be exact, one sentence each.
-        explanation: The step, with the operation that made the first bad value; None if that was not found.
-        text: The message of HaltOnNaN about the step.
-        model: The module, as it was when the step began.
+        doubts: The reasons why this run may differ from the original step, one sentence each.
+        explanation: The step, with the operation that made the first NaN or Inf; None if that was not found.
+        text: HaltOnNaN's message about the step.
+        model: The module, in its state when the step began.
         batches: The batches of the step.
     """
 
@@ -167,11 +167,11 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """True if losses and gradients equal those of the step in every bit, NaN and Inf included."""
+        """True if losses and gradients equal those of the original step bit for bit, NaN and Inf included."""
         return not self.mismatches
 
     def summary(self) -> str:
-        """Return the result as text for people."""
+        """Return a text that says whether the run was exact, its losses, and what made the first NaN or Inf."""
         n_bad, bad = len(find_bad(self.gradients.items())), self.explanation
         lines = [
             f"Step {self.step} of {self.path}, run again.",
@@ -196,14 +196,14 @@ class Replay:
 def replay(path: str | Path, *, model: Any) -> Replay:
     """Run a step that HaltOnNaN wrote to a file again, and compare every bit of its losses and gradients.
 
-    The weights come from the checkpoint that lies beside it. On the machine that wrote it, losses and gradients are the
+    The weights come from the checkpoint beside that file. On the machine that wrote it, losses and gradients are the
     same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both files are
     opened with ``weights_only=True``: no code that they name is run.
 
     Args:
         path: The file, ``nonfinite-step<n>-rank<r>.pt``.
-        model: The LightningModule, which gets the weights; or its class, which ``load_from_checkpoint`` makes with the
-            saved hyperparameters; or a function that makes it.
+        model: The LightningModule, into which the weights are loaded; or its class, for ``load_from_checkpoint`` with
+            the saved hyperparameters; or a function that returns the module.
 
     Raises:
         StepFileError: A file cannot be read, or the module cannot be created or does not fit the checkpoint.
@@ -287,7 +287,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return the module with the weights of a checkpoint loaded. `replay` reports any error raised here."""
+    """Return the module that `model` is or makes, with the weights of a checkpoint loaded."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
@@ -313,7 +313,7 @@ def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
 
 
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set all buffers to their values at the start of the step, also those that are not in the checkpoint."""
+    """Set the saved buffers to their values at the start of the step, including those not in the checkpoint."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
@@ -321,7 +321,7 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.d
 
 
 def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
-    """Return the conditions of the step. Only plain values and names of dtypes are taken from the file."""
+    """Return the settings under which the step ran. Only plain values and names of dtypes are taken from the file."""
     conditions = StepConditions(**saved)
     for name in filter(None, (conditions.autocast, conditions.default_dtype)):
         if not isinstance(getattr(torch, name, None), torch.dtype):

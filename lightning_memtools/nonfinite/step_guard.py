@@ -46,7 +46,7 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """A callable that gets the numbers of each finite step."""
+    """A function that is called with each finite step, and may hold back the step's update."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
     read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: a gradient scaler skips it, which is normal so far."""
+    """Return the verdict on a step. `is_scaler_normal` tells that the gradient scaler may still skip steps normally."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:
@@ -71,32 +71,32 @@ def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_l
 
 
 class ExchangedError(RuntimeError):
-    """Raised on all ranks in the same check, after one of them could not read its step."""
+    """Raised on all ranks, in the same check, if one rank could not read its losses and gradients."""
 
 
 class StepGuard:
     """Checks every optimizer step between backward and update.
 
-    There are two ways. A step is read before its update, and the host waits for a few numbers. Or, with a fused
-    optimizer on a GPU, without a gradient scaler and skips, a flag on the device holds the update back, the host reads
-    it one step late, and nothing waits.
+    There are two ways to check. Either the host reads the losses and gradient norms before the update, and waits for
+    them. Or, with a fused optimizer on a GPU, no gradient scaler and no skips, a flag on the device holds the update of
+    a bad step back; the host reads the flag one step late, and nothing waits.
 
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
     `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
-    `max_skips` and `amp_patience` are HaltOnNaN's. With `records`, the random streams of each batch are noted for a
-    rerun. `gradients` tells how the gradients of ranks relate: one rank has them all (whole), all ranks have the same
-    (replicated), or each has a part (sharded). `mark_loop` is called at the start of each step; it returns a function
-    with which `undo` resets the caller's counters. `watch` gets the numbers of each finite step.
+    `max_skips` and `amp_patience` are HaltOnNaN's. With `records`, each batch's random state is recorded for a rerun.
+    `gradients` tells how the gradients of ranks relate: one rank has them all (whole), all have the same (replicated),
+    or each has a part (sharded). `mark_loop` is called at the start of each step, and returns a function that resets
+    the caller's counters, for `undo`. `watch` is called with each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_gradients: True once a gradient was seen. Gradients that are not in p.grad cannot be checked.
-        carries_losses: True if NaN gradients tell the other ranks of a bad loss.
+        carries_losses: True if a bad loss makes gradients NaN, so that other ranks learn of it.
         is_sharded: True if no rank has all weights and gradients.
         exchanges: True if all ranks take part in a collective in each check.
-        failure: Set it if this rank cannot go on: the next check tells the other ranks, and all raise.
+        failure: The caller sets this if this rank cannot go on: the next check tells the other ranks, and all raise.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StepGuard:
         self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
-        """Note a batch before its forward pass. `first`: it is the first micro-batch of the training step `number`."""
+        """Note a batch before its forward pass. `first` says that it is the first micro-batch of step `number`."""
         kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
         micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
         self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
@@ -144,12 +144,12 @@ class StepGuard:
                 micro.move_to_host()
 
     def end_batch(self) -> None:
-        """Note that the batch is over: from now on only the step holds it, as long as it needs it."""
+        """Drop the batch; the current step still holds it until the step has been checked."""
         self._batch = MicroBatch(self._batch.index, None)
         self._batches.end_batch()
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
-        """Note a loss before its backward pass, and by what it was divided (accumulation) and multiplied (scaler)."""
+        """Record a loss before its backward pass. `divided_by` and `scaler` say how it was scaled, which is undone."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
@@ -158,10 +158,10 @@ class StepGuard:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
-        """Check the step before its update; return it if it is bad. `reopen`: the batch may have more updates.
+        """Check the step before its update; return a bad step, or None. With `reopen`, the batch may make more updates.
 
         Raises:
-            ExchangedError: This rank or another cannot go on; it is raised on all ranks.
+            ExchangedError: This rank or another cannot go on. All ranks raise it.
         """
         self._has_exchanged = False
         try:
@@ -197,11 +197,11 @@ class StepGuard:
             hide_gradients(optimizer)
 
     def drain(self) -> GuardedStep | None:
-        """Wait for the results of all steps that have no verdict yet. Return the bad step, or None."""
+        """Wait for the results of all checks that the host has not read yet. Return the bad step, or None."""
         return self._read_flags(wait=True)
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
-        """Restore buffers, optimizers' settings and the caller's counters; return names of what was not restored."""
+        """Restore buffers, optimizer settings and the caller's counters; return the names of what was not restored."""
         for step in reversed((bad, *bad.later)):
             step.restore_settings()
         unrestored = self._buffers.unrestored()
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return the numbers `before`, the norms of gradients and, with several ranks, the results of all ranks."""
+        """Return the values `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
@@ -367,7 +367,7 @@ class StepGuard:
         return reading
 
     def _note_good(self, step: GuardedStep) -> bool:
-        """Add a finite step to the history. Return True if the watch wants the update held back."""
+        """Add a finite step to the history. Return True if `watch` says to hold its update back."""
         self._remember(step)
         try:
             return self._watch is not None and self._watch.read(step) and not step.late
@@ -385,11 +385,11 @@ def reads_at_once(gradients: list[Tensor]) -> bool:
 
 
 class HiddenGradientsError(ValueError):
-    """Raised at setup if the strategy hides the gradients. The message says why, and what to do."""
+    """Raised at setup if the strategy makes gradients inaccessible. The message says why, and what to do."""
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return how the gradients of ranks relate under a strategy; raise HiddenGradientsError if it hides them."""
+    """Return whether the ranks' gradients are whole, replicated or sharded; raise HiddenGradientsError if hidden."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
         raise HiddenGradientsError(

@@ -51,7 +51,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the current settings of torch, and those attributes of the Trainer that are plain values."""
+        """Return torch's current settings, those attributes of the Trainer that are plain values, and `given`."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
@@ -67,7 +67,7 @@ class StepConditions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Set autocast and the default dtype inside, as training_step had them."""
+        """Set autocast and the default dtype inside the context, as training_step had them."""
         default = torch.get_default_dtype()
         casting: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
@@ -103,8 +103,8 @@ class StepOutcome:
 class StepRerun:
     """Runs a step any number of times, each time from the same state, and restores everything on exit.
 
-    It runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. What the step prints or warns
-    of is not shown.
+    The step runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. Its prints and warnings
+    are not shown.
 
     Attributes:
         written: The names of tensors other than buffers that the step writes: parameters, and tensors in attributes and
@@ -160,14 +160,14 @@ class StepRerun:
     def run(
         self, *, within: AbstractContextManager[Any] | None = None, batches: Mapping[int, Any] | None = None
     ) -> StepOutcome:
-        """Run the step from its start.
+        """Run the step from its start, and return its losses and gradients.
 
         Args:
             within: A context for forward and backward, such as a dispatch mode.
             batches: Batches to use instead of the step's own, by position.
 
         Raises:
-            CannotRerunError: The step failed for another reason than NaN or Inf.
+            CannotRerunError: The step raised an error or used a collective.
         """
         self.reset()
         self._losses = []
@@ -214,7 +214,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Return True if the step ends before this update, not before an earlier one of the same batch."""
+        """Count an update of the batch. Return True if the rerun ends here: at the update of the step itself."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
@@ -222,7 +222,7 @@ class StepRerun:
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return by name a value that changes when a parameter, an attribute's tensor or the batch is written."""
+        """Return, by name, a value that changes whenever a parameter, attribute tensor or batch tensor is written."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
             plain_name(name): (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
@@ -243,7 +243,7 @@ def _quiet() -> Iterator[None]:
 
 
 def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
-    """Return the optimizers that a LightningModule configures, and its schedulers as Lightning's configurations."""
+    """Return the optimizers of a LightningModule's configure_optimizers, and Lightning's configs of its schedulers."""
     with _quiet(), torch.enable_grad():
         loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
         loop.detach()
@@ -263,7 +263,7 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
-    """Return how a rerun differs from the step, one sentence each; empty if all bits are equal. NaN equals NaN."""
+    """Return how a rerun differs from the step, one sentence each; [] if it is equal bit for bit. NaN equals NaN."""
     now, gradients = [float(loss) for loss in again.losses], digests_of(again.gradients)
     differences = []
     if list(map(repr, now)) != list(map(repr, losses)):  # the text of a float tells every bit

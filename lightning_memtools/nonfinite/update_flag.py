@@ -15,8 +15,8 @@ from lightning_memtools.nonfinite.guarded_step import GuardedStep
 class UpdateFlag:
     """Decides on the device whether a step may change weights. The host reads the decision later, without waiting.
 
-    `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after the
-    first bad step it stays 1, so that it does not matter how late the host learns of it.
+    `flag` is a 0-dim float32 tensor for `optimizer.found_inf`: 1 if the update is held back. It is sticky: after the
+    first bad step it stays 1, so that it does not matter how late the host learns of that step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class UpdateFlag:
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
-        """Hold back the coming update and all later ones if one of the deciding numbers is NaN or Inf."""
+        """Hold back this step's update and all later ones if one of `numbers[deciding]` is NaN or Inf."""
         numbers = numbers.to(self.flag.device, non_blocking=True)
         bad = ~torch.isfinite(numbers[deciding]).all()
         # Exactly 0 or 1: the kernels subtract it from the step count.
@@ -44,7 +44,7 @@ class UpdateFlag:
         """Return the steps whose results have arrived, oldest first; with `wait`, all of them.
 
         Returns:
-            Each step, whether it was held back, and the numbers that were checked.
+            For each step: the step, whether its update was held back, and the numbers that were checked.
         """
         return [(step, bool(bad), numbers) for (bad, *numbers), step in self._sent.receive(wait=wait)]
 
@@ -60,8 +60,8 @@ class UpdateFlag:
 def honours_found_inf(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's step does nothing while `optimizer.found_inf`, a tensor on the device, is 1.
 
-    PyTorch's fused kernels then leave every bit unchanged, step counts included. Subclasses and other packages'
-    optimizers may not, and the float64 norms that decide on the device could overflow for float64 gradients.
+    PyTorch's fused kernels then leave every bit unchanged, including step counts. Subclasses and other packages'
+    optimizers may not. Float64 parameters are excluded: their norms could overflow, which would hold an update back.
     """
     return type(optimizer) in {SGD, Adam, AdamW, Adagrad} and all(
         group.get("fused")
@@ -71,7 +71,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return True if the next update creates state for these parameters: fused SGD, held back, leaves it unfilled."""
+    """Return True if the next update creates optimizer state. Fused SGD leaves that unfilled if it is held back."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
@@ -85,7 +85,7 @@ def hide_gradients(optimizer: Optimizer) -> None:
 
 
 def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that restores the optimizer's settings, such as learning rates, to their values of now."""
+    """Return a function that restores the optimizer's settings, such as learning rates, to their current values."""
     kept = [
         {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -107,11 +107,11 @@ def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
 def over_ranks(
     numbers: Tensor | None, losses: Sequence[Tensor], n_before: int, device: torch.device, *, has_failed: bool
 ) -> Tensor:
-    """Return the numbers of a step, and four results over all ranks. One collective; does not wait for the device.
+    """Return `numbers` followed by four results over all ranks. Runs one collective; does not wait for the device.
 
-    `numbers` is the result of `measure` on this rank, or None; its gradient norms come after the first `n_before`. The
-    four at the end are: the norm over the gradients of all ranks, if each has a part of them; the largest mean loss; 1
-    if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
+    `numbers` is the result of `measure` on this rank, or None; its gradient norms follow the first `n_before` values.
+    The four results are: the norm over the gradients of all ranks, which is right if they are sharded; the largest mean
+    loss of a rank; 1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:
@@ -128,7 +128,7 @@ def over_ranks(
 
 
 def poison(loss: Tensor) -> None:
-    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; else leave every bit unchanged.
+    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; otherwise leave every bit unchanged.
 
     Under data parallelism every rank sees the mean of all gradients, but only its own loss. The NaN tells all ranks of
     a bad loss without a collective or a wait.

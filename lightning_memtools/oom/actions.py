@@ -49,11 +49,11 @@ class Action:
         title: The change in a few words.
         outcome: The result of trying it.
         detail: The result in sentences, without the last period.
-        code: The code to write in the program.
-        saved: The bytes that it frees.
-        cause: The cause of the failure, if the change removes it, as a sentence without the period; else "".
+        code: The code or setting that makes the change.
+        saved: The number of bytes that the change frees.
+        cause: The cause of the failure, if the change removes it, as a sentence without the period; otherwise "".
         peak: The peak of the changed step in bytes; None if no step was traced.
-        price: The additional computation, in words; "" for none.
+        price: The extra computation that the change costs, in words; "" for none.
     """
 
     kind: ActionKind

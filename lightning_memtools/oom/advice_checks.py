@@ -108,7 +108,7 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
-    """Return activation bytes by module, largest first: in training those kept for backward, else those at the peak."""
+    """Return activation bytes by module, largest first: kept for backward in training, at the peak in evaluation."""
     in_training = trials.failed.stage == "train"
     sizes = [
         (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)

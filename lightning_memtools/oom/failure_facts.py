@@ -120,11 +120,11 @@ class MemoryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class BatchesBefore:
-    """The batches of a stage before the failed one.
+    """The sizes of the batches of a stage before the failed batch.
 
     Attributes:
         n: The number of these batches.
-        most: The largest size of each dimension, by the name of the tensor, such as `batch["boxes"]`.
+        most: The largest size of each dimension, by tensor name, such as `batch["boxes"]`.
         n_elements: The number of elements of the largest batch.
         largest: The batch with the most elements, on the meta device.
     """
@@ -135,7 +135,7 @@ class BatchesBefore:
     largest: Any = None
 
     def and_this(self, batch: Any) -> BatchesBefore:
-        """Return these facts with one more batch added."""
+        """Return a copy with one more batch added."""
         shapes, n_elements = _shapes_of(batch)
         most = {
             name: tuple(map(max, shape, self.most[name])) if len(self.most.get(name, ())) == len(shape) else shape

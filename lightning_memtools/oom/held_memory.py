@@ -21,11 +21,11 @@ HOLDERS_S = 3.0
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return the holders of device memory that does not belong to the model, its optimizers or the batch.
+    """Return the objects that hold device memory beyond that of the model, its optimizers and the batch.
 
     Args:
-        run: The facts of the run.
-        capture: The object that captured the facts.
+        run: The failed run.
+        capture: The FailureCapture that followed the run.
         snapshot: The memory snapshot; None if nothing was recorded.
     """
     if capture.reader is None:

@@ -36,8 +36,8 @@ class NoticeBoard:
     """A file in which a failed rank leaves a text for the other ranks, which only see a closed connection.
 
     Args:
-        directory: The directory of the reports; None for the system's temporary one.
-        token: Distinguishes this call of the Trainer from others; the same on every rank.
+        directory: The directory of the reports; None for the system's temporary directory.
+        token: An identifier of this call of the Trainer, the same on every rank.
     """
 
     def __init__(self, directory: Path | None, token: str) -> None:

@@ -51,9 +51,9 @@ class RecordedHistory:
         return done.allocator if done.completed else None
 
     def with_expandable_segments(self) -> tuple[bool | None, str]:
-        """Return whether ``expandable_segments:True`` would have served the failed request, and why, as a sentence.
+        """Return whether ``expandable_segments:True`` would have avoided the failure, and a sentence that says why.
 
-        The first value is None if the history allows no conclusion.
+        The first value is None if the history does not allow a conclusion.
         """
         failed = self.failed
         if failed is None:

@@ -58,7 +58,7 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """A sentence that says what failed and where, and one that names the cause or what fills the device."""
+        """A sentence that says what failed and where, and another that names the cause or the largest category."""
         facts, request = self.facts, ""
         if facts.requested is not None:
             request = f": tried to allocate {format_size(facts.requested)}"
@@ -67,7 +67,7 @@ class ReportPage:
         return f"Out of memory on {facts.device} ({facts.moment}){request}.{cause and f' {cause}.'}"
 
     def _largest_category(self) -> str:
-        """Return a sentence on the category that fills the device; "" if no single category does."""
+        """Return a sentence that names the category that takes most of the memory; "" if no single category does."""
         name, size = next(iter(self._categories()), ("", 0))
         total, limit = self.facts.stats.allocated or 0, self.facts.fraction * (self.facts.stats.capacity or 0)
         if size <= _MOST * total or total < _MOST * limit:
@@ -94,7 +94,7 @@ class ReportPage:
         return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
 
     def note(self) -> str:
-        """Return the note for the error: what failed, and the path of the report."""
+        """Return the text of the note to add to the error: what failed, and the path of the report."""
         return f"OOMReport: {self.headline}\n{self.file_line()}"
 
     # --- the page

@@ -22,14 +22,14 @@ class NotCheckedError(Exception):
 
 
 class StepTrials:
-    """Traces a failed step with changes, and compares the peaks.
+    """Traces a failed step with different changes, and compares their peaks with that of the unchanged step.
 
-    The time limit is checked before each trial; a trial that has begun runs to its end. Processor time of this thread
-    counts, so that the result does not depend on the load of the machine.
+    The time limit is checked before each trial; a trial that has begun runs to its end. The limit is in CPU time of
+    this thread, so that the result does not depend on the load of the machine.
 
     Args:
         failed: The failed step.
-        seconds: The time from now after which no further trial begins.
+        seconds: The CPU time from now after which no further trial begins.
 
     Attributes:
         failed: The failed step.
@@ -102,7 +102,7 @@ class StepTrials:
 
     @property
     def limit(self) -> int | None:
-        """The bytes that are available to the tensors of a trace; None if a trace cannot tell what fits."""
+        """The bytes that are available to the step's tensors; None if a trace cannot tell what fits."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
@@ -122,7 +122,7 @@ class StepTrials:
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
-        """The allocator as training left it, with its fragments. None in training, or if unknown."""
+        """The simulated allocator when evaluation began, fragmented by training; None in training, or if unknown."""
         history, began = self.failed.history, self.failed.evaluation_began
         return None if history is None or began is None else history.allocator_at(began)
 

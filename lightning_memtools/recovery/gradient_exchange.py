@@ -161,7 +161,7 @@ def no_collectives() -> AbstractContextManager[None]:
 
 
 def _is_pretended(wrapper: DistributedDataParallel) -> bool:
-    """Return True in a dry run, whose other ranks are simulated."""
+    """Return True in a dry run, in which the other ranks are simulated."""
     return bool(distributed.get_backend(wrapper.process_group) == "fake")
 
 

@@ -231,7 +231,7 @@ class StepRecovery:
         """Return the number of parts to try next; None to skip the batch.
 
         Raises:
-            CannotSplitError: The batch cannot be run in more parts, and must not be skipped.
+            CannotSplitError: The batch cannot be run in more parts, and may not be skipped.
         """
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
@@ -275,7 +275,7 @@ class StepRecovery:
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of all modules that can normalize with the statistics of a batch."""
+    """Return (name, module) of all normalization layers that can use the statistics of a batch."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
 
 

@@ -24,7 +24,7 @@ _MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointi
 
 
 class TrainedState:
-    """The parameters, metrics and buffers that a step may change, and the device whose random stream it draws from."""
+    """The parameters, metrics and buffers that a step may change, and the device whose random generator it uses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -69,7 +69,7 @@ class StepStart:
             self._note_accumulated()
 
     def run_whole(self) -> Any:
-        """Run forward and backward of the whole batch, and return Lightning's result."""
+        """Run forward and backward of the whole batch, and return Lightning's closure result."""
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:

@@ -168,7 +168,7 @@ class StateSnapshot:
         return [] if isinstance(container, bytearray) else _walked(items)
 
     def _record_generator(self, value: Any) -> bool:
-        """Record the state of a random generator; returns False for any other object."""
+        """Record the state of a random generator and return True; return False for any other object."""
         state = generator_state(value)
         if state is None:
             return False
