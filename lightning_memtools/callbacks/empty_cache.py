@@ -96,7 +96,7 @@ class EmptyCache(WatchingCallback):
         self._run: _ReleasingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the device whose cache will be emptied; tell the user if the device has no cache."""
+        """Find the device whose cache is to be emptied; log a message if it has no cache."""
         self.stop_watching()
         reader = reader_for(device := trainer.strategy.root_device)
         if reader is None:

@@ -223,8 +223,8 @@ class _CheckpointingRun:
     def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Make a plan and apply it, or warn that there is none.
 
-        Rank 0 plans for all ranks, and its failures are broadcast too, so that no rank is left waiting. Each rank makes
-        a second plan for itself: plans may differ between ranks, gradients do not.
+        Rank 0 plans for all ranks, and its failures are broadcast too, so that no rank is left waiting. If that plan
+        fails, each rank makes a new one for itself: plans may then differ between ranks, but gradients do not.
         """
         made: _Made | None = _why_unplanned(self._trainer, module)
         if made is None and not self._is_planned_again:

@@ -602,7 +602,6 @@ def test_a_nan_buffer_is_named_beside_one_that_the_step_replaces(tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN()), model, loader())
     assert error.cause == NonFiniteCause.BAD_PARAMETER
     assert "scale (4 NaN of 4, 100%) was already NaN or Inf before this step" in str(error)
-    assert "the step is bad too" not in str(error)
     assert model.scale.isnan().all(), "nothing was written into it"
     assert model.centre.isfinite().all()
 
