@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return what a Lightning frame in `function` runs: a hook, or a task such as "saving a checkpoint"; else ""."""
+    """Return which hook or task (such as "saving a checkpoint") a stack frame of Lightning is running; "" if none."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -390,9 +390,9 @@ def source_of(loop: Any) -> Any:
 
 
 def forget_saved_arguments(loader: Any) -> None:
-    """Make Lightning copy a changed loader by its attributes when it replaces the sampler.
+    """Make Lightning rebuild a changed loader from its current attributes when it replaces the sampler.
 
-    Otherwise Lightning uses the arguments that it saved when the loader was created, with the old batch size.
+    Otherwise Lightning rebuilds it from the saved arguments of its constructor, with the old batch size.
     """
     for name in [name for name in vars(loader) if name.startswith("__pl_saved")]:
         delattr(loader, name)
@@ -488,9 +488,9 @@ def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
 
 
 def end_the_call() -> BaseException:
-    """Return an exception that ends a call of the Trainer cleanly if it is raised before the loop has run.
+    """Return an exception that ends `trainer.fit` or `trainer.validate` cleanly if raised before their loop has run.
 
-    Lightning's tuners raise it. `trainer.should_stop` does not work: fit resets it and still runs the sanity check.
+    Lightning's tuners raise it. Setting `trainer.should_stop` would not do: fit resets it and runs the sanity check.
     """
     error: BaseException = part_of_lightning("utilities.exceptions")._TunerExitException()
     return error

@@ -391,7 +391,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the requests to the CUDA allocator; torch documents the function under its underscored name."""
+    """Stop recording the CUDA allocator's history. torch documents `_record_memory_history` under its private name."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 

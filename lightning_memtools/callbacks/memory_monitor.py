@@ -149,7 +149,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward phase. At the first batch of the step `snapshot_at_step`, begin the snapshot."""
+        """Start to measure the forward phase. At the first batch of the step `snapshot_at_step`, start the snapshot."""
         if training_step(trainer) == self.snapshot_at_step and self._step_snapshot is None:
             self._step_snapshot = StepSnapshot.begin(reader_for(self._device), pl_module, trainer.optimizers, batch)
             if self._step_snapshot is None:
@@ -158,7 +158,7 @@ class MemoryMonitor(WatchingCallback):
         self._begin_phase("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Begin the backward phase."""
+        """Start to measure the backward phase."""
         self._begin_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -166,7 +166,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.leave_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Begin the optimizer phase."""
+        """Start to measure the optimizer phase."""
         self._begin_phase("optimizer")
 
     def on_train_batch_end(

@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """Finds the loss spikes of one fit and acts on them, as `options`, the callback, says. Create it on every rank."""
+    """Finds and handles the loss spikes of one fit. `options` is the LossSpikes callback. Create it on every rank."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options

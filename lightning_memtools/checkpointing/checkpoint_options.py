@@ -22,10 +22,10 @@ class CheckpointOptions:
     """The options of `plan_checkpoints`; `parse` creates them from that function's arguments.
 
     Attributes:
-        segments: The number of chunks that each Sequential is cut into; None to choose ranges freely.
-        budget_share: The share of the plain step's activation memory that the plan may use; None for no limit.
+        segments: The number of chunks that each Sequential is cut into; None to choose what to recompute freely.
+        budget_share: The share of the activation memory without recomputation that may be used; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
-        bn_dropout: What may happen to BatchNorm and Dropout layers.
+        bn_dropout: "skip" to never recompute BatchNorm and Dropout layers of a Sequential, or "recompute" to allow it.
         include: Patterns of the modules to recompute; None to choose among all modules.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.

@@ -179,7 +179,7 @@ def _add_products(
 class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: ChunkedCrossEntropy, *inputs: Any) -> Tensor:
-        """Return the loss, and keep the gradients of the inputs if they can be computed already."""
+        """Return the loss. If possible, also compute the gradients of the inputs, and keep them for backward."""
         ctx.loss, ctx.gradients = loss, None
         ctx.device_type = inputs[0].device.type
         ctx.autocast = torch.is_autocast_enabled(ctx.device_type), torch.get_autocast_dtype(ctx.device_type)

@@ -157,7 +157,7 @@ class MemoryReleaser:
             model: The model, which stays allocated with its gradients.
             optimizers: The optimizers, whose state stays allocated.
             inputs: Tensors that belong on the device now.
-            exact: Whether to collect garbage too small to be worth releasing as well, so that the figure is exact.
+            exact: Whether to collect garbage even if it is too small to be worth releasing, for an exact result.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         stats = self.reader.stats()

@@ -68,7 +68,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def says_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error itself says that memory ran out, whatever it was raised from."""
+    """Return whether an error itself says that memory ran out, regardless of its `__cause__` and `__context__`."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:

@@ -80,7 +80,7 @@ class BadStep:
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
-        """Return a BadStep with what the check of a step has already read; no tensor is read again."""
+        """Return a BadStep made of the values that StepGuard has already read; no tensor is read again."""
         indices = [micro.index for micro in step.micro for _ in micro.losses]
         return cls(
             step=step.number,

@@ -82,7 +82,7 @@ class BadValueRoot:
 def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
     """Return where the NaN or Inf in the storages `start` first appeared; None if that was not recorded.
 
-    Intended infinities, such as those of a mask, do not count. If nothing else was there first, the result is the
+    Intended infinities, such as those of a mask, do not count. If all bad values come from them, the result is the
     operation that made NaN from these infinities.
 
     Args:

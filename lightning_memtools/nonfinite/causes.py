@@ -63,7 +63,7 @@ ADVICE = {
 
 
 def rates_as_text(rates: Sequence[float]) -> str:
-    """Return the distinct learning rates as a comma-separated text; "not known" if there are none."""
+    """Return the distinct learning rates as a comma-separated string; "not known" if there are none."""
     return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) or "not known"
 
 

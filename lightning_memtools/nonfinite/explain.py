@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again and add what that shows to `bad`, with `explains` also the cause. Return gradient hashes."""
+    """Run a bad step again, update `bad` (with `explains` also its cause), and return hashes of the new gradients."""
     digests: dict[str, str] = {}
     with rerun:
         try:

@@ -104,7 +104,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _required_cudnn() -> int:
-    """Return the version of cuDNN that the installed torch requires, or that of torch 2.13 if it requires none."""
+    """Return the cuDNN version that the installed torch requires; if it requires none, the version for torch 2.13."""
     required = " ".join(importlib.metadata.requires("torch") or ())
     found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", required)
     if found is None:

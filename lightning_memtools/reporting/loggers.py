@@ -131,12 +131,12 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step that ends now is one at which `self.log` would log with this interval.
+    """Return True if the training step that is ending should be logged. `self.log` has the same rule for an interval.
 
     Args:
         trainer: The Trainer.
         every_n_steps: The interval; None stands for the Trainer's `log_every_n_steps`.
-        first_steps: Whether to log the `FIRST_STEPS`, too.
+        first_steps: Whether to log steps 0, 1, 2, 4, 8, 16 and 32 as well (`FIRST_STEPS`).
     """
     interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
     if interval == 0 or is_accumulating(trainer):  # log_every_n_steps=0 means never

@@ -198,7 +198,7 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run a recurrent function. For a packed sequence, replace its batch sizes by a tensor that holds real values."""
+    """Run an RNN function such as `torch.lstm`. A packed sequence gets its batch sizes as a tensor in host memory."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 

@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Note a result's values if they are known or assumed without the arguments' values, as for `zeros_like`."""
+        """Record the values of a result that does not depend on its arguments' values, or that a rule assumes."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return

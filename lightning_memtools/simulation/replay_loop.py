@@ -26,18 +26,18 @@ class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
     Nothing is logged. The batches are already on the device, so no batch-transfer hooks run. The step sees a Trainer
-    with the counters and settings in `facts`, which takes everything else from the run's Trainer: metrics, data module
+    whose counters and settings are those in `facts`. Everything else comes from the run's Trainer: metrics, data module
     and callbacks (whose hooks are not called).
 
     Args:
         module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
-        original: The Trainer of the run; None for a step from a file.
+        original: The Trainer of the run; None if the step was read from a file.
         facts: Values for attributes of the Trainer, by name.
         optimizers: The optimizers; None to call `configure_optimizers`.
         schedulers: Lightning's configurations of the schedulers.
         accumulate: The number that losses are divided by.
         scale: The number that the gradient scaler multiplies losses by; None without one.
-        forward: Makes the context that training_step runs in.
+        forward: Returns the context manager within which training_step runs.
         on_loss: Called with each loss before its backward pass, after the scaler has multiplied it.
         before_update: Called instead of each update by an optimizer; returns whether the step ends there.
     """

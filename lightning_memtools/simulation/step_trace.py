@@ -54,7 +54,7 @@ class TracedStep:
 
 
 class NoLossError(Exception):
-    """The step returned no loss: the training skips it."""
+    """Raised if a step returned no loss. Lightning skips such a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
-    """Remove instance attributes that `__getstate__` omits, such as a replaced forward. `borrowed` restores them."""
+    """Remove what a checkpointing plan has set on a module, such as a replaced forward. The caller restores it."""
     state_of_copies = vars(module).get("__getstate__")
     if state_of_copies is not None:
         kept = state_of_copies()

@@ -135,7 +135,7 @@ def _marks_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _event_at(entries: Sequence[Mapping[str, Any]], time: int) -> int:
-    """Return the number of events before a time."""
+    """Return the index of the first event at or after a time."""
     return next((at for at, entry in enumerate(entries) if entry.get("time_us", 0) >= time), len(entries))
 
 

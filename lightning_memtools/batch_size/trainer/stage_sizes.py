@@ -138,7 +138,7 @@ class StageSizes:
 
 
 class _SizedHook:
-    """Replaces `dataloader` of the object from which Lightning's loop gets loaders, to set another batch size."""
+    """Wraps the method from which a Lightning loop gets its loaders, so that they have another batch size."""
 
     def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
         self._source, self._stage, self._sizes, self._size = source, stage, sizes, size

@@ -72,7 +72,7 @@ class Holding:
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
-        """Summarize the tensors in `pile`, which `holder` holds; their autograd graphs saved `saved_bytes` more."""
+        """Return a summary of similar tensors that one holder keeps; their autograd graphs keep `saved_bytes` more."""
         kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
         is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         piles_up = is_pile and not is_expected(holder, pile)

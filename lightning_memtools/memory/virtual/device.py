@@ -326,7 +326,7 @@ class VirtualDevice:
         self._ledger.empty_cache()
 
     def composition(self) -> Composition:
-        """Return every allocated byte by category and by module."""
+        """Return the allocated bytes, broken down by category and by module."""
         self._attribute()
         return composition_of(self._ledger)
 

@@ -41,7 +41,7 @@ _MATMULS = {
 
 
 def kind_of(func: Any) -> OperatorKind:
-    """Return how an operator affects storages; for anything but an OpOverload, FRESH: it may return new storages."""
+    """Return how an operator affects storages. If it is not an OpOverload, return FRESH (returns new storages)."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
     schema = operator_schema(func)

@@ -27,7 +27,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Patch module calls to report to the thread's accounting mode, and to call `say_eager` for compiled modules."""
+    """Make each module call notify the mode that `find` returns, and each call of a compiled module run `say_eager`."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
