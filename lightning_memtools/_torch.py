@@ -699,7 +699,7 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 
 
 def stores_gradient() -> bool:
-    """Return whether autograd is storing a leaf's gradient at this moment."""
+    """Return whether an AccumulateGrad node is running in this thread, which adds to a tensor's `.grad`."""
     return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
 
 

@@ -89,7 +89,7 @@ class MemoryDiff:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on why the two peaks are hard to compare: they differ in engine, version of torch or GPU."""
+        """Sentences on why the two peaks are hard to compare, such as other torch versions, GPUs or engines."""
         pairs = ((name, getattr(self.before, name), getattr(self.after, name)) for name in ("engine", "torch", "gpu"))
         return [
             f"The two were not made alike: {name} {before or 'not known'} and {after or 'not known'}."

@@ -267,7 +267,7 @@ class HaltRun:
         return bad
 
     def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
-        """Run the step again to explain it. Write its file if `is_known`: this rank is known to have the bad step."""
+        """Run the step again to explain it. Write it to a file if it is known (`is_known`) to be the bad one."""
         if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
             why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"

@@ -172,7 +172,7 @@ class MemoryMonitor(WatchingCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the memory snapshot at the end of its step, and log a point if one is due."""
+        """Log a point if one is due. At the end of step `snapshot_at_step`, write the memory snapshot."""
         if self._step_snapshot is not None and not is_accumulating(trainer):
             self._write_snapshot(trainer, self._step_snapshot)
         self._running.switch_phase(None)

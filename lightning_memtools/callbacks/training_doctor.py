@@ -94,7 +94,7 @@ class TrainingDoctor(WatchingCallback):
         self._tell(trainer, "gradients")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the gradients."""
+        """Let the checks look at the gradients before the update."""
         self._tell(trainer, "update", optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """The options do not suit the model. Any other ValueError of planning comes from the user's step."""
+    """The options do not suit the model. Any other ValueError raised during planning comes from training_step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class CheckpointOptions:
     """The options of `plan_checkpoints`; `parse` creates them from that function's arguments.
 
     Attributes:
-        segments: The number of chunks that each Sequential is cut into; None to choose what to recompute freely.
-        budget_share: The share of the activation memory without recomputation that may be used; None for no limit.
+        segments: The number of chunks that each Sequential is cut into; None to let the planner choose the chunks.
+        budget_share: The limit on activation memory, as a share of what it takes without a plan; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: "skip" to never recompute BatchNorm and Dropout layers of a Sequential, or "recompute" to allow it.
         include: Patterns of the modules to recompute; None to choose among all modules.

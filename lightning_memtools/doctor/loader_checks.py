@@ -120,7 +120,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return findings on schedulers that are stepped once per epoch but are as long as all updates, or vice versa."""
+    """Return findings on schedulers that step once per epoch although their length counts updates, or vice versa."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)

@@ -37,7 +37,7 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """Return the shape of a prediction that a node broadcasts over the batch by mistake, and the result's, or None.
+    """Return the shapes of a prediction and of the result of broadcasting it by mistake in this node, or None.
 
     It is a mistake under three conditions. The other input has no gradient, so it is a target. A tensor of the batch
     has the prediction's shape, apart from dimensions of size 1. The prediction was not unsqueezed, as it would be to

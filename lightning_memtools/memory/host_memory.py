@@ -160,7 +160,7 @@ class HostWatch:
     def look(
         self, *, epoch: int | None = None, datasets: Iterable[Any] = (), warms_up: bool = False
     ) -> tuple[HostMemory | None, list[str]]:
-        """Return the figures, or None if it is too early to read them again, and the new warnings.
+        """Return the memory figures (None if it is too early to read them again), and the new warnings.
 
         Args:
             epoch: The epoch of training; None outside of training.

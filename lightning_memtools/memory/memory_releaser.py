@@ -157,7 +157,7 @@ class MemoryReleaser:
             model: The model, which stays allocated with its gradients.
             optimizers: The optimizers, whose state stays allocated.
             inputs: Tensors that belong on the device now.
-            exact: Whether to collect garbage even if it is too small to be worth releasing, for an exact result.
+            exact: Whether to collect small amounts of garbage too, so that the result does not count them.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         stats = self.reader.stats()

@@ -62,7 +62,7 @@ class PeakWindow:
 
 
 class PeakCounter:
-    """Reads and resets a device's peaks for all windows; no other code may reset them. See `peak_counter`."""
+    """Reads and resets a device's peaks for all `PeakWindow`s; no other code may reset them. See `peak_counter`."""
 
     def __init__(self, reader: MemoryReader) -> None:
         # Weak, because the counter is kept for as long as its reader lives.

@@ -62,7 +62,7 @@ class AcceleratorReader:
         self.name = f"{device.type}:{self.index}"
 
     def stats(self) -> MemoryStats:
-        """Read the statistics with two host calls, neither of which waits for the device."""
+        """Read the statistics of the accelerator, without waiting for it."""
         flat = torch.accelerator.memory_stats(self.index)
         free, total = _free_and_total(self.index)
         counts = flat.get("num_alloc_retries"), flat.get("num_ooms")
@@ -89,7 +89,7 @@ class CudaReader(AcceleratorReader):
         self.name = f"cuda:{self.index} ({torch.cuda.get_device_name(self.index)})"
 
     def stats(self) -> MemoryStats:
-        """Read the statistics with two host calls, neither of which waits for the device."""
+        """Read the statistics of the accelerator, without waiting for it."""
         free, total = torch.cuda.mem_get_info(self.index)
         nested = torch.cuda.memory_stats_as_nested_dict(self.index)
         if not nested:  # before the first use

@@ -60,7 +60,7 @@ class CodeLine:
 
 
 def short_path(file: str) -> str:
-    """Return a path relative to the working directory, or for an installed package one that begins with its name."""
+    """Return a path relative to the working directory. A file of an installed package is shown as "package/file.py"."""
     parts = Path(file).parts
     for installed in _INSTALLED:
         if installed in parts:

@@ -88,7 +88,7 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
     Args:
         events: The operations whose outputs hold NaN or Inf, in the order in which they ran.
         start: The keys of the storages that hold NaN or Inf at the end, such as that of the loss.
-        leaf_of: Returns the tensor in a storage that no operation has written.
+        leaf_of: Given the key of a storage that no operation has written to, returns the tensor that it belongs to.
     """
     way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
@@ -101,7 +101,7 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
 
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
-    """Return True if all bad values in the storages `start` passed a product with a mask that is 0 where NaN is."""
+    """Return True if all bad values in the storages `start` were multiplied by a mask that is 0 wherever NaN is."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 

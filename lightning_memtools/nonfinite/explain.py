@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again, update `bad` (with `explains` also its cause), and return hashes of the new gradients."""
+    """Run a bad step again, store the results in `bad`, and return gradient hashes. `explains`: also find the cause."""
     digests: dict[str, str] = {}
     with rerun:
         try:

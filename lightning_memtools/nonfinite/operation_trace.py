@@ -111,7 +111,7 @@ def kinds_of(tensor: Tensor) -> BadKinds:
 def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
     """Return a description of a tensor; None if it has no floating-point values.
 
-    `weight` names the only weight that the tensor was computed from. With `only_nan`, samples with Inf are not bad.
+    `weight` names the one weight that the tensor was computed from, if so. `only_nan`: Inf does not make samples bad.
     """
     floats = floats_of(tensor)
     if floats is None:

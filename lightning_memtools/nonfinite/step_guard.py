@@ -158,7 +158,7 @@ class StepGuard:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
-        """Check the step before its update; return a bad step, or None. With `reopen`, the batch may make more updates.
+        """Check the step before its update; return a bad step, or None. `reopen`: more updates may follow in the batch.
 
         Raises:
             ExchangedError: This rank or another cannot go on. All ranks raise it.

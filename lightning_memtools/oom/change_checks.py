@@ -99,7 +99,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
-    """Return the checkpoint plan for a budget in MiB, and the budget as text, raised if no plan fits within it."""
+    """Return the checkpoint plan for a budget in MiB and the budget as text, which is increased if no plan fits it."""
     given = None if budget is None else f"{budget}MiB"
     try:
         return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given

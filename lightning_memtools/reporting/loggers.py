@@ -131,7 +131,7 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step that is ending should be logged. `self.log` has the same rule for an interval.
+    """Return True if the training step that is ending should be logged: every n-th one, as `self.log` counts steps.
 
     Args:
         trainer: The Trainer.

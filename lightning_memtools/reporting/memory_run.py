@@ -53,8 +53,8 @@ class MemoryRun:
         write: Writes scalars, by tag, at a training step.
         call: The name of the call, such as "fit".
         phases: Whether to measure the phases of a training step.
-        has_trained: Whether the Trainer has trained before this call. If so, only training logs the composition of
-            memory, because evaluation would use the same tags.
+        has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
+            what its memory consists of, because training uses the same tags.
         load: Samples the GPU's load; None to log no load.
 
     Attributes:

@@ -215,7 +215,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
     """Make `undo` restore `thing` if it is a random generator, or clear a cached function that has new results."""
-    if not _has_state(type(thing)):  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
+    if not issubclass(type(thing), (CachedFunction, Random)) and type(thing).__name__ not in GENERATORS:
         return
     if not isinstance(thing, CachedFunction):
         state = generator_state(thing)
@@ -227,11 +227,6 @@ def _keep_state(thing: Any, undo: ExitStack) -> None:
     if code is None or owner_of(code.co_filename) in ("user", "installed"):
         n_misses = thing.cache_info().misses
         undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
-
-
-@cache
-def _has_state(kind: type) -> bool:
-    return issubclass(kind, (CachedFunction, Random)) or kind.__name__ in GENERATORS
 
 
 def _containers_of_class(kind: type) -> list[Any]:

@@ -94,13 +94,13 @@ class AssumedFloat(float):
 
     __hash__ = float.__hash__
 
-    def __new__(cls, value: float, note: Callable[[], None]) -> Self:
+    def __new__(cls, value: float, note: Callable[[], object]) -> Self:
         """Make a number that calls `note` when it is compared."""
         made = super().__new__(cls, value)
         made.note = note
         return made
 
-    note: Callable[[], None]
+    note: Callable[[], object]
 
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         return float, (super().__float__(),)  # a copy or a pickle is a plain number
@@ -198,7 +198,7 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run an RNN function such as `torch.lstm`. A packed sequence gets its batch sizes as a tensor in host memory."""
+    """Run an RNN function such as `torch.lstm`. If the input is packed, `sizes` is replaced with real numbers."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 

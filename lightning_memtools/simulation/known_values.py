@@ -57,11 +57,11 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of a torch operator or function, to be repeated on known values in host memory if possible.
+    """A call of a torch operator or function on tensors without data, which may be repeated on their known values.
 
     Attributes:
         name: The name without a namespace, such as "index" of an operator, or "__getitem__" of a function.
-        holds_nothing: Returns True for a tensor whose memory holds no values.
+        holds_nothing: Returns True for a tensor without data, such as a fake tensor.
         written: The tensors that the call writes to.
         is_followed: True if the call can be repeated: it is not random, and does not write to the user's own tensors.
     """
@@ -79,11 +79,11 @@ class KnownValues:
     """Keeps, in host memory, known values of tensors whose own memory holds none. All views of a storage share them.
 
     Attributes:
-        assumed: The assumptions made about unknown values that a step has read, each with its line of code, once.
+        assumed: How often each assumption was made about unknown values that a step has read, by line of code and text.
     """
 
     def __init__(self) -> None:
-        self.assumed: dict[str, None] = {}
+        self.assumed: dict[str, int] = {}
         self._twins: dict[int | None, _Twin] = {}
 
     def note(self, tensor: Tensor, original: Tensor) -> None:
@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Record the values of a result that does not depend on its arguments' values, or that a rule assumes."""
+        """Record the values of a result that does not depend on its arguments' values, or is guessed (see `RULES`)."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
@@ -201,7 +201,9 @@ class KnownValues:
             values = torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
             if known is None or self.is_assumed(tensor):
                 number = f"a value that is not known is {values.item()}" if values.numel() == 1 else ""
-                self.assume(number or "values that are not known are 1")
+                # `while bad.any(): draw again` would never end: after so many reads in a line, assume the opposite.
+                if self.assume(number or "values that are not known are 1") > 1000 and number:  # noqa: PLR2004
+                    values.logical_not_()
         return values
 
     def without_masks(self, indices: Iterable[Any], holds_nothing: Callable[[Tensor], bool]) -> Iterator[Any]:
@@ -259,11 +261,14 @@ class KnownValues:
             self._twins = {key: one for key, one in self._twins.items() if not one.of.expired()}
         self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
-    def assume(self, what: str) -> None:
-        """Add an assumption to `assumed`, with the line of code that is running."""
+    def assume(self, what: str) -> int:
+        """Add an assumption to `assumed`, with the line of code that is running. Return how often it was made there."""
         # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
-        if not in_backward() and calling_package() not in LIGHTNING_PACKAGES:
-            self.assumed.setdefault(f"{line_on_stack() or 'an unknown line'}: {what}")
+        if in_backward() or calling_package() in LIGHTNING_PACKAGES:
+            return 0
+        text = f"{line_on_stack() or 'an unknown line'}: {what}"
+        self.assumed[text] = self.assumed.get(text, 0) + 1
+        return self.assumed[text]
 
     def _twin(self, tensor: Tensor) -> _Twin | None:
         key = _key_of(tensor) if self._twins else None

@@ -253,7 +253,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
-    """Remove what a checkpointing plan has set on a module, such as a replaced forward. The caller restores it."""
+    """Delete the attributes that a checkpointing plan has set on a module, such as a replaced forward."""
     state_of_copies = vars(module).get("__getstate__")
     if state_of_copies is not None:
         kept = state_of_copies()

@@ -97,7 +97,7 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch in host memory, with the same shapes and any known values."""
+        """Return a copy of the batch in fake host memory: the same shapes and, for tracing, the same values."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 

@@ -153,7 +153,7 @@ class SizeTuning:
         return result
 
     def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
-        """Return the samples per optimizer step and rank that the settings require; None if they require no number.
+        """Return the number of samples that each rank must have per optimizer step; None if the settings do not fix it.
 
         Raises:
             ValueError: The configured batch size is unknown, or the ranks cannot share the samples evenly.

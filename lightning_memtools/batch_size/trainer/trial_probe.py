@@ -116,7 +116,7 @@ class TrialProbe(EitherCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raise TrialOver after two steps per optimizer and two more after validation, once memory is steady."""
+        """Raise TrialOver once each optimizer has stepped twice (also after validation) and memory no longer grows."""
         self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False

@@ -221,7 +221,7 @@ def trace_until(
 ) -> AllocationTrace:
     """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    Segments that were freed right after that time are freed in the trace. The other arguments: see `failed_request`.
+    Segments freed right after it are included: the allocator then prepared the next request. See `failed_request`.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:
@@ -238,7 +238,7 @@ def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
 
 
 class _TraceWriter:
-    """Converts a memory snapshot to an `AllocationTrace`: blocks older than its history, then the history.
+    """Converts a memory snapshot to an `AllocationTrace`. Blocks that are older than the recorded history come first.
 
     A block counts as freed once the streams that use it have finished with it. A private pool becomes a separate stream
     of the trace: like streams, pools do not share free blocks.

@@ -119,7 +119,7 @@ def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
 def flatten_weights(layer: nn.Module, enter: Callable[[torch.Tensor], object]) -> None:
     """Move a recurrent layer's weights into one buffer, as moving the layer to CUDA does. Other layers are not changed.
 
-    `enter` is called with a view of the buffer while the old weights still exist.
+    `enter` is called with a view of the buffer while the old weights still exist, to count both at once.
 
     torch.backends.cudnn.is_acceptable rejects bfloat16: such weights stay separate, and each forward copies them.
     """

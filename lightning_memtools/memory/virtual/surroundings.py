@@ -27,7 +27,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Make each module call notify the mode that `find` returns, and each call of a compiled module run `say_eager`."""
+    """Report every module call to the dispatch mode that `find` returns; call `say_eager` for compiled modules."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -236,7 +236,7 @@ def _end_here() -> None:
 
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
-    """Return the stages with the composition of their peaks; without it if the allocation history is incomplete."""
+    """Return the stages, each with what its peak consists of unless the allocation history is incomplete."""
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
     holders = observer.owners.holders(entries)

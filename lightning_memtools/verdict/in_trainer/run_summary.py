@@ -96,7 +96,7 @@ class RunSummary(WatchingCallback):
                 self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._switch(after)).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward phase. In one of the steps, find the lines that wait for the GPU."""
+        """Start to time the forward phase. In one step, find the lines of code that wait for the GPU."""
         if self._meter is not None and self._undo is not None:
             if trainer.strategy.root_device.type == "cuda" and self._meter.n_batches == _WATCHED_BATCH:
                 self._waits, stop = watch_next_step(pl_module)
