@@ -436,10 +436,7 @@ def mode_of(loaders: Any) -> Any:
 
 
 def run_sanity_check(trainer: Trainer) -> None:
-    """Run the sanity check: the validation batches before training.
-
-    The only public API that runs it is `fit`, which cannot be called within fit.
-    """
+    """Run the sanity check (the validation batches before training), which publicly only `fit` can run."""
     trainer._run_sanity_check()
 
 
@@ -451,11 +448,6 @@ def validate_every(trainer: Trainer, n_batches: int) -> None:
     trainer.val_check_batch = n_batches
     trainer.check_val_every_n_epoch = 1
     vars(trainer)["_val_check_time_interval"] = None
-
-
-def stop_validating(trainer: Trainer) -> None:
-    """Run no more validation in this fit."""
-    trainer.check_val_every_n_epoch = 2**62
 
 
 def set_root_directory(trainer: Trainer, directory: str) -> None:

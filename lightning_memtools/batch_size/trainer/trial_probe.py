@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, gradient_scaler, stop_validating
+from lightning_memtools._lightning import EitherCallback, gradient_scaler
 from lightning_memtools.batch_size.batch_size_result import OUT_OF_MEMORY
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import batch_size_in, bytes_in, tensors_in
@@ -140,7 +140,7 @@ class TrialProbe(EitherCallback):
             self._watch.leave("val")
         if not trainer.sanity_checking:
             self._has_validated = True
-            stop_validating(trainer)
+            trainer.check_val_every_n_epoch = 2**62  # this fit validates no more
         self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
