@@ -67,7 +67,7 @@ def _refusing_other_package(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 class EitherCallback(Callback):
-    """Base class of the callbacks. `setup` raises if the Trainer is from the Lightning package that is not in use.
+    """Base class of the callbacks. It refuses a `pytorch_lightning` Trainer where `lightning` was imported first.
 
     A copy or a pickle made during a run has the state from before the run.
 

@@ -391,7 +391,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the CUDA allocator's history. torch documents `_record_memory_history` under its private name."""
+    """Stop recording the CUDA allocator's history, by a function that torch documents although its name is private."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -557,7 +557,7 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
         objects[:] = [mine] * len(objects)
 
     def nothing(*_args: Any, **_options: Any) -> None:
-        """Do nothing, so that this rank's own values are the result."""
+        """Replace a collective: do nothing, so that its result is this rank's own values."""
 
     def keep_gradients(_state: Any, bucket: Any) -> Any:
         done: Any = torch.futures.Future()
@@ -615,9 +615,9 @@ def free_gathered_parameters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, remove the hooks with which `fully_shard` gathers and frees parameters; put them back afterwards.
+    """Return a context in which the hooks that `fully_shard` uses to gather and free parameters are removed.
 
-    Public APIs add hooks, and let the code that added them remove them, but do not list them.
+    There is no public API to list hooks: only the code that added a hook can remove it.
     """
     noted = []
     for module in model.modules():
@@ -699,7 +699,7 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 
 
 def stores_gradient() -> bool:
-    """Return whether an AccumulateGrad node is running in this thread, which adds to a tensor's `.grad`."""
+    """Return whether autograd is now adding to a tensor's `.grad` in this thread (runs an AccumulateGrad node)."""
     return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
 
 

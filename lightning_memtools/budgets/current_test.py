@@ -16,9 +16,9 @@ class BudgetSettings:
 
     Attributes:
         file: The file of recorded peaks.
-        root: The root of the tests, to which the paths of lines of code are relative.
+        root: The root directory of the tests; paths in the file are relative to it.
         records: True to record new peaks instead of comparing with recorded ones.
-        tolerance: The share by which a peak may exceed the recorded one.
+        tolerance: The fraction by which a peak may exceed the recorded one.
     """
 
     file: Path

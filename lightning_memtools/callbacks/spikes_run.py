@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """Finds loss spikes in one fit and reports, skips or undoes them. `options`: the callback. Create one per rank."""
+    """Finds loss spikes in one fit and reports, skips or undoes them. Create one per rank."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options

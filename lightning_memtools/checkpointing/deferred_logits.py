@@ -134,7 +134,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: The layer's replaced forward, which notes whether the output is read or goes into a loss.
+        head: Notes whether the output is read or goes into a loss. It has replaced the layer's forward.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -148,7 +148,7 @@ class _RunLog:
         self._again: Iterator[tuple[str, str]] | None = None
 
     def begin(self) -> None:
-        """Note that a run of the range begins, the first or a later one."""
+        """Note that the range of recomputed layers begins to run, for the first time or again."""
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:

@@ -19,10 +19,10 @@ GPU_LOAD_TAGS = tuple(tag for name in _FIGURES for tag in (f"device/{name}", f"d
 
 
 class GpuLoad:
-    """Samples one GPU from `begin` to `stop` in a separate thread, so that the training thread never calls the driver.
+    """Samples the load of one GPU from `begin` to `stop` in a thread, so that training never waits for the driver.
 
     Attributes:
-        problem: The reason why there are no figures; "" if there are some, or if none has been read yet.
+        problem: The reason why reading the load failed; "" if it has not failed.
     """
 
     def __init__(self, index: int, *, every_s: float) -> None:

@@ -221,7 +221,7 @@ def context_bytes(capacity: object) -> int:
 
 
 def known_gpus() -> list[Gpu]:
-    """Return every GPU of the data file."""
+    """Return every GPU that is listed in ``gpus.json``."""
     return list(dict.fromkeys(gpu for gpus in _gpus().values() for gpu in gpus))
 
 

@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again, store the results in `bad`, and return gradient hashes. `explains`: also find the cause."""
+    """Run a bad step again and store the results in `bad`, with the cause if `explains`. Return gradient hashes."""
     digests: dict[str, str] = {}
     with rerun:
         try:

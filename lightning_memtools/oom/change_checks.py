@@ -108,7 +108,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Try a checkpoint plan with the budget `given`, and return the action; [] if the plan recomputes nothing."""
+    """Try a checkpoint plan, and return it as an action to advise; [] if it recomputes nothing. `given`: the budget."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]

@@ -102,7 +102,7 @@ class StepTrials:
 
     @property
     def limit(self) -> int | None:
-        """The bytes available to the step's tensors; None if its trace fits, and so does not explain the error."""
+        """The bytes available to the step's tensors; None if the simulated step does not run out of them."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:

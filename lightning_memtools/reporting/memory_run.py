@@ -162,14 +162,14 @@ class MemoryRun:
         """Add a point to the logged curves, and return new warnings that memory may run out.
 
         On rank 0, the scalars over all ranks are written once those of every rank have arrived. Nothing waits for the
-        device: the host knows the sizes and identities of storages.
+        device: all figures are known to the host.
 
         Args:
             stage: The stage that the point belongs to.
             step: The training step.
-            model: The model, one of the owners of memory in the composition of the peak.
-            optimizers: The optimizers, which are owners, too.
-            batch: The batch, which is an owner, too, or None.
+            model: The model, whose share of the peak is logged.
+            optimizers: The optimizers, whose share is logged, too.
+            batch: The batch, whose share is logged, too; None if there is none.
             epoch: The epoch of training; None outside of training.
             datasets: The data sets of the loaders, a possible reason why host memory grows.
             warms_up: Whether memory is still growing to its usual size, which is no reason for a warning.

@@ -198,7 +198,7 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run an RNN function such as `torch.lstm`. If the input is packed, `sizes` is replaced with real numbers."""
+    """Run an RNN function such as `torch.lstm`. If the input is packed, the values of `sizes` are passed."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 

@@ -57,11 +57,11 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of a torch operator or function on tensors without data, which may be repeated on their known values.
+    """A call of a torch operator or function on fake tensors. It may be repeated on real tensors with their values.
 
     Attributes:
         name: The name without a namespace, such as "index" of an operator, or "__getitem__" of a function.
-        holds_nothing: Returns True for a tensor without data, such as a fake tensor.
+        holds_nothing: Returns True for a tensor that has no data, as fake tensors do.
         written: The tensors that the call writes to.
         is_followed: True if the call can be repeated: it is not random, and does not write to the user's own tensors.
     """
@@ -149,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Repeat on known values a call that returned `out`, and note the values of its results."""
+        """Repeat a call on real tensors with its fake arguments' values, and note the values of its results `out`."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None
@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Record the values of a result that does not depend on its arguments' values, or is guessed (see `RULES`)."""
+        """Note the values of a call's result if they do not depend on the arguments' values, or `RULES` guess them."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return

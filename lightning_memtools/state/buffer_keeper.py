@@ -129,7 +129,7 @@ class BufferKeeper:
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if buffers were added or removed, or a None buffer was set, since all buffers were copied."""
+        """Return True if buffers were added or removed, or a None buffer was set, after the last full copy."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 

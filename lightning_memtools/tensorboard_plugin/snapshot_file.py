@@ -15,7 +15,7 @@ class NotASnapshotError(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles only containers, numbers and texts. Raises for any other type, because that could run code."""
+    """Unpickles only containers, numbers and strings. Raises for any other type, because that could run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")

@@ -23,7 +23,7 @@ class RankFacts:
         steps: The number of training batches that were measured, which are all but the first.
         host_s: The seconds that each phase took on the host.
         device_s: The seconds that each phase took on the GPU; None without a GPU.
-        behind_share: The share of steps that the GPU had not yet begun when the host had queued their backward.
+        behind_share: The fraction of steps in which the GPU had not yet begun when the host had queued backward.
         peak_bytes: The highest peak of allocated bytes in any stage; None if the device keeps no peaks.
         reserved_bytes: The highest peak of reserved bytes in any stage; None if the device keeps no peaks.
         capacity_bytes: The memory of the device in bytes; None if unknown.

@@ -52,7 +52,7 @@ class StageSizes:
         return bool(source_of(loop_of(self._trainer, stage)).is_module())
 
     def check_names(self, stages: Sequence[Stage]) -> None:
-        """Check that each attribute name exists, if the loaders of one of the stages come from a `*_dataloader` hook.
+        """Check that the attributes that hold the batch size exist, if a `*_dataloader` hook makes loaders with them.
 
         Raises:
             ValueError: A name is not found. The message lists the objects searched, and similar names in them.
@@ -138,7 +138,7 @@ class StageSizes:
 
 
 class _SizedHook:
-    """Wraps the method from which a Lightning loop gets its loaders, so that they have another batch size."""
+    """Wraps the method from which a Lightning loop gets its data loaders, to change their batch size."""
 
     def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
         self._source, self._stage, self._sizes, self._size = source, stage, sizes, size

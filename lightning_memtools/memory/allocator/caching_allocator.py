@@ -218,7 +218,7 @@ class CachingAllocator:
         return block
 
     def _ask_device(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Return a new segment or newly mapped pages; None if the device or its allowed share is full."""
+        """Return a new segment or newly mapped pages; None if the device is full, or the usable share of it."""
         ask = segment_size(size, self.config.large_segment_size)
         # Expandable segments map other amounts; torch compares this one with the allowance all the same.
         if not self._reserve.within_allowance(ask):

@@ -221,7 +221,7 @@ def trace_until(
 ) -> AllocationTrace:
     """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    Segments freed right after it are included: the allocator then prepared the next request. See `failed_request`.
+    Segments that were freed right after `until`, to make room, are freed in the trace. See `failed_request`.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:

@@ -228,7 +228,7 @@ def _add_unmapped(free_blocks: FreeBlocks, block: Block) -> None:
 
 
 def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None:
-    """Release every segment that has no used block, and all whole free pages of expandable ones (release_blocks)."""
+    """Release every segment that has no used block, and all free pages of expandable segments."""
     for free_blocks in pools:
         for block in list(free_blocks.blocks):  # a copy: releasing changes the list
             if block.is_expandable:

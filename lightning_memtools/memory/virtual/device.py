@@ -263,7 +263,7 @@ class VirtualDevice:
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
-        """Call these rules, given by operator, in place of the operators, once the device is entered again."""
+        """Replace operators (the keys) by rules (the values) from the device's next `with` block on."""
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:

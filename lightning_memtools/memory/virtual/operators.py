@@ -41,7 +41,7 @@ _MATMULS = {
 
 
 def kind_of(func: Any) -> OperatorKind:
-    """Return how an operator affects storages. If it is not an OpOverload, return FRESH (returns new storages)."""
+    """Return how an operator affects storages. Anything but an OpOverload counts as FRESH, which makes new storages."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
     schema = operator_schema(func)
