@@ -35,11 +35,11 @@ class EarlyWarnings:
         self._is_new = FirstTime()
 
     def look(self, point: MemoryPoint, *, warms_up: bool = False) -> list[str]:
-        """Return the new warnings at a point. While the run warms up, in its first steps, growth gives no warning."""
+        """Return the new warnings at a memory point. In the first steps (`warms_up`), growth gives no warning."""
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
     def leave_out(self, retries: int) -> None:
-        """Subtract retries that happened outside of the run from the count."""
+        """Exclude a number of allocation retries from the run's count, because they happened outside of the run."""
         self._retries += retries
 
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class FirstTime:
-    """A callable that tells whether it is called with a key for the first time."""
+    """A callable that returns whether this is its first call with the given key."""
 
     said: set[object] = field(default_factory=set)
 
     def __call__(self, key: object = None) -> bool:
-        """Return True the first time that it is called with a key, and False from then on."""
+        """Return True at the first call with a key, and False at every later call with the same key."""
         is_first = key not in self.said
         self.said.add(key)
         return is_first

@@ -37,6 +37,6 @@ def gc_frozen() -> Iterator[None]:
 
 
 class _Frozen:
-    """Holds `here`, which is True while an enclosing block has frozen the existing objects."""
+    """Holds the flag `here`, which is True inside a `with gc_frozen()` block."""
 
     here = False

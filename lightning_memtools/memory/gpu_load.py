@@ -19,7 +19,7 @@ GPU_LOAD_TAGS = tuple(tag for name in _FIGURES for tag in (f"device/{name}", f"d
 
 
 class GpuLoad:
-    """Samples the load of one GPU from `begin` to `stop` in a thread, so that training never waits for the driver.
+    """Samples the load of one GPU (such as its utilization) in a thread, so that training never waits for the driver.
 
     Attributes:
         problem: The reason why reading the load failed; "" if it has not failed.
@@ -47,7 +47,7 @@ class GpuLoad:
         return load
 
     def scalars(self) -> dict[str, float]:
-        """Return the mean and the maximum of each figure since the last call, by tag; empty if there are no figures."""
+        """Return the mean and maximum of each measurement since the last call, by log tag; empty if there are none."""
         with self._lock:
             samples, self._samples = self._samples, {}
         found: dict[str, float] = {}

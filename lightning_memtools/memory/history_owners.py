@@ -90,7 +90,7 @@ class OwnerNotes:
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
-        """Yield each entry with the notes made since the previous entry; then an empty entry with the last notes."""
+        """Yield each history entry with the notes made since the one before; last, an empty entry with later notes."""
         notes = deque(self.notes)
         for entry in entries:
             passed = []

@@ -32,8 +32,8 @@ class HistoryRecording:
         take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
         now: Returns the present time on the recording's clock (`time_us`).
         stop: Ends the recording.
-        want_stacks: Takes a bool: whether to record the Python stack of each allocation, which takes about 3 us. Stacks
-            are recorded at first, and as long as any recording in this process wants them.
+        want_stacks: Called with True or False, it switches the recording of Python stacks (3 us per allocation) on or
+            off. Stacks are recorded at first, and as long as any recording in this process wants them.
     """
 
     take: Callable[[], dict[str, Any]]

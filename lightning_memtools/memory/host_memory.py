@@ -74,7 +74,7 @@ class HostMemory:
         return self.process.proportional + self.in_workers
 
     def scalars(self) -> dict[str, float]:
-        """Return the figures in GiB, by log tag."""
+        """Return the sizes in GiB, by log tag."""
         sizes = {
             "process": self.process.proportional,
             "unique": self.process.unique,
@@ -87,7 +87,7 @@ class HostMemory:
         return {f"memory/host/{name}_gib": to_gib(size) for name, size in sizes.items() if size is not None}
 
     def describe(self) -> str:
-        """Return one sentence with all known figures."""
+        """Return one sentence that names all known sizes."""
         parts = [f"this process {format_size(self.process.proportional)}"]
         if self.workers:
             parts.append(f"{len(self.workers)} loader worker(s) {format_size(self.in_workers)}")
@@ -144,7 +144,7 @@ class HostWatch:
     """Reads host memory now and then, and warns once of each problem.
 
     Args:
-        share: The share of the run's time that reading may take.
+        share: The fraction of the run's time that reading may take.
         read: Reads the memory.
     """
 
@@ -160,7 +160,7 @@ class HostWatch:
     def look(
         self, *, epoch: int | None = None, datasets: Iterable[Any] = (), warms_up: bool = False
     ) -> tuple[HostMemory | None, list[str]]:
-        """Return the memory figures (None if it is too early to read them again), and the new warnings.
+        """Return host memory and the new warnings. Memory is None if it is too early to read it again.
 
         Args:
             epoch: The epoch of training; None outside of training.

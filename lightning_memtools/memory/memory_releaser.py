@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a garbage collection may take: `seconds`, or `share` of the time since the last one, if longer."""
+    """The time that a garbage collection may take: `seconds`, or the fraction `share` of the time since the last one."""
 
     seconds: float
     share: float
@@ -41,7 +41,7 @@ class ReleaseThreshold:
     """Decides whether emptying the cache is worth it: later steps have to request the released memory again.
 
     Args:
-        minimum: A share in [0, 1] of the device's capacity (of the reserved memory, if the capacity is not known),
+        minimum: A fraction in [0, 1] of the device's capacity (of the reserved memory, if the capacity is not known),
             or a size such as ``"512MiB"``.
 
     Raises:
@@ -114,8 +114,8 @@ class MemoryReleaser:
 
     A full garbage collection takes 0.1 to 0.5 s per million objects. So it runs only if it can free something: if the
     memory that neither the model nor its optimizers own has grown since the last collection. In a healthy run that
-    happens two or three times, at the beginning. The time that it may take depends on its benefit: memory that is worth
-    releasing, or only an exact figure. A slower collection waits until its time is a small share of the time since the
+    happens two or three times, at the beginning. It may take longer if it can free memory that is worth releasing than
+    if it only makes a reading exact. A slower collection waits until its time is a small part of the time since the
     last one; the time of the first is estimated from the number of memory blocks that Python has allocated. Collecting
     younger generations would be cheaper, but Python does that by itself all the time; the objects that hold much memory
     are in the oldest generation.
@@ -183,7 +183,7 @@ class MemoryReleaser:
     def release(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
     ) -> tuple[ReleasedMemory, RetainedMemory]:
-        """Collect garbage like `collect`, empty the cache if worth the wait; return the freed and retained memory."""
+        """Collect garbage as `collect` does, and empty the cache if that is worth it; return what was freed and kept."""
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0

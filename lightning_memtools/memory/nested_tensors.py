@@ -159,7 +159,7 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
 
 
 def in_new_containers(batch: Any) -> Any:
-    """Return a batch with the same tensors in new containers, so that it stays as it is when a step changes its own."""
+    """Copy the containers of a batch but not its tensors, so that a step can change its own containers freely."""
     if isinstance(batch, torch.Tensor):
         return batch
     with suppress(Exception):  # an object of the user's may refuse to be copied

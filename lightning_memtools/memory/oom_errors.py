@@ -43,7 +43,7 @@ _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signa
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or an error that it was raised from or while handling, says that memory ran out."""
+    """Return whether an error, or any error in its chain of causes and contexts, says that memory ran out."""
     return any(says_out_of_memory(one) for one in error_chain(error))
 
 
@@ -77,7 +77,7 @@ def says_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, as the error's text rounds them; None if it names no size."""
+    """Return the size that an out-of-memory error names, in bytes, such as 2.00 GiB; None if it names no size."""
     for one in error_chain(error):
         found = _TRIED.search(str(one)) if says_out_of_memory(one) else None
         if found is not None:

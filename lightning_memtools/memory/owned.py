@@ -30,7 +30,7 @@ class KnowsItsTensors(Protocol):
 
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
-    """Return a function that tells whether a tensor counts in the reader's figures.
+    """Return a function that tells whether a tensor is in the memory that the reader reads.
 
     Args:
         reader: The reader of the device.

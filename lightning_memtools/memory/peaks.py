@@ -86,7 +86,7 @@ class PeakCounter:
         return PeakWindow(self)
 
     def fold(self, *, reset: bool = True) -> MemoryStats:
-        """Read the device, raise the peaks of all running windows to the device's, and return the statistics.
+        """Read the device, update the peaks of all running windows, and return the device's statistics.
 
         Args:
             reset: Whether to reset the device's peaks; False if the caller does so.
@@ -160,7 +160,7 @@ class StagePeak:
 
 
 class StageWatch:
-    """Keeps one peak window per stage; an evaluation inside training pauses training's window."""
+    """Keeps the peaks of each stage (a `PeakWindow`). An evaluation inside training pauses the window of training."""
 
     def __init__(self, counter: PeakCounter) -> None:
         self.peaks: dict[Stage, StagePeak] = {}
@@ -192,11 +192,12 @@ class StageWatch:
         return self._running[-1] if self._running else None
 
     def point(self, stage: Stage, owned: Owned | None = None) -> MemoryPoint:
-        """Return the figures of a running stage: the device now, and the peaks since the stage's last point.
+        """Return a running stage's memory: the device's statistics now, and the peaks since the stage's last point.
 
         Args:
             stage: The stage.
-            owned: What model and optimizers own now, for devices that cannot tell the composition of a peak.
+            owned: The memory that model and optimizers own now. On devices that do not record which categories make
+                up a peak, the categories are computed from it.
         """
         stats = self._counter.fold()
         window = self._windows[stage]
@@ -284,7 +285,7 @@ class PhaseWatch:
             self._windows[phase].resume()
 
     def point(self) -> dict[Phase, int]:
-        """Return the highest allocated bytes of each phase since the last point, where known."""
+        """Return the highest allocated bytes of each phase since the last call; phases without a peak are left out."""
         peaks: dict[Phase, int] = {}
         for phase, window in self._windows.items():
             if window.allocated is not None:

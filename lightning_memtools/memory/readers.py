@@ -82,7 +82,7 @@ class AcceleratorReader:
 
 
 class CudaReader(AcceleratorReader):
-    """Reads CUDA (or ROCm) statistics as a nested dict, which torch need not flatten and sort at every call."""
+    """Reads CUDA (or ROCm) statistics as a nested dict, because torch is slow to flatten and sort it at every call."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -150,7 +150,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Build `MemoryStats`: `value` looks up one of torch's statistics; `counts` has the alloc retries and the OOMs."""
+    """Build a `MemoryStats`. `value` looks up a statistic of torch; `counts` are alloc retries and OOM errors."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),

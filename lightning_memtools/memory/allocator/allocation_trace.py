@@ -22,7 +22,7 @@ AllocationContext = tuple[int, str | None]
 
 
 class TraceEventKind(IntEnum):
-    """The kinds of events in a trace; each kind's comment says in parentheses what an event's number means."""
+    """The kinds of events in a trace. After each kind, parentheses say what the number of such an event means."""
 
     MALLOC = 0
     """An allocation (bytes asked for). Allocations are numbered from 1 in the order of these events."""
@@ -61,7 +61,7 @@ class AllocationTrace:
         return len(self._words)
 
     def add(self, kind: TraceEventKind, number: int = 0) -> None:
-        """Record an event."""
+        """Record an event; what `number` means depends on the kind (see `TraceEventKind`)."""
         self._words.append(number << _KIND_BITS | kind)
 
     def add_malloc(self, n_bytes: int, stream: int, label: str | None) -> None:
@@ -93,7 +93,7 @@ class AllocationTrace:
 
         Args:
             other: The trace at position 1, with the same events.
-            where: The position of the new trace, between 0 and 1 or beyond.
+            where: The position of the new trace. It may be less than 0 or more than 1.
         """
         new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
         new.contexts = list(self.contexts)

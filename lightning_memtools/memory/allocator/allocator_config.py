@@ -16,14 +16,14 @@ class AllocatorConfig:
     """Settings of the allocator that change how memory is allocated; sizes in bytes. The defaults are torch's.
 
     Attributes:
-        expandable_segments: Grow one virtual range per stream, instead of asking for separate segments.
+        expandable_segments: Whether to grow one virtual address range per stream instead of using separate segments.
         max_split_size: Blocks of at least this size are never split; None for no limit.
-        max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block only if it is less than
-            this much too large. None for ``large_segment_size``.
-        roundup_power2_divisions: The number of steps into which the range between two powers of two is divided for
-            rounding: one entry per interval of sizes (`block_rounding.roundup_divisions_of`), 0 or 1 for none. Empty
-            for no rounding.
-        per_process_memory_fraction: The share of the device that the allocator may reserve.
+        max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block only if the block exceeds
+            it by less than this size. None for ``large_segment_size``.
+        roundup_power2_divisions: The number of steps between two powers of two to which sizes are rounded up. There is
+            one entry per interval of sizes (see `block_rounding.roundup_divisions_of`); 0 or 1 turns this rounding off
+            for the interval, and an empty tuple for all.
+        per_process_memory_fraction: The fraction of the device's memory that the allocator may reserve.
         large_segment_size: The size of the segments that serve requests between 1 and 10 MiB.
 
     Raises:

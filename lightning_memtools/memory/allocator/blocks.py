@@ -184,14 +184,14 @@ class BlockCache:
         self._plain = not config.expandable_segments and config.max_split_size is None
 
     def pool(self, stream: int, *, is_small: bool) -> FreeBlocks:
-        """Return the free blocks that serve a stream's small, or large, requests."""
+        """Return a stream's set of free blocks for small requests, or its set for large ones."""
         free_blocks = self._pools.get((stream, is_small))
         if free_blocks is None:
             free_blocks = self._pools[stream, is_small] = FreeBlocks(stream=stream, is_small=is_small)
         return free_blocks
 
     def pools(self) -> list[FreeBlocks]:
-        """Return all pools in the order in which `empty_cache` visits them: the large ones first, then by stream."""
+        """Return all sets of free blocks in the order that `empty_cache` follows: large ones first, then by stream."""
         return [self._pools[key] for key in sorted(self._pools, key=lambda key: (key[1], key[0]))]
 
     def take(self, free_blocks: FreeBlocks, size: int) -> Block | None:
@@ -206,7 +206,7 @@ class BlockCache:
         return free_blocks.blocks.pop(index)
 
     def cut(self, block: Block, size: int) -> None:
-        """Cut a block to ``size`` bytes if the rest is worth keeping; the rest stays in the cache."""
+        """Cut a block to ``size`` bytes if the allocator would split it, and put the rest back into the cache."""
         free_blocks = block.free_blocks
         rest = block.size - size
         was_split = block.prev is not None or block.next is not None
@@ -239,7 +239,7 @@ class BlockCache:
         self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Return the index of the block to take under non-default settings; the number of blocks if none fits."""
+        """Apply the settings to the best fit, `index`. Return the index to use, or ``len(blocks)`` if no block fits."""
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:

@@ -39,8 +39,8 @@ class CachingAllocator:
         config: The settings; by default torch's defaults.
         capacity: The total memory of the device; None for no limit.
         used_by_others: The memory held by other processes, and by this one outside the allocator.
-        record: Keep an `AllocationTrace` of all requests, for replay and for snapshots: 8 to 16 bytes per call.
-        observer: Called with every action, named as in torch's snapshots, and its address.
+        record: Whether to keep an `AllocationTrace` of all requests for replays and snapshots (8 to 16 bytes per call).
+        observer: Called at every action with the action's name, as in torch's snapshots, its address and its size.
 
     Attributes:
         config: The settings.
@@ -173,7 +173,7 @@ class CachingAllocator:
         return self._tally.peak_reserved
 
     def stats(self) -> MemoryStats:
-        """Return the statistics."""
+        """Return the allocator's current sizes, peaks and counts."""
         held, capacity = self._tally, self.capacity
         return MemoryStats(
             allocated=held.allocated,
@@ -201,7 +201,7 @@ class CachingAllocator:
     # --- implementation
 
     def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
-        """Return a block for a request that no cached block fits, in the steps of DeviceCachingAllocator::malloc."""
+        """Find memory for a request that no cached block fits, by the same steps as PyTorch's allocator."""
         block = self._ask_device(free_blocks, size)
         if (
             block is None
@@ -218,7 +218,7 @@ class CachingAllocator:
         return block
 
     def _ask_device(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Return a new segment or newly mapped pages; None if the device is full, or the usable share of it."""
+        """Return a new segment or newly mapped pages; None if the device is full or the memory fraction is reached."""
         ask = segment_size(size, self.config.large_segment_size)
         # Expandable segments map other amounts; torch compares this one with the allowance all the same.
         if not self._reserve.within_allowance(ask):

@@ -71,7 +71,7 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Return a snapshot of an allocator's segments and blocks, and of its history, by default replayed from its trace.
+    """Return a snapshot of an allocator: segments, blocks and history. By default the history is made from its trace.
 
     A block's label becomes its stack: each line of the form ``file:line:function`` becomes a frame, and any other line
     a frame with that name. Times in the history count actions, since no time passes in the simulation.
@@ -172,7 +172,7 @@ class FailedRequest:
             because the order of their allocations is not known.
         n_bytes: The requested size, as the allocator rounds it.
         stream: The number of the request's stream in the trace.
-        is_complete: Whether the history goes back to an empty device.
+        is_complete: Whether the history begins with an empty device, so that no allocation is missing from it.
     """
 
     trace: AllocationTrace
@@ -221,7 +221,7 @@ def trace_until(
 ) -> AllocationTrace:
     """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    Segments that were freed right after `until`, to make room, are freed in the trace. See `failed_request`.
+    If the allocator released segments right after `until` to make room, the trace releases them too.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:

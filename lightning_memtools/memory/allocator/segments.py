@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Return the first block of the lowest run of free and unmapped blocks that spans ``size`` bytes; None if none."""
+    """Find the lowest run of adjacent free or unmapped blocks that spans ``size`` bytes; return its first, or None."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped
@@ -238,7 +238,7 @@ def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None
 
 
 def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
-    """Release oversize cached blocks of one stream, just enough for a request (release_available_cached_blocks).
+    """Release cached blocks of one stream, each of at least `max_split` bytes, until a request has enough memory.
 
     If one block is large enough, only that one is released; otherwise the largest blocks, until they add up to `size`.
 

@@ -47,8 +47,8 @@ def replay(
     """Replay a trace on a new allocator.
 
     With the recorded settings, the result is the recorded state, block for block. With others, it is the state that the
-    same program would have reached, up to the first request that fails: what the program would do then is not known. A
-    request that failed when it was recorded is tried again; if it succeeds, its block is freed at once.
+    same program would have reached. The replay ends at the first request that fails, as what the program would do then
+    is not known. A request that failed in the recorded run is tried again; if it succeeds, its block is freed at once.
 
     Args:
         trace: The trace.

@@ -123,7 +123,7 @@ def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
 
 
 def _of_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask to a mask of 0 and -inf (convert_boolean_attn_mask); return other masks unchanged."""
+    """Convert a boolean mask to a mask of 0 and -inf; return other masks unchanged."""
     if mask.dtype is not torch.bool:
         return mask
     kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
@@ -140,7 +140,7 @@ def _unfused(  # noqa: PLR0917, as torch's
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Compute _scaled_dot_product_attention_math (attention.cpp), half types in float32 unless the user allows half.
+    """Compute attention as torch's "math" kernel does: half types in float32, unless the user has allowed half.
 
     torch's own function would use the CPU's dropout, and for fake tensors it would not add the mask in place.
     """
@@ -173,7 +173,7 @@ def _unfused(  # noqa: PLR0917, as torch's
 
 
 def flash(call: Call) -> Any:
-    """Allocate output, log-sum-exp and the state of dropout, in that order (mha_fwd of flash_api.cpp).
+    """Allocate what the flash kernel allocates: the output, the log-sum-exp and the state of dropout, in that order.
 
     For small inputs (one sample of 512 tokens in 12 heads) the kernel also splits the keys over more thread blocks. The
     partial sums of these blocks, some MB in the forward pass, are not counted.
@@ -187,7 +187,7 @@ def flash(call: Call) -> Any:
 
 
 def flash_backward(call: Call) -> Any:
-    """Run the operator, and hold the query's gradient in float32, with length and head size rounded up (mha_bwd).
+    """Run the operator, and allocate the kernel's temporary memory, such as the query's gradient in float32.
 
     The output and its gradient are copied unless their memory layout is batch, length, heads, head size.
     """
@@ -203,7 +203,7 @@ def flash_backward(call: Call) -> Any:
 
 
 def efficient(call: Call) -> Any:
-    """Allocate output and log-sum-exp, and temporary float32 sums for half-precision heads wider than 128."""
+    """Allocate the output and the log-sum-exp; for half-precision heads wider than 128, also temporary float32 sums."""
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
@@ -214,9 +214,9 @@ def efficient(call: Call) -> Any:
 
 
 def efficient_backward(call: Call) -> Any:
-    """Run the operator, and hold first the products of gradient and output, then the gradients' float32 sums.
+    """Run the operator, and allocate its temporary memory: gradient times output, then float32 sums for gradients.
 
-    Source: attention_backward.cu and kernel_backward.h.
+    The sizes follow torch's attention_backward.cu and kernel_backward.h.
     """
     gradient, query, key, value, _, out = call.args[:6]
     batch, heads, length, _ = query.shape
@@ -232,7 +232,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the number of floats in one head's workspace, for the query's gradient or, with wide halves, all three."""
+    """Return the number of floats in one head's workspace, in which the efficient kernel sums up gradients."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)

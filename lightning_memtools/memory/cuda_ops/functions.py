@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """Calls replacements instead of torch's functions, also where a backward pass recomputes layers.
+    """A mode that calls replacements instead of torch's functions, also when a backward pass recomputes layers.
 
     Args:
         replacements: The replacement of each function.
@@ -74,7 +74,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor | None, n_normalized: int) -> torch.Tensor:
-        """Allocate the result, and 1/deviation of each row in float32."""
+        """Allocate the result, and in float32 the reciprocal standard deviation of each row."""
         out = torch.empty_like(source.contiguous())
         rstd = source.new_empty(source.shape[: source.dim() - n_normalized], dtype=torch.float32)
         ctx.save_for_backward(source, weight, rstd)
@@ -90,7 +90,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(
     source: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Run rms_norm as one fused kernel, unless input and weight differ in dtype (layer_norm.cpp)."""
+    """Run rms_norm as CUDA does: as one fused kernel, unless input and weight differ in dtype."""
     if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
         source, weight = source.float(), None if weight is None else weight.float()
     if weight is not None and weight.dtype is not source.dtype:
@@ -107,5 +107,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 
 
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
-    """Return replacements, which act as on a GPU, for torch's functions: attention, rms_norm and recurrent layers."""
+    """Return replacements for torch's attention, rms_norm and RNN functions that allocate what a GPU would."""
     return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}

@@ -24,7 +24,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
 class _CastIntoOne(torch.autograd.Function):
-    """Casts weights into one buffer, and returns views of it, as autocast does (AutocastRNN.cpp)."""
+    """Casts weights into one buffer and returns views of it, as autocast does for RNNs in cuDNN."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, n_biases: int, *weights: torch.Tensor) -> Any:
@@ -119,7 +119,7 @@ def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
 def flatten_weights(layer: nn.Module, enter: Callable[[torch.Tensor], object]) -> None:
     """Move a recurrent layer's weights into one buffer, as moving the layer to CUDA does. Other layers are not changed.
 
-    `enter` is called with a view of the buffer while the old weights still exist, to count both at once.
+    `enter` puts a tensor on the device. It is called with the buffer while the old weights exist, as both take memory.
 
     torch.backends.cudnn.is_acceptable rejects bfloat16: such weights stay separate, and each forward copies them.
     """
@@ -185,7 +185,7 @@ def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
 def _cell(  # noqa: PLR0917, as torch's
     source: torch.Tensor, states: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> Any:
-    """Run an LSTM or GRU cell as CUDA does: two matrix products, then one kernel for all gates (RNN.cpp)."""
+    """Run an LSTM or GRU cell as CUDA does: two matrix products, then one kernel for all gates."""
     is_lstm = isinstance(states, (list, tuple))
     given: Any = source, *(states if is_lstm else (states, None)), w_ih, w_hh, b_ih, b_hh
     if torch.is_autocast_enabled("cpu"):

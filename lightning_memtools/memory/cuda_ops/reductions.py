@@ -27,7 +27,7 @@ INPUT_VEC_SIZE = 4
 
 @dataclass(slots=True)
 class ReduceConfig:
-    """The division of a reduction over threads, warps and blocks; all names are PyTorch's."""
+    """The way a CUDA kernel divides a reduction among threads, warps and blocks; the names are those in PyTorch."""
 
     element_size_bytes: int
     num_outputs: int
@@ -56,7 +56,7 @@ class ReduceConfig:
 
     @property
     def grid(self) -> int:
-        """The number of blocks along the outputs."""
+        """The number of thread blocks among which the outputs are divided."""
         return _div_up(self.num_outputs // self.output_vec_size, self.step_output)
 
     @property
@@ -67,7 +67,7 @@ class ReduceConfig:
 
 
 def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part_bytes: int) -> tuple[int, ...]:
-    """Return the sizes in bytes of a reduction's buffers: one for partial results and one for semaphores, or none.
+    """Return the bytes of a reduction's buffers for partial results and for semaphores; empty if it needs none.
 
     Args:
         tensor: The input.
@@ -124,7 +124,7 @@ def _output_vec_size(shape: list[int], strides: list[int], n_reduced: int) -> in
 
 
 def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
-    """Return the input's shape and strides in TensorIterator's order, and the number of leading reduced dimensions."""
+    """Return shape and strides of the input, sorted and merged as TensorIterator does, and how many are reduced."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
     shape, inputs = list(tensor.shape), list(tensor.stride())
@@ -144,7 +144,7 @@ def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[
 
 
 def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
-    """Return the strides of a dense result, 0 where a dimension is reduced."""
+    """Return the strides of the dense result of a reduction, with 0 for each reduced dimension."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):
         if dim not in reduced:
@@ -154,7 +154,7 @@ def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
 
 
 def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]:
-    """Return the dimensions sorted by the strides of result and input, innermost first (reorder_dimensions)."""
+    """Return the dimensions as TensorIterator sorts them: by the strides of result and input, innermost first."""
     order = list(reversed(range(len(shape))))
     for i in range(1, len(shape)):
         at = i
@@ -184,7 +184,7 @@ def _compared(one: int, other: int, results: list[int], inputs: list[int], shape
 
 
 def _rule(dims_at: int | None, part_bytes: Callable[[torch.dtype], int], *, any_type: bool = False) -> Rule:
-    """Return a rule, which runs a reduction and holds the buffers that its CUDA kernel allocates.
+    """Return a rule that runs a reduction and allocates the temporary buffers of its CUDA kernel.
 
     Args:
         dims_at: The position of the argument with the reduced dimensions; None if all are reduced.

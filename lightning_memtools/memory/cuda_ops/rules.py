@@ -24,13 +24,13 @@ class Call:
     """One call of an operator, which a rule handles in the operator's place.
 
     Attributes:
-        run: Runs any operator, and allocates its results.
+        run: Runs an operator, and allocates its results on the simulated device.
         func: The operator.
         args: Its arguments by position.
         kwargs: Its arguments by name.
         gpu: The GPU.
-        hold: Allocates a block for each given size in bytes other than 0; the blocks are freed when the rule returns.
-        release: Frees held blocks of the given sizes before the rule returns.
+        hold: Allocates temporary blocks of the given sizes in bytes; they are freed when the rule returns.
+        release: Frees temporary blocks of the given sizes before the rule returns.
     """
 
     run: Callable[..., Any]
@@ -68,7 +68,7 @@ def copy_bytes(tensor: torch.Tensor) -> int:
 
 
 def layer_norm(call: Call) -> Any:
-    """Allocate as cuda/layer_norm_kernel.cu does: float32 mean and rstd for half inputs, a copy of a strided input."""
+    """Allocate what CUDA's layer norm does: for half inputs float32 mean and rstd; a copy of a non-contiguous input."""
     source, normalized = call.args[:2]
     call.hold(copy_bytes(source))
     if source.dtype not in HALF:
@@ -79,7 +79,7 @@ def layer_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Allocate as Normalization.cpp does: mean and rstd, in float32 for half inputs; none by cuDNN in evaluation."""
+    """Allocate the output, mean and rstd of batch norm as CUDA does; cuDNN allocates no mean or rstd in evaluation."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
     # _select_batch_norm_backend takes torch's own kernels for rows.
     by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
@@ -91,7 +91,7 @@ def batch_norm(call: Call) -> Any:
 
 
 def dropout(call: Call) -> Any:
-    """Allocate the mask before the output, as cuda/Dropout.cu does: the order matters when few blocks are free."""
+    """Allocate the mask before the output, as CUDA's dropout does: the order matters when few blocks are free."""
     source, share, *training = call.args
     if not 0 < share < 1 or call.kwargs or training == [False]:
         return call.results()
@@ -100,28 +100,28 @@ def dropout(call: Call) -> Any:
 
 
 def softmax(call: Call) -> Any:
-    """Run softmax, and hold the kernel's copy of a non-contiguous input (host_softmax in cuda/SoftMax.cu)."""
+    """Run softmax, and allocate the temporary copy that the CUDA kernel makes of a non-contiguous input."""
     out = call.results()
     call.hold(copy_bytes(call.args[0]))
     return out
 
 
 def softmax_backward(call: Call) -> Any:
-    """Run the operator; hold gradient times output, and a copy of a non-contiguous output (host_softmax_backward)."""
+    """Run the operator; allocate temporaries for gradient times output and the copy of a non-contiguous output."""
     out, output = call.results(), call.args[1]
     call.hold(nbytes(output), copy_bytes(output))
     return out
 
 
 def log_softmax_backward(call: Call) -> Any:
-    """Run the operator; hold copies of a non-contiguous gradient or output (host_softmax_backward)."""
+    """Run the operator, and allocate the temporary copies of a gradient or an output that is not contiguous."""
     out = call.results()
     call.hold(*map(copy_bytes, call.args[:2]))
     return out
 
 
 def safe_softmax(call: Call) -> Any:
-    """Run softmax, and hold the masks that CUDA uses to zero rows that are all -inf (SoftMax.cpp)."""
+    """Run softmax, and allocate the temporary masks with which CUDA zeroes rows that are all -inf."""
     source, dim = call.args[:2]
     out = call.run(aten._softmax.default, source, dim, False)  # noqa: FBT003, half to float
     call.hold(source.numel(), source.numel() // max(source.shape[dim], 1), source.element_size())
@@ -129,20 +129,20 @@ def safe_softmax(call: Call) -> Any:
 
 
 def logsumexp(call: Call) -> Any:
-    """Run logsumexp, and hold its temporaries: the maxima and the exponentials (logsumexp_out_impl, ReduceOps.cpp)."""
+    """Run logsumexp, and allocate its temporaries: the maxima and the exponentials."""
     out = call.results()
     call.hold(nbytes(out), nbytes(call.args[0]))
     return out
 
 
 def log_sigmoid(call: Call) -> Any:
-    """Allocate the output and, unlike the CPU's kernel, an empty buffer for backward (log_sigmoid_forward_cuda)."""
+    """Allocate the output and a buffer for backward, which is empty on CUDA, unlike on the CPU."""
     source = call.args[0]
     return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
 
 
 def fused_cell(call: Call) -> Any:
-    """Return the new states, and a workspace for backward: 4 values per unit of an LSTM, 5 of a GRU (cuda/RNN.cu)."""
+    """Return a cell's new states and its workspace for backward, of 4 values per unit of an LSTM or 5 of a GRU."""
     state = call.args[2]
     is_lstm = call.func is aten._thnn_fused_lstm_cell.default
     kept = call.empty([state.shape[0], (4 if is_lstm else 5) * state.shape[1]], state.dtype)
@@ -150,7 +150,7 @@ def fused_cell(call: Call) -> Any:
 
 
 def lstm_cell_backward(call: Call) -> Any:
-    """Return the gradients of gates, cell and biases."""
+    """Return the gradients of an LSTM cell's gates, cell state and biases."""
     cx, _, kept, has_bias = call.args[2:6]
     of_gates = call.run(aten.empty_like.default, kept)
     of_cell = call.run(aten.empty_like.default, cx)
@@ -158,7 +158,7 @@ def lstm_cell_backward(call: Call) -> Any:
 
 
 def gru_cell_backward(call: Call) -> Any:
-    """Return the gradients of both matrix products (of input and state), of the state and of the biases."""
+    """Return a GRU cell's gradients: of the gates from input and from state, of the state, and of both biases."""
     gradient, kept, has_bias = call.args
     of_gates = [call.empty([kept.shape[0], kept.shape[1] // 5 * 3], kept.dtype) for _ in range(2)]
     of_state = call.run(aten.empty_like.default, gradient)
@@ -186,8 +186,8 @@ def gradient_sum(call: Call) -> Any:
 
     For fake tensors and under dispatch modes, autograd makes a new tensor, as it may not hold the only reference to the
     earlier one. With residual connections, that would be one more activation at the peak. Two other kinds of sums look
-    the same: those inside a backward formula, and those whose first gradient another branch still needs. A view is not
-    changed, as its base shares the storage (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp).
+    the same, and so run in place too: those inside a backward formula, and those whose first gradient another branch
+    still needs. A view is not changed, as its base shares the storage.
     """
     total, gradient = call.args[:2]
     is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()

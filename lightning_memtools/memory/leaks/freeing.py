@@ -45,7 +45,7 @@ def _release(holding: Holding) -> str:
 
 
 def _from_outside(holder: TensorHolder, path: str) -> str:
-    """Return a path that begins at the holder's root, preceded by the module's name if the root is a class."""
+    """Return the expression `path` of a held tensor, prefixed by the name of a Python module if it begins in a class."""
     return f"{holder.root.__module__}.{path}" if is_a(holder.root, type) else path
 
 

@@ -115,8 +115,8 @@ class HolderSearch:
 
         Args:
             among: The tensors to search for; other tensors in the same container as one of them are yielded too.
-            is_pile: Called with the tensors that a function or generator holds; returns whether to yield it. Otherwise
-                the holder of the function is yielded, since each of many functions may hold one tensor.
+            is_pile: Called with the tensors that a function or generator holds. If it returns True, the function is
+                yielded as the holder. Otherwise what holds the function is, as many functions may hold one tensor each.
             end: The value of `time.thread_time()` after which no further holder is searched for.
         """
         least = LEAST_SHARE * bytes_of(among)
@@ -158,7 +158,7 @@ class HolderSearch:
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)
 
     def _in_place_of(self, holder: TensorHolder | None, held: Any) -> list[LivingTensor]:
-        """Return the remaining tensors in the same container as the tensor `held`, including `held`."""
+        """Return the remaining tensors that are in the same container as the tensor `held`, and `held` itself."""
         there = [held] if holder is None else [held, *holder.holds()]
         found = (storage_of(one) for one in there if is_a(one, Tensor))
         keys = dict.fromkeys(one[0] for one in found if one is not None)

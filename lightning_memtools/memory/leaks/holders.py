@@ -58,7 +58,7 @@ class ReferenceStep:
 
     @property
     def is_element(self) -> bool:
-        """True if the holder is a container, so that its other elements are held for the same reason."""
+        """True if the reference leads to an element of a container, such as a list or a dict."""
         return self.kind in {ReferenceKind.KEY, ReferenceKind.INDEX, ReferenceKind.MEMBER}
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
 
 
 def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
-    """Yield the references of an object that Python code can express, each with the object that it refers to."""
+    """Yield each reference that Python code can follow from `holder`, such as an attribute, and the object there."""
     if is_a(holder, dict):
         yield from ((ReferenceStep(ReferenceKind.KEY, key), held) for key, held in list(holder.items()))
     elif is_a(holder, (list, tuple, deque)):
@@ -181,7 +181,7 @@ class TensorHolder:
 
     @property
     def place(self) -> str:
-        """The closure that `path` begins in, such as ``" in the closure of hook (run.py:12)"``; empty if in none."""
+        """The closure in which `path` begins, such as ``" in the closure of hook (run.py:12)"``; "" without one."""
         if self.steps and self.steps[0].kind is ReferenceKind.VARIABLE:
             return f" in the closure of {self.name}"
         return ""
@@ -297,8 +297,8 @@ def _has_storage(kind: type) -> bool:
 def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     """Return the first of the candidates that another Python object holds; None if there is none.
 
-    This takes one pass over all Python objects. Many candidates may have no such holder: a tensor that only C++ holds,
-    because an autograd graph has saved it, exists as a Python object too.
+    This takes one pass over all Python objects. Many candidates may have no such holder, because only C++ holds them:
+    for example, tensors that an autograd graph has saved.
     """
     ignored = {id(one) for one in (candidates, ignore, *ignore)} | _running_frames()
     referrers = [one for one in _referrers(candidates) if id(one) not in ignored and _counts(one)]
@@ -341,7 +341,7 @@ def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
 
 
 def _running_frames() -> set[int]:
-    """Return the ids of the frames of this thread's running functions. All other frames are in tracebacks."""
+    """Return the ids of the stack frames of the functions that this thread is running now."""
     frames: set[int] = set()
     frame = inspect.currentframe()
     while frame is not None:

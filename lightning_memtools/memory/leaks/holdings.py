@@ -94,9 +94,10 @@ def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) 
 
 
 class _HoldingSearch:
-    """Finds what holds the tensors in `remaining`, and moves them from there into `Holding` objects in `_found`.
+    """Finds what holds the tensors in `remaining`, and sums them up in `Holding` objects.
 
-    Tensors that only C++ holds go to `unheld`; if an autograd graph has saved them, they count with the graph's tensor.
+    Tensors that only C++ holds are kept in `unheld`. If an autograd graph has saved one of them, its bytes count for
+    the tensor to which the graph belongs.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class _HoldingSearch:
         )
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of tensors that the autograd graphs of `tensors` have saved and no known object holds."""
+        """Return the bytes that the autograd graphs of `tensors` have saved; each saved tensor counts only once."""
         total = 0
         for tensor in tensors:
             for saved in _saved_by(tensor, self._nodes):
