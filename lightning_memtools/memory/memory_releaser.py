@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a garbage collection may take: `seconds`, or the fraction `share` of the time since the last one."""
+    """The time that a garbage collection may take: `seconds`, or a fraction (`share`) of the time since the last."""
 
     seconds: float
     share: float
@@ -183,7 +183,7 @@ class MemoryReleaser:
     def release(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
     ) -> tuple[ReleasedMemory, RetainedMemory]:
-        """Collect garbage as `collect` does, and empty the cache if that is worth it; return what was freed and kept."""
+        """Collect garbage as `collect` does, and empty the cache if worthwhile; return the freed and kept memory."""
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0

@@ -196,8 +196,7 @@ class StageWatch:
 
         Args:
             stage: The stage.
-            owned: The memory that model and optimizers own now. On devices that do not record which categories make
-                up a peak, the categories are computed from it.
+            owned: The memory that the model and its optimizers own now, used if the device cannot tell `composition`.
         """
         stats = self._counter.fold()
         window = self._windows[stage]

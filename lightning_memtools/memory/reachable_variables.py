@@ -77,7 +77,7 @@ def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
 
 
 def _of(thing: Any, calls: int) -> Iterator[ReachableVariable]:
-    """Yield the variables that a function or object can reach; `calls` is the number of calls between it and the hook."""
+    """Yield the variables that a function or object can reach; it is `calls` calls away from the hook itself."""
     if calls > _MOST_CALLS or isinstance(thing, _NO_STATE) or thing is None:
         return
     if isinstance(thing, partial):

@@ -48,11 +48,11 @@ _DEVICE_FIGURES: Mapping[str, Callable[[MemoryPoint, MemoryStats], float | None]
 
 
 def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> dict[str, float]:
-    """Return the scalars of a device at a point of a stage; figures that it does not report are left out.
+    """Return a device's memory as scalars by log tag; values that the device does not report are left out.
 
     Args:
         stage: The stage that the point belongs to.
-        point: The figures.
+        point: The memory at one moment of the stage.
         since: The device's statistics when the run began; retries and out-of-memory errors are counted from there.
     """
     values = {tag.format(stage=stage): figure(point, since) for tag, figure in _DEVICE_FIGURES.items()}
@@ -73,7 +73,7 @@ def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage) -> dict[str
     """Merge the ranks' scalars: the maximum of each, the smallest peak, and the rank with the largest peak.
 
     Args:
-        by_rank: One mapping per rank; tags that a rank cannot tell are absent.
+        by_rank: One mapping per rank, from log tags to values; a rank may lack some tags.
         stage: The stage that the point belongs to.
     """
     merged: dict[str, float] = {}

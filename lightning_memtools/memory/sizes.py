@@ -59,7 +59,7 @@ def is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
 
 
 def _suggested_units(text: object) -> str:
-    """Return "Did you mean ...?" for a size without a unit ("24") or with half of one ("1G"); "" for other texts."""
+    """Return "Did you mean ...?" for a size without a unit ("24") or with half of one ("1G"); otherwise ""."""
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     letter = match[2].upper() if match else ""
     if match and not letter and float(match[1]) < 1000:  # noqa: PLR2004, "4090" is a GPU
@@ -86,7 +86,7 @@ def format_size(n_bytes: int | None) -> str:
 
 
 def format_share(n_bytes: int | None, whole: int | None) -> str:
-    """Return bytes as a share of a whole, such as "12.5%"; "" if one of them is not known, or the whole is 0."""
+    """Return a size as a percentage of a whole, such as "12.5%"; "" if either is not known or the whole is 0."""
     return "" if n_bytes is None or not whole else f"{100 * n_bytes / whole:.1f}%"
 
 
@@ -160,8 +160,8 @@ def parse_capacity(text: str | int) -> int:
     A number is the capacity in bytes, as drivers report it. It has to be at least 1 MiB: a small number is more likely
     to be meant in another unit.
 
-    A GPU's capacity is the total that its driver reports to a process, which is less than the vendor's figure. Where it
-    is not known, it is estimated from the vendor's figure, read as GiB: 95% of it, 91% with error correction in memory.
+    A GPU's capacity is the total that its driver reports to a process, which is less than the vendor's figure. If that
+    total is not known, 95% of the vendor's figure in GiB is assumed, or 91% where error correction takes memory.
 
     Raises:
         ValueError: `text` is neither, or names a GPU that comes with different sizes, or is a number below 1 MiB.

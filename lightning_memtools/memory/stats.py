@@ -73,7 +73,7 @@ class MemoryReader(Protocol):
 
 
 def room_of(stats: MemoryStats) -> int | None:
-    """Return the bytes of a device that no step has needed so far; None if its capacity is not known."""
+    """Return the bytes of a device that were free even at the peak of allocated memory; None without a capacity."""
     if stats.capacity is None:
         return None
     return stats.capacity - stats.used_by_others - max(stats.peak_allocated or 0, stats.allocated or 0)

@@ -127,7 +127,7 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
 
 
 def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") -> CodeLine | None:
-    """Return the line that `line_that_allocates` would return, from a recorded stack instead of the running one.
+    """Find a line as `line_that_allocates` does, but in a recorded stack instead of the running one.
 
     Args:
         frames: The frames of an entry of torch's memory history, innermost first.

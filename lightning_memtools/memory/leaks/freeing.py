@@ -45,7 +45,7 @@ def _release(holding: Holding) -> str:
 
 
 def _from_outside(holder: TensorHolder, path: str) -> str:
-    """Return the expression `path` of a held tensor, prefixed by the name of a Python module if it begins in a class."""
+    """Return the expression `path` for a tensor, prefixed by the name of the Python module if a class holds it."""
     return f"{holder.root.__module__}.{path}" if is_a(holder.root, type) else path
 
 

@@ -96,8 +96,7 @@ def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) 
 class _HoldingSearch:
     """Finds what holds the tensors in `remaining`, and sums them up in `Holding` objects.
 
-    Tensors that only C++ holds are kept in `unheld`. If an autograd graph has saved one of them, its bytes count for
-    the tensor to which the graph belongs.
+    Tensors that only C++ holds go to `unheld`. The bytes that an autograd graph has saved count for the graph's tensor.
     """
 
     def __init__(

@@ -43,10 +43,10 @@ FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AccountingMode(OperatorMode):
-    """A dispatch mode that counts the storages that operators make in one thread. All threads share the ledger.
+    """A dispatch mode that enters the storages that operators make in one thread into a ledger for all threads.
 
-    Each interceptor in turn is asked for an operator's result, until one returns it. If none does, the operator runs
-    (`run`), and the storages that it made are entered in the ledger (`account`).
+    Interceptors are functions that may return an operator's result in its place; they are asked in turn. If none does,
+    `run` runs the operator, and `account` enters the storages that it made into the ledger.
 
     Attributes:
         place: The stack of module calls of this thread.
@@ -84,7 +84,7 @@ class AccountingMode(OperatorMode):
         self._has_workspace = {False: False, True: False}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return what an interceptor returns for the operator, or run it and account for the storages that it made."""
+        """Return the operator's result from an interceptor, or run the operator and count the storages it makes."""
         if func is DEVICE_OF and type(args[0]) is FakeTensor:  # more than half of all calls in a simulated step
             return args[0].fake_device
         if types and not _ORDINARY.issuperset(types):
@@ -115,7 +115,7 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Charge new storages to a module whose call begins; return the depth for `ModuleScopes.leave_to`."""
+        """Begin a module's call: charge new storages to the module. Return the depth for `ModuleScopes.leave_to`."""
         place = self.place
         # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
@@ -196,7 +196,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category, module)
 
     def leave_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors off the device if their category is OTHER; those of other categories are in use there."""
+        """Take tensors off the device, so that they count as host memory; those with a category other than OTHER stay."""
         for tensor in tensors:
             for part in parts(tensor):
                 entry = self._ledger.find(storage_key(part))
@@ -224,7 +224,7 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result: the one that `result_of` supplies, otherwise the result of running it."""
+        """Return the result that the function `result_of` has for an operator; if it has none, run the operator."""
         known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
         return func(*args, **kwargs) if known is NotImplemented else known
 
@@ -271,7 +271,7 @@ class AccountingMode(OperatorMode):
         return out
 
     def _is_count_of_steps(self, kind: OperatorKind, func: Any, args: Any) -> bool:
-        """Return whether an operator makes an optimizer's step count, which a run on a GPU keeps in host memory."""
+        """Return whether an operator makes the step count of an optimizer, which stays in host memory on a GPU too."""
         if not (self._cuda_like and self.place.in_step):
             return False
         return kind is OperatorKind.LIFTED or (func is _ZEROS and self.place.counts_on_host and not args[0])

@@ -88,7 +88,7 @@ def enter_all(
     Args:
         thing: The tensor, module or optimizer.
         enter: Puts a tensor on the device, with a category or None.
-        flatten: Moves a recurrent layer's weights into one buffer, which it passes to a function; None to skip this.
+        flatten: Called with each module and `enter` to move a recurrent layer's weights into one buffer, or None.
     """
     if isinstance(thing, nn.Module):
         # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after

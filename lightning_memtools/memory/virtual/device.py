@@ -419,7 +419,7 @@ class VirtualDevice:
         )
 
     def _mode_or_new(self) -> AccountingMode:
-        """Return this thread's accounting mode; outside of the with statement, a new mode that is not entered."""
+        """Return this thread's accounting mode if this device is active; otherwise a new mode, which is not entered."""
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 

@@ -130,7 +130,7 @@ class VirtualLedger:
 
     @contextmanager
     def workspaces(self) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
-        """Yield two functions: one allocates blocks that live until the context ends, the other frees them earlier.
+        """Context manager for temporary blocks: yields a function that allocates some, and one that frees some early.
 
         Both take the sizes of any number of blocks in bytes, and ignore sizes of 0. The first raises
         SimulatedOutOfMemory if the device has too little memory.
@@ -181,7 +181,7 @@ class VirtualLedger:
         self._settle_late()
 
     def assign(self, entry: LedgerEntry, category: Category, module: str | None = None) -> None:
-        """Set a storage's category and module. The composition at the peak changes too, if the storage was in it."""
+        """Set a storage's category and module. If it existed at the peak, the bytes at the peak are corrected too."""
         if module is not None:
             entry.module = module
         if entry.category is category:

@@ -17,7 +17,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
-    """Patch DataLoader so that the batches that loaders yield are counted, and nothing else that loaders make."""
+    """Patch DataLoader so that its batches count as device memory, and everything else that it makes does not."""
     copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:

@@ -60,7 +60,7 @@ class ModuleScopes:
         return None if scope is OUTSIDE or scope is OPTIMIZER else scope
 
     def purpose(self, args: Any, kwargs: Any) -> tuple[Category, str]:
-        """Return the category and the module of the memory that an operator with these arguments allocates now."""
+        """Return the category and the module of memory that an operator with these arguments would allocate now."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         if current_graph_task() != -1:
             if isinstance(current_autograd_node(), AccumulateGrad):

@@ -42,7 +42,7 @@ class Patches:
         self._done.append((owner, name, own, new))
 
     def undo(self) -> None:
-        """Restore all attributes, except those that other code has replaced since, whose replacements call ours."""
+        """Restore all attributes, except those that other code has replaced again since then."""
         self.undone = True
         while self._done:
             owner, name, own, new = self._done.pop()

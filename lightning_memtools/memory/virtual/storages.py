@@ -55,7 +55,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def flat(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operator's arguments or results, also those in lists (operators nest no deeper)."""
+    """Yield the tensors among an operator's arguments or results, including those in lists and tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

@@ -27,7 +27,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Report every module call to the dispatch mode that `find` returns; call `say_eager` for compiled modules."""
+    """Report module calls to the accounting mode that `find` returns; call `say_eager` if a module is compiled."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
-    """Patch threads so that a counted thread's new threads are counted too; autograd passes the mode to its own."""
+    """Patch threads so that a new thread counts its storages if the thread that starts it does."""
 
     def make(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
@@ -185,7 +185,7 @@ class DeviceHooks:
         find: Returns the accounting mode of the thread that calls it.
         seen: Called with each optimizer that takes a step.
         run_counted: Runs a new thread's work with an accounting mode.
-        cuda_like: Make dropout, autocast and optimizers behave as on CUDA.
+        cuda_like: Whether to make dropout, autocast and optimizers behave as on CUDA.
     """
 
     def __init__(
