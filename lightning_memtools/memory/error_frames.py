@@ -34,7 +34,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame, without keeping them alive in the frame."""
+    """Return the local variables of a frame; this does not make the frame keep their values alive for longer."""
     snapshot = frame.f_locals
     variables = dict(snapshot)
     # Until Python 3.13 the frame keeps the snapshot, and with it what the function deletes later.

@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a garbage collection may take: `seconds`, or a fraction (`share`) of the time since the last."""
+    """The time that a garbage collection may take: `seconds` or, if longer, `share` of the time since the last one."""
 
     seconds: float
     share: float

@@ -70,7 +70,7 @@ def slots_of(thing: Any) -> dict[str, Any]:
 
 
 def slot_names(kind: type) -> list[str]:
-    """Return the names of a class's slots, inherited ones included, as `getattr` takes them."""
+    """Return the names of a class's slots, including inherited ones, in the form that `getattr` needs."""
     return [name for base in kind.__mro__ for name in _own_slot_names(base)]
 
 
@@ -159,7 +159,7 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
 
 
 def in_new_containers(batch: Any) -> Any:
-    """Copy the containers of a batch but not its tensors, so that a step can change its own containers freely."""
+    """Copy a batch's containers but not its tensors, so that the copy stays as it is if a step changes the batch."""
     if isinstance(batch, torch.Tensor):
         return batch
     with suppress(Exception):  # an object of the user's may refuse to be copied
@@ -186,7 +186,7 @@ def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list
 
 
 def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all tensors that a module and its submodules keep in attributes, not as buffers."""
+    """Yield (name, tensor) for all tensors that a module and its submodules keep as plain attributes, not as buffers."""
     of_every_module = vars(torch.nn.Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""

@@ -77,7 +77,7 @@ def says_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return the size that an out-of-memory error names, in bytes, such as 2.00 GiB; None if it names no size."""
+    """Return the bytes that could not be allocated, as read from the error's message; None if it names no size."""
     for one in error_chain(error):
         found = _TRIED.search(str(one)) if says_out_of_memory(one) else None
         if found is not None:

@@ -53,7 +53,7 @@ class PeakWindow:
         return stats
 
     def restart(self) -> None:
-        """Forget the peak. A running window starts again from now. Call this after `PeakCounter.fold`."""
+        """Forget the peak; a running window goes on from now. Call `PeakCounter.fold` right before."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class PeakCounter:
         return reader
 
     def open(self) -> PeakWindow:
-        """Return a paused window; `resume()` starts it."""
+        """Return a new `PeakWindow`, which is paused until `resume()` is called."""
         return PeakWindow(self)
 
     def fold(self, *, reset: bool = True) -> MemoryStats:
@@ -267,7 +267,7 @@ class PhaseWatch:
         self._hooks: list[RemovableHandle] = []
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """End the optimizer phase when an optimizer's step returns; Lightning has no hook for that moment."""
+        """Let the optimizer phase end whenever a step of these optimizers returns; Lightning has no hook there."""
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.switch(self.between)))
 

@@ -139,7 +139,7 @@ def values_named_in_steps(kind: type[nn.Module]) -> Iterator[Any]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the function of a method, a property or a partial; anything else as it is."""
+    """Return the function behind a method, a property or a partial; return anything else unchanged."""
     if isinstance(value, (classmethod, staticmethod, MethodType)):
         return value.__func__
     if isinstance(value, property):

@@ -77,7 +77,7 @@ class AcceleratorReader:
         torch.accelerator.empty_cache()
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Return None: a real device does not know the categories."""
+        """Return None: a real device does not know which category its memory belongs to."""
         return None
 
 
@@ -129,7 +129,7 @@ class MpsReader:
         torch.mps.empty_cache()
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Return None: a real device does not know the categories."""
+        """Return None: a real device does not know which category its memory belongs to."""
         return None
 
 

@@ -63,7 +63,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
 
     Args:
         error: The error that was caught.
-        model: The model whose gradients become None. By default all models in variables of the error's frames.
+        model: The model whose gradients become None; by default, all models in local variables of the error's frames.
     """
     running = _running_frames_of(error)
     models = _models_of(error) if model is None else [model]

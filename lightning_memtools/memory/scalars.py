@@ -65,12 +65,12 @@ def composition_scalars(point: MemoryPoint) -> dict[str, float]:
 
 
 def phase_scalars(peaks: Mapping[Phase, int]) -> dict[str, float]:
-    """Return the peaks of forward, backward and optimizer in GiB."""
+    """Return the peak memory of the phases (forward, backward and optimizer) in GiB, by log tag."""
     return {f"memory/train/peak_{phase}_gib": to_gib(n_bytes) for phase, n_bytes in peaks.items()}
 
 
 def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage) -> dict[str, float]:
-    """Merge the ranks' scalars: the maximum of each, the smallest peak, and the rank with the largest peak.
+    """Merge the ranks' scalars: each tag's maximum; of the peak also the minimum and the rank with the maximum.
 
     Args:
         by_rank: One mapping per rank, from log tags to values; a rank may lack some tags.

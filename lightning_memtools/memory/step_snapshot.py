@@ -26,8 +26,8 @@ class StepSnapshot:
     """Records the allocator's history during one step, from `begin` to `end`.
 
     On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
-    The module is the innermost that is being called; in backward, the last one whose output has got its gradient. A
-    VirtualDevice names modules by itself.
+    The module is the innermost that is being called; in backward, the last one whose output has received its gradient.
+    A VirtualDevice names modules by itself.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class StepSnapshot:
         return snapshot
 
     def stop(self) -> None:
-        """Stop recording, and remove what was added to the model. Idempotent."""
+        """Stop recording, and remove the hooks that were added to the model. Idempotent."""
         self._recording.stop()
         if self._labels is not None:
             self._labels.remove()
         self._labels = self._batch = None
 
     def _addresses(self) -> dict[str, dict[int, str]]:
-        """Return, per category, the addresses of the blocks that have an owner now, and the names of their tensors."""
+        """Return, for each category, a dict from the addresses of the blocks it owns to the names of their tensors."""
         address_of = self._reader.address_of if isinstance(self._reader, KnowsItsTensors) else cuda_address
         named: dict[str, dict[int, str]] = {category: {} for category in CATEGORIES_OF_OWNERS}
         owners = block_owners(self._model, self._optimizers, self._batch, address_of=address_of)

@@ -22,7 +22,7 @@ AllocationContext = tuple[int, str | None]
 
 
 class TraceEventKind(IntEnum):
-    """The kinds of events in a trace. After each kind, parentheses say what the number of such an event means."""
+    """The kinds of events in a trace. The comment on each kind explains the number that such an event carries."""
 
     MALLOC = 0
     """An allocation (bytes asked for). Allocations are numbered from 1 in the order of these events."""

@@ -95,7 +95,7 @@ class HolderSearch:
     """Finds what holds tensors; tensors whose holder is found are removed from `remaining`.
 
     Args:
-        living: The tensors.
+        living: The tensors whose holders are to be found.
         names: The names of known objects, by `id`.
 
     Attributes:
@@ -115,8 +115,8 @@ class HolderSearch:
 
         Args:
             among: The tensors to search for; other tensors in the same container as one of them are yielded too.
-            is_pile: Called with the tensors that a function or generator holds. If it returns True, the function is
-                yielded as the holder. Otherwise what holds the function is, as many functions may hold one tensor each.
+            is_pile: Called with the tensors that a function or generator holds. If it returns False, the holder of that
+                function is yielded instead of the function, since many functions may hold one tensor each.
             end: The value of `time.thread_time()` after which no further holder is searched for.
         """
         least = LEAST_SHARE * bytes_of(among)

@@ -141,7 +141,7 @@ def namespace_of(holder: Any) -> dict[str, Any] | None:
 
 
 def content_of(cell: CellType) -> Any:
-    """Return the value of a closure's variable; None if it has none."""
+    """Return the value in a cell of a closure; None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet, or was deleted

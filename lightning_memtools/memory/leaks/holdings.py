@@ -189,7 +189,7 @@ class _HoldingSearch:
 
 
 def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor's graph has saved, and add its nodes to `seen`; nodes in `seen` are skipped.
+    """Yield the tensors that a tensor's autograd graph has saved. Skip the nodes in `seen`, and add the others to it.
 
     Saved tensors with hooks, as under checkpointing, are left out, because reading them would run the hooks.
     """

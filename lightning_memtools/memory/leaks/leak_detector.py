@@ -59,11 +59,11 @@ class LeakDetector:
     * What the model and its optimizers own does not count, whenever it is allocated.
     * Tensors count only if one container still holds some from each interval between these readings. So nothing that is
       replaced is reported, whatever its size: the last batch, the last outputs, running means.
-    * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
-      of the growth: sizes that vary by chance sometimes rise three times in a row too.
+    * A tensor that is replaced by larger and larger ones counts only after twice as many readings, and only if it makes
+      up half of the growth: sizes that vary by chance may also rise three times in a row.
     * What no Python object holds does not count, because there is no holder to name and no advice to give.
     * What is in a container with a maximum size (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
-    * Growth that `may_wait` is reported after twelve readings: a cache that fills up in ten epochs is full by then.
+    * If `may_wait` returns True, growth is reported only after twelve readings, when most caches have filled up.
 
     Args:
         on_device: Returns whether a tensor is on the device.
@@ -128,7 +128,7 @@ class LeakDetector:
         return False
 
     def _find_growing_tensors(self, owned: Owned) -> list[Holding]:
-        """Take a census, and once growth has gone on for long enough, find the tensors that pile up."""
+        """Find the tensors on the device, and once growth has gone on for long enough, return those that pile up."""
         n_growths = len(self._levels) - 1
         # If the wait for the next look is longer, only the last readings matter.
         if n_growths <= self._next_look - self._warn_after:

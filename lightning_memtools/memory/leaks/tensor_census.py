@@ -92,7 +92,7 @@ class TensorCensus:
 
 
 def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each tensor with None, and each gradient with its leaf, since the garbage collector lists no gradients."""
+    """Yield (tensor, None) for each tensor, and (gradient, tensor) for its gradient, which the gc does not list."""
     for tensor in tensors:
         yield tensor, None
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:

@@ -196,7 +196,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category, module)
 
     def leave_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors off the device, so that they count as host memory; those with a category other than OTHER stay."""
+        """Take tensors of the category OTHER off the device: they are host memory. Tensors of other categories stay."""
         for tensor in tensors:
             for part in parts(tensor):
                 entry = self._ledger.find(storage_key(part))

@@ -109,7 +109,7 @@ def enter_all(
 
 
 def trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
-    """Yield the modules, optimizers and tensors in nested containers; for a wrapped optimizer, the one inside."""
+    """Yield the modules, optimizers and tensors in nested containers; a wrapped optimizer is unwrapped first."""
     if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
         yield thing
     elif isinstance(getattr(thing, "optimizer", None), Optimizer):

@@ -259,7 +259,7 @@ class VirtualDevice:
     # --- listening, and rules of operators
 
     def listen(self, listener: DeviceListener) -> None:
-        """Call a listener at every operator, module call, allocation and free, once the device is entered again."""
+        """Call a listener at every operator, module call, allocation and free, from the next `with` block on."""
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
@@ -402,7 +402,7 @@ class VirtualDevice:
         _active.remove(self)
 
     def reset_in_fork(self) -> None:
-        """Reset the device to one that was never entered, so that a forked rank can enter it."""
+        """Reset the device to one that was never entered, so that a forked process can enter it."""
         self._leave()
         VirtualDevice.__init__(self, **self._options)
 

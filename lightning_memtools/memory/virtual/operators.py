@@ -41,7 +41,7 @@ _MATMULS = {
 
 
 def kind_of(func: Any) -> OperatorKind:
-    """Return how an operator affects storages. Anything but an OpOverload counts as FRESH, which makes new storages."""
+    """Return how an operator affects storages. For anything but an OpOverload, assume FRESH: it makes new storages."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
     schema = operator_schema(func)
@@ -58,7 +58,7 @@ def kind_of(func: Any) -> OperatorKind:
 
 
 def is_matmul(func: Any) -> bool:
-    """Return whether cuBLAS computes this operator on a GPU."""
+    """Return whether an operator is a matrix product, which cuBLAS computes on a GPU."""
     return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
 
 

@@ -71,7 +71,7 @@ _COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelt
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Add hooks that report the start and end of optimizer steps, and of their closures, to the accounting mode."""
+    """Add hooks that tell the accounting mode where optimizer steps and their closures begin and end."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
