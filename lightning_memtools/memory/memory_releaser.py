@@ -218,7 +218,7 @@ def reclaimable_bytes(stats: MemoryStats) -> int:
 
     Reserved memory is in use (active), or free beside used blocks of the same segment (inactive split, which stays), or
     free as whole segments. The last is the difference of three counters that the allocator keeps anyway; walking
-    `memory_snapshot` would cost milliseconds for the same figure. Two things make it an upper bound: segments of
+    `memory_snapshot` would cost milliseconds for the same number. Two things make it an upper bound: segments of
     private pools (CUDA graphs) stay while their graph lives, and expandable segments release whole pages only. On a
     device that does not count splits (MPS), it is an upper bound too.
     """

@@ -186,7 +186,7 @@ def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list
 
 
 def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all tensors that a module and its submodules keep as plain attributes, not as buffers."""
+    """Yield (name, tensor) for all tensors in plain attributes (not buffers) of a module and its submodules."""
     of_every_module = vars(torch.nn.Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""

@@ -31,7 +31,7 @@ class PeakWindow:
     Attributes:
         allocated: Highest allocated bytes; None before the first reading, or where the device keeps no peaks.
         reserved: The same for reserved bytes.
-        composition: Bytes per category when allocated was highest; None if the device cannot tell.
+        composition: Bytes per category, such as parameters, at the allocated peak; None if the device cannot tell.
     """
 
     def __init__(self, counter: PeakCounter) -> None:
@@ -109,7 +109,7 @@ class PeakCounter:
         return stats
 
     def forget(self) -> None:
-        """Drop the device's peaks since the last reading, so that no window gets them."""
+        """Drop the device's peaks since the last reading, so that no `PeakWindow` receives them."""
         self.reader.reset_peaks()
 
 
@@ -133,7 +133,7 @@ class MemoryPoint:
         stats: The device's statistics at this moment.
         peak_allocated: Highest allocated bytes since the stage's last point; None if the device keeps no peaks.
         peak_reserved: The same for reserved bytes.
-        composition: Bytes per category when allocated was highest; None if the device cannot tell.
+        composition: Bytes per category, such as parameters, at the allocated peak; None if the device cannot tell.
     """
 
     stats: MemoryStats

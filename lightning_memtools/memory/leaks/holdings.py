@@ -38,7 +38,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class BlockNotes:
-    """Looks up a tensor's block in a recording of the allocator; the defaults are for the case of no recording.
+    """Looks up the block of a tensor in a recording of the allocator; by default there is no recording.
 
     Attributes:
         is_young: Returns True if the tensor was allocated since the present batch began.
@@ -89,7 +89,7 @@ def find_holdings(
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> list[LivingTensor]:
-    """Return the tensors that are older than the present batch, except those whose storages are left out."""
+    """Return the tensors that are older than the present batch, except those with storages in `left_out`."""
     return [one for one in TensorCensus(on_device).take(left_out) if not any(map(notes.is_young, one.tensors))]
 
 

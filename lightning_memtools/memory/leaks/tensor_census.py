@@ -60,7 +60,7 @@ class TensorCensus:
         self.number = 0
 
     def take(self, leave_out: Collection[int] = ()) -> list[LivingTensor]:
-        """Return the tensors that are on the device now, except those whose storage ids (`storage_of`) are left out."""
+        """Return the tensors on the device now, except those with a storage id (`storage_of`) in `leave_out`."""
         self.number += 1
         living: dict[int, LivingTensor] = {}
         births: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}

@@ -309,7 +309,7 @@ class VirtualDevice:
 
     @property
     def simulated(self) -> bool:
-        """True, because these figures are not those of a real device."""
+        """True, because the memory of this device is simulated."""
         return True
 
     def stats(self) -> MemoryStats:
@@ -318,7 +318,7 @@ class VirtualDevice:
         return self._allocator.stats()
 
     def reset_peaks(self) -> None:
-        """Set the peaks, and the composition at the peak, to the current values."""
+        """Set the peaks, and the bytes per category at the peak, to the current values."""
         self._ledger.reset_peaks()
 
     def empty_cache(self) -> None:

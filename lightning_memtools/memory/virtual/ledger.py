@@ -242,7 +242,7 @@ class VirtualLedger:
         return list(self._bytes_at_peak)
 
     def reset_peaks(self) -> None:
-        """Set the allocator's peaks, and the composition at the peak, to the current values."""
+        """Set the allocator's peaks, and the bytes per category at the peak, to the current values."""
         self.settle()
         with self._lock:
             self.allocator.reset_peaks()
