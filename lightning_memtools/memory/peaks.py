@@ -127,7 +127,7 @@ def peak_counter(reader: MemoryReader) -> PeakCounter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """One point on the memory curve of a stage.
+    """One reading of the memory during a stage, which becomes a point on the logged curve.
 
     Attributes:
         stats: The device's statistics at this moment.

@@ -38,7 +38,7 @@ class FailedStepRelease:
         freed_bytes: The allocated memory that was freed, over all devices.
         allocated_bytes: The memory that is still allocated.
         owned_bytes: The part of `allocated_bytes` that models and optimizers own.
-        holders: What holds the largest other tensors, each with the size.
+        holders: Descriptions of what holds the largest other tensors, with their sizes.
     """
 
     freed_bytes: int

@@ -58,7 +58,7 @@ Rule = Callable[[Call], Any]
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a dense copy of a tensor."""
+    """Return the size in bytes of a dense copy of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -203,7 +203,7 @@ def _are_alike(total: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the number of elements that a tensor spans in memory; a dense tensor spans only its own elements."""
+    """Return the number of elements in memory from a tensor's first to its last, including any gaps between them."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

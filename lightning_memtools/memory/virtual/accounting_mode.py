@@ -229,7 +229,7 @@ class AccountingMode(OperatorMode):
         return func(*args, **kwargs) if known is NotImplemented else known
 
     def account(self, kind: OperatorKind, out: Any, args: Any, kwargs: Any) -> None:
-        """Put the storages of an operator's result on the device, except those that its arguments have.
+        """Put the storages of an operator's result on the device, except those that it shares with the arguments.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.

@@ -96,7 +96,7 @@ class VirtualLedger:
         return list(self._entries.values())
 
     def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> LedgerEntry | None:
-        """Allocate a block for a storage and return its entry. A known storage keeps its block; an empty one gets none.
+        """Allocate a block for a storage and return its entry. A storage with a block keeps it; an empty one gets none.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
