@@ -156,7 +156,7 @@ class MemoryReleaser:
         Args:
             model: The model, which stays allocated with its gradients.
             optimizers: The optimizers, whose state stays allocated.
-            inputs: Tensors that are meant to be on the device now, such as a batch; `RetainedMemory.total` excludes them.
+            inputs: Tensors that belong on the device now, such as a batch; `RetainedMemory.total` excludes them.
             exact: Whether to collect small amounts of garbage too, so that the result does not count them.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
