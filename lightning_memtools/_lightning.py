@@ -102,7 +102,7 @@ def training_step(trainer: Trainer) -> int:
 
 
 def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"]:
-    """Return the running stage; the sanity check counts as "val". No public attribute uses these names."""
+    """Return the running stage; the sanity check is "val". The public `trainer.state.stage` has other names."""
     stage: Any = trainer.state.stage
     return stage.dataloader_prefix  # type: ignore[no-any-return]
 
@@ -307,7 +307,7 @@ _STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_g
 
 
 def running_hook() -> str:
-    """Return the hook or task that Lightning is running: "EMA.on_train_epoch_end" or "saving a checkpoint", say.
+    """Return the hook or task that Lightning is running, such as "EMA.on_train_epoch_end" or "saving a checkpoint".
 
     The result is "" within a step. The hook is read from the stack, because Lightning reports it only to profilers.
     """
@@ -456,7 +456,7 @@ def set_root_directory(trainer: Trainer, directory: str) -> None:
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Replace the collectives that the loop runs in every batch with no-ops, until the loop's attributes are restored.
+    """Replace the collectives that run in every batch with no-ops, until the caller restores the attributes.
 
     A rank that has run out of memory can no longer take part, so the other ranks would wait for it. Lightning has no
     switch to turn collectives off.
@@ -520,7 +520,7 @@ class StepClosure:
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
     """Make Lightning call `run` for each training batch's forward and backward; return a function that undoes this.
 
-    No hook wraps both, and only the closure can be run again within the batch.
+    No hook wraps both, and nothing but the closure can run twice for the same batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
 
@@ -596,5 +596,5 @@ def count_as(trainer: Trainer, original: Trainer) -> None:
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:
-    """Make every batch count as one before the last of a gradient accumulation if `condition`, or as the last."""
+    """Make every batch only accumulate gradients if `condition` is True, or end with an optimizer step if False."""
     trainer.fit_loop._should_accumulate = lambda: condition  # type: ignore[method-assign]

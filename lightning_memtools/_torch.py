@@ -382,7 +382,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
     """Start recording the requests to the CUDA allocator, or turn stacks on or off in a running recording.
 
     Only allocations get a stack, and only of Python frames: C++ stacks make a dump take minutes (torchtitan measured
-    461 s against 4 s), and frees need none. torch documents the function under its underscored name.
+    461 s against 4 s), and frees need none. torch documents the function, but its name is private.
 
     Raises:
         RuntimeError: The allocator is not torch's own (cudaMallocAsync, pluggable ones), and keeps no history.
@@ -391,7 +391,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the CUDA allocator's history, by a function that torch documents although its name is private."""
+    """Stop recording the CUDA allocator's history. torch documents the function, but its name is private."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -406,7 +406,7 @@ def is_cuda_history_recorded() -> bool:
 
 
 def label_cuda_memory(label: str) -> None:
-    """Label all later allocations in the recorded history; torch documents the function under its underscored name.
+    """Label all later allocations in the recorded history. torch documents the function, but its name is private.
 
     Does nothing in versions of torch without labels.
     """
@@ -416,7 +416,7 @@ def label_cuda_memory(label: str) -> None:
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """Return the CUDA memory snapshot, by a function that torch documents although its name is private.
+    """Return the CUDA memory snapshot. torch documents the function, but its name is private.
 
     torch 2.13 imports its compiler for this, to look up generated code, which takes 2 s. If the compiler has not been
     imported before, there is no generated code, so a placeholder is imported instead.
@@ -504,7 +504,7 @@ def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> It
 
 
 def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Make DDP average the gradients of the next backward pass, which it otherwise does only after its own forward."""
+    """Make DDP average the gradients of the next backward pass, even without a forward pass through DDP before it."""
     wrapper.reducer.prepare_for_backward([])
 
 
@@ -527,7 +527,7 @@ def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 
 def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a DDP module has a communication hook, which averages the gradients; there is no public API."""
+    """Return whether DDP leaves averaging the gradients to a communication hook; there is no public API to ask."""
     return bool(wrapper._comm_hooks)
 
 
@@ -538,8 +538,8 @@ def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Context manager: this process acts as one of several ranks, and collectives return only this rank's own values.
 
-    torch's private "fake" backend moves no tensors. Functions that exchange objects do not support it, so they are
-    replaced, too. This can go once torch has a public single-process backend.
+    torch's private "fake" backend moves no data, so the functions that exchange Python objects are replaced, too,
+    inside torch. This can go once torch has a public single-process backend.
     """
     from torch import distributed  # noqa: PLC0415, may not be built in
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415, registers the backend

@@ -130,9 +130,9 @@ def _gpu_named(capacity: str | None) -> str | None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
-    """Return the rows of up to `n` GPUs before and after the point where the step begins to fit, and that of `asked`.
+    """Return the rows of the `n` largest GPUs that are too small, the `n` smallest that suffice, and the GPU `asked`.
 
-    `rows` are (GPU, "yes" or "no"), sorted by memory size; `asked` is a GPU to include in any case.
+    `rows` are (GPU, whether it fits: "yes" or "no"), sorted by memory size.
     """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]

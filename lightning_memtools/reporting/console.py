@@ -76,7 +76,7 @@ def end_progress_bar(bar: object) -> None:
 
 
 def drop_what_is_left() -> None:
-    """Discard buffered output after stdout's pipe broke; otherwise Python would exit with an error code."""
+    """Discard output that is buffered for a broken pipe; otherwise Python would exit with an error code."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

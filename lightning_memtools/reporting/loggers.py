@@ -33,7 +33,7 @@ def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) 
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars at a step to every logger, on rank 0. Loggers that keep another library's history are skipped."""
+    """Write scalars at a step to every logger, on rank 0, except loggers with a `history` dict, such as scVI's."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:

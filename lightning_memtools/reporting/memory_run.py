@@ -110,7 +110,7 @@ class MemoryRun:
             self._early.leave_out(alloc_retries)
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin the train stage at a training step; see `PhaseWatch` for `between_phases`."""
+        """Begin training; `between_phases` is the phase to which time after backward or an optimizer step counts."""
         self.last_step = step - 1
         if self._phases is not None:
             self._phases.between = between_phases

@@ -27,7 +27,7 @@ class Spike:
 class SpikeWindow:
     """Decides whether each value is a spike, by comparing it with the values before it.
 
-    A value is a spike if it exceeds the median by more than `sensitivity` times what the 95% quantile exceeds it by.
+    A value is a spike if its distance above the median is more than `sensitivity` times that of the 95% quantile.
     This is computed on a log scale, because losses and gradient norms vary by factors, or on a linear scale if a value
     is 0 or below. With normal noise, a `sensitivity` of 4 means 6.6 standard deviations. If the distribution has heavy
     tails, the limit on a log scale is very high; then 3 * `sensitivity` on a linear scale is used. Every value joins

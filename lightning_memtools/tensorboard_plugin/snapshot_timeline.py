@@ -181,7 +181,7 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
-    """Return the category of a block of unknown owner, by its phase; without marks, the line that allocated it."""
+    """Return the category of a block of unknown owner, by its phase; if unknown, the line that allocated it."""
     if not is_marked:
         line = _line_of(block, ("/torch/",))
         return block.label or line or (block.stack[0] if block.stack else "(no stack)")

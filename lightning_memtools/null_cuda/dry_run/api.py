@@ -31,7 +31,7 @@ class DryRunSpec:
     """The arguments of `dry_run` for the child process that runs the script, as JSON values.
 
     Attributes:
-        checks_seconds: The CPU seconds that an out-of-memory report may spend on trying changes; None for the default.
+        checks_seconds: The CPU seconds that an out-of-memory report may spend to try changes; None for the default.
         strategy: The strategy for Trainers to which the script passes none; None for Lightning's default.
     """
 

@@ -121,7 +121,7 @@ def _values_followed() -> Iterator[KnownValues]:
 
 
 def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `trunc_normal_` that resamples CUDA tensors once. The original resamples until values are in range."""
+    """Return a `trunc_normal_` that resamples CUDA tensors once; the original loops until all values are in range."""
 
     def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_cuda:

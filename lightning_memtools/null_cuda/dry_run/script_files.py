@@ -17,7 +17,7 @@ _LARGEST_WHOLE_TENSOR = 2**24
 
 
 class ScriptFiles:
-    """Redirects what the script saves to another folder if it would overwrite an existing file.
+    """Makes the script save a file in the dry run's folder if it would otherwise overwrite an existing file.
 
     Args:
         directory: The folder of the dry run.
