@@ -29,7 +29,7 @@ It is the one that the program imported first; `lightning.pytorch` if it has imp
 
 
 def part_of_lightning(name: str) -> Any:
-    """Return a submodule, such as "loggers", of the Lightning package in use."""
+    """Return a submodule, such as "loggers", of the package in use: `lightning.pytorch` or `pytorch_lightning`."""
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
@@ -72,7 +72,7 @@ class EitherCallback(Callback):
     A copy or a pickle made during a run has the state from before the run.
 
     Attributes:
-        parts_of_a_run: Names of attributes that are set only during a run: in copies and pickles they are None.
+        parts_of_a_run: The names of attributes that are set only during a run. Copies and pickles have None for them.
     """
 
     parts_of_a_run: ClassVar[tuple[str, ...]] = ()
@@ -102,7 +102,7 @@ def training_step(trainer: Trainer) -> int:
 
 
 def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"]:
-    """Return the running stage; the sanity check counts as "val". No public attribute uses these names."""
+    """Return the running stage; the sanity check is "val". The public `trainer.state.stage` has other names."""
     stage: Any = trainer.state.stage
     return stage.dataloader_prefix  # type: ignore[no-any-return]
 
@@ -110,7 +110,7 @@ def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"
 def is_accumulating(trainer: Trainer) -> bool:
     """Return True if the current micro-batch is not the last of its step; always False in manual optimization.
 
-    The public counters do not cover a last, incomplete accumulation or iterable loaders; the loop does. Remove this
+    The public counters are not enough if an epoch ends within an accumulation or a loader has no length. Remove this
     once the Trainer has a public attribute for it.
     """
     if trainer.lightning_module is not None and not trainer.lightning_module.automatic_optimization:
@@ -160,7 +160,7 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the counters (total and current) that a training step advances: batches, epochs, then updates."""
+    """Return all counters that a training step advances: those of batches first, then of epochs and of updates."""
     loop: Any = trainer.fit_loop.epoch_loop
     by_lightning = loop.automatic_optimization.optim_progress.optimizer
     updates = [by_lightning.step, by_lightning.zero_grad, loop.manual_optimization.optim_step_progress]
@@ -171,8 +171,8 @@ def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
 class LoopMarker:
     """Saves and restores all counters that a training step advances, and the states of the LR schedulers.
 
-    `trainer.global_step` is read-only, and checkpoints are written from these counters. Create the marker when training
-    starts: some counters do not exist before. Remove it once a public API can set a Trainer back to an earlier step.
+    `trainer.global_step` is read-only, and checkpoints store these counters. Create the marker when training starts,
+    because some counters do not exist before. Remove it once a public API can set a Trainer back to an earlier step.
 
     Args:
         trainer: The Trainer.
@@ -183,14 +183,14 @@ class LoopMarker:
         self._counters = _counters_of(trainer)
 
     def mark_updates(self) -> Callable[[], None]:
-        """Save only the update counters and the schedulers, and return a function that restores them.
+        """Save the counters of updates and the LR schedulers, and return a function that restores them.
 
-        The batch counters and the x axis of logs keep counting: batches whose updates are undone still count as seen.
+        Batches still count as seen after their updates are undone, so the batch counters are not restored.
         """
         return self._saved(self._counters[4:])
 
     def mark(self) -> Callable[[], None]:
-        """Save all counters and schedulers, and return a function that restores them. Data loaders are not reset."""
+        """Save all counters and LR schedulers; return a function that restores them. Data loaders are not reset."""
         loop, restore = self._trainer.fit_loop.epoch_loop, self._saved(self._counters)
         stepped, is_last = loop._batches_that_stepped, loop.batch_progress.is_last_batch
 
@@ -235,8 +235,8 @@ def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], No
 def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Callable[[], None]:
     """Have `before_update(optimizer)` called right before each update, and return a function that undoes this.
 
-    At that point gradients are clipped and all hooks have run; no Lightning hook runs that late. The replaced method of
-    the precision plugin runs in automatic and in manual optimization.
+    At that point gradients have been clipped and all hooks have run. No Lightning hook runs that late, so a method of
+    the precision plugin is replaced, which both automatic and manual optimization call.
     """
 
     def watched(after_closure: Callable[..., Any], model: Any, optimizer: Any) -> None:
@@ -247,7 +247,7 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
 
 
 class _ReplacedMethod:
-    """Replaces an object's method with a function that gets the original first. Copies of the object are unaffected."""
+    """Replaces a method of one object with a function whose first argument is the original method."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
@@ -263,7 +263,7 @@ class _ReplacedMethod:
         return self._replacement(self._original, *args, **options)
 
     def undo(self) -> None:
-        """Restore the method. Idempotent."""
+        """Restore the original method. Idempotent."""
         self._is_active = False
         # Someone else may have wrapped it since: then ours stays inside theirs and does nothing of its own.
         if vars(self._owner).get(self._name) is self:
@@ -296,7 +296,7 @@ def callbacks_of(trainer: Trainer) -> list[Any]:
 
 
 def forget_batch(trainer: Trainer) -> None:
-    """Release the batch that `self.log`'s bookkeeping still holds after a failed step. No public API does this."""
+    """Release the batch that Lightning still holds for `self.log` after a step failed. No public API does this."""
     results: Any = trainer._results
     if results is not None:
         results.batch = None
@@ -307,9 +307,9 @@ _STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_g
 
 
 def running_hook() -> str:
-    """Return the running hook, such as "EMA.on_train_epoch_end", or Lightning's task, such as "saving a checkpoint".
+    """Return the hook or task that Lightning is running, such as "EMA.on_train_epoch_end" or "saving a checkpoint".
 
-    Return "" within a step. The hook is read from the stack, because Lightning reports it only to profilers.
+    The result is "" within a step. The hook is read from the stack, because Lightning reports it only to profilers.
     """
     frame = inspect.currentframe()
     hook = ""
@@ -325,7 +325,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return which hook or task (such as "saving a checkpoint") a stack frame of Lightning is running; "" if none."""
+    """Return the hook or task that a stack frame of Lightning is running, such as "saving a checkpoint"; "" if none."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -359,9 +359,9 @@ def saves_on_exception(trainer: Trainer) -> bool:
 
 
 def forbid_saving_on_exception(trainer: Trainer) -> None:
-    """Keep ModelCheckpoint(save_on_exception=True) from saving this step, whose weights are bad.
+    """Keep ModelCheckpoint(save_on_exception=True) from saving the weights of this step, which are bad.
 
-    ModelCheckpoint has no public switch for this, so its private record says that this step is already saved.
+    ModelCheckpoint has no public switch for this, so its private attributes are set as if it had already saved.
     """
     for callback in callbacks_of(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
@@ -374,7 +374,7 @@ def gradient_scaler(trainer: Trainer) -> Any:
 
 
 def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"]) -> Any:
-    """Return the loop that runs a stage in the current call of the Trainer. Validation within fit has its own loop."""
+    """Return the Trainer's loop for a stage. While `trainer.fit` runs, "val" is the validation loop within training."""
     if stage == "val" and trainer.state.fn == "fit":
         return trainer.fit_loop.epoch_loop.val_loop
     return {"train": trainer.fit_loop, "val": trainer.validate_loop, "test": trainer.test_loop,
@@ -390,16 +390,16 @@ def source_of(loop: Any) -> Any:
 
 
 def forget_saved_arguments(loader: Any) -> None:
-    """Make Lightning rebuild a changed loader from its current attributes when it replaces the sampler.
+    """Make Lightning use a loader's current attributes when it recreates the loader with another sampler.
 
-    Otherwise Lightning rebuilds it from the saved arguments of its constructor, with the old batch size.
+    Otherwise Lightning would use the arguments that it saved from the constructor, with the old batch size.
     """
     for name in [name for name in vars(loader) if name.startswith("__pl_saved")]:
         delattr(loader, name)
 
 
 def forget_loaders(loop: Any) -> None:
-    """Make a loop request its loaders again at its next `setup_data`, and end the workers of the current loaders.
+    """End the workers of a loop's loaders, and make the loop's next `setup_data` create new loaders.
 
     The public `reload_dataloaders_every_n_epochs` takes effect only between epochs, not between two batch sizes.
     """
@@ -411,7 +411,7 @@ def forget_loaders(loop: Any) -> None:
 
 
 def prepared_loaders(loop: Any) -> list[Any]:
-    """Return the loaders that a loop will read, with the samplers that the Trainer inserted; [] before they are set up.
+    """Return the loaders that a loop reads, with the Trainer's samplers, as a flat list; [] before they are set up.
 
     `trainer.train_dataloader` returns the loaders as the user nested them, and predict has no such attribute. Remove
     this once the Trainer exposes the flat list.
@@ -421,7 +421,7 @@ def prepared_loaders(loop: Any) -> list[Any]:
 
 
 def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
-    """Replace each of `prepared_loaders(loop)` with `change(loader)`; restart iterators that have already started."""
+    """Replace each loader of a loop with `change(loader)`. If an iterator has already started, start a new one."""
     before = prepared_loaders(loop)
     after = [change(one) for one in before]
     if any(new is not old for new, old in zip(after, before, strict=True)):
@@ -456,10 +456,10 @@ def set_root_directory(trainer: Trainer, directory: str) -> None:
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Replace the collectives that the loop runs in every batch with no-ops, until the loop's attributes are restored.
+    """Replace the collectives that run in every batch with no-ops, until the caller restores the attributes.
 
-    A rank that has run out of memory does not take part in them, so the other ranks would wait for it. Lightning has no
-    switch to turn them off.
+    A rank that has run out of memory can no longer take part, so the other ranks would wait for it. Lightning has no
+    switch to turn collectives off.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     strategy: Any = trainer.strategy
@@ -473,7 +473,7 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Set the hyperparameter `name` in the copy that `save_hyperparameters` made for loggers, if `owner` has one."""
+    """Set a hyperparameter in the copy that `owner.save_hyperparameters` made for loggers, if there is a copy."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value
@@ -482,16 +482,16 @@ def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
 def end_the_call() -> BaseException:
     """Return an exception that ends `trainer.fit` or `trainer.validate` cleanly if raised before their loop has run.
 
-    Lightning's tuners raise it. Setting `trainer.should_stop` would not do: fit resets it and runs the sanity check.
+    Lightning's tuners raise it, too. `trainer.should_stop` is no substitute: fit resets it and runs the sanity check.
     """
     error: BaseException = part_of_lightning("utilities.exceptions")._TunerExitException()
     return error
 
 
 def is_compiled_by_lightning(module: LightningModule) -> bool:
-    """Return True if the Trainer unpacked this module from `torch.compile(module)`.
+    """Return True if the user passed `torch.compile(module)` to the Trainer.
 
-    The Trainer passes on the plain module, whose call is compiled; only this private attribute shows that.
+    The Trainer unwraps the module and passes the plain one to hooks; only a private attribute shows this.
     """
     return getattr(module, "_compiler_ctx", None) is not None
 
@@ -506,7 +506,7 @@ class StepClosure:
         results: Lightning's collection of the values that training has logged with `self.log`.
         backward: Runs the backward pass of a loss.
         zero_grad: Clears the gradients; None while gradients accumulate.
-        skipped: Makes the result that Lightning uses if training_step returned None.
+        skipped: Returns the result that Lightning uses when training_step returns None.
     """
 
     batch: Any
@@ -520,7 +520,7 @@ class StepClosure:
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
     """Make Lightning call `run` for each training batch's forward and backward; return a function that undoes this.
 
-    No hook wraps both, and only the closure can be run again within the batch.
+    No hook wraps both, and nothing but the closure can run twice for the same batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
 
@@ -561,7 +561,7 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
 def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -> None:
     """Connect a Trainer to a module and a loader, so that its loops can run without `fit`, and turn off its logging.
 
-    No public API runs a loop alone. Remove this and the next functions once the loops are public.
+    No public API runs only a loop. Remove this and the functions below once the loops are public.
     """
     states, connector = part_of_lightning("trainer.states"), trainer._logger_connector
     trainer.state.fn = states.TrainerFn({"train": "fit", "val": "validate"}.get(stage, stage))
@@ -575,7 +575,7 @@ def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -
 
 
 def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
-    """Begin an epoch of an attached Trainer, with the module's start hooks if `runs_hooks`; return the data fetcher."""
+    """Begin a training epoch after `attach`, and return the data fetcher. Runs the module's start hooks if asked to."""
     loop: Any = trainer.fit_loop
     loop.min_epochs, loop.max_epochs = 0, 1
     loop.setup_data()
@@ -596,5 +596,5 @@ def count_as(trainer: Trainer, original: Trainer) -> None:
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:
-    """Make the loop treat every batch as the last of an accumulation or, if `condition`, as an earlier one."""
+    """Make every batch only accumulate gradients if `condition` is True, or end with an optimizer step if False."""
     trainer.fit_loop._should_accumulate = lambda: condition  # type: ignore[method-assign]

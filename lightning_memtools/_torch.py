@@ -35,12 +35,12 @@ UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors are fakes, and in which operators also accept the real tensors of a step.
+    """Return a mode in which new tensors are fake, and in which operators also accept real tensors.
 
-    The mode's own cache is disabled: `RepeatedFakes` caches results of equal calls, in a tenth of the time, and torch's
-    setting applies to all modes at once. `copy.deepcopy` returns the mode itself: a copy would share the operators that
-    the original registered and remove them a second time, which crashes the process. `Tensor.__deepcopy__` copies a
-    fake's mode as one of its attributes; this override can go once it does not.
+    The mode's own cache is disabled, because `RepeatedFakes` caches results in a tenth of the time.
+
+    `copy.deepcopy` of the mode returns the mode itself. A real copy would remove registered operators a second time,
+    which crashes the process. This override can go once `Tensor.__deepcopy__` no longer copies a fake tensor's mode.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
@@ -50,9 +50,9 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fakes_copied_deeply() -> Iterator[None]:
-    """Inside, make `copy.deepcopy` copy a fake tensor as it does a real one: to a tensor with its own storage.
+    """Context manager: `copy.deepcopy` copies a fake tensor to one with its own storage, as it does a real tensor.
 
-    `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails on a scalar whose value is known. This can go
+    `Tensor.__deepcopy__` copies the attributes of a fake one by one, and fails on scalars of known value. This can go
     once FakeTensor defines `__deepcopy__`.
     """
     if "__deepcopy__" in vars(FakeTensor):
@@ -67,7 +67,7 @@ def fakes_copied_deeply() -> Iterator[None]:
 
 
 def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy with its own storage; tensors that share memory are copied separately."""
+    """Return a copy of a fake tensor with a storage of its own, even if the original shares its storage."""
     if id(fake) not in memo:
         with torch.no_grad():
             made: Tensor = fake.detach().clone()
@@ -82,8 +82,8 @@ def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
 class FakeMaker:
     """Makes fake tensors from meta tensors as FakeTensor's constructor does, but in a fifth of the time.
 
-    The constructor sets a dozen attributes one by one, through properties; here they are copied from a fake that it
-    made. This can go once the constructor is as fast.
+    The constructor sets a dozen attributes one by one, which is slow; this copies them all at once from a fake tensor
+    that the constructor made. This can go once the constructor is as fast.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -108,7 +108,7 @@ class FakeMaker:
         return fake
 
     def number(self, value: torch.Tensor) -> FakeTensor:
-        """Return a scalar fake tensor whose value stays known, as FakeTensorMode does for `torch.tensor`."""
+        """Return a scalar fake tensor whose value can be read, such as FakeTensorMode makes for `torch.tensor(3)`."""
         with without_torch_dispatch():
             kept = value.clone()
             fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
@@ -138,7 +138,7 @@ def has_accumulation_hook(parameter: nn.Parameter) -> bool:
 
 
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, child), including a child that is registered a second time, which `named_children` leaves out."""
+    """Yield (name, child) for each child of a module, even for the same child under two names."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -147,7 +147,7 @@ _POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
 
 
 def iterates_power(module: nn.Module) -> bool:
-    """Return whether each forward pass in training changes the weight by power iteration, as spectral norm does.
+    """Return whether each forward pass in training updates a module by power iteration, as spectral norm does.
 
     There is no public API to list hooks, and the parametrization's class is private.
     """
@@ -169,7 +169,7 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict of a module's own buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
+    """Return the dict of a module's own buffers, including None entries, which `named_buffers` skips."""
     return module._buffers
 
 
@@ -230,10 +230,10 @@ def autograd_sequence_number() -> int:
 
 
 def loader_with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int | None) -> DataLoader[Any]:
-    """Return a copy of a loader with another batch sampler and batch size, which shares everything else.
+    """Return a shallow copy of a loader, with another batch sampler and batch size.
 
-    DataLoader refuses assignments to these attributes, because a running iterator would not follow them; the copy has
-    no iterator. Constructing a new loader would lose a subclass's own arguments and attributes.
+    DataLoader refuses assignments to these attributes, because a running iterator would not notice; the copy has no
+    iterator. Constructing a new loader would lose the arguments and attributes that a subclass adds.
     """
     new = copy.copy(loader)
     vars(new).update(batch_sampler=batch_sampler, batch_size=size, _iterator=None)
@@ -255,10 +255,10 @@ _COLLECTIVES = (
 
 @contextmanager
 def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, replace each collective of all process groups with `replacement(name, original)`.
+    """Context manager: replace each collective of all process groups with `replacement(name, original)`.
 
-    All public functions of torch.distributed, even if imported by name, end in these methods of ProcessGroup, some of
-    which are private. This can go once torch.distributed has a public hook for collectives.
+    All functions of torch.distributed, even those imported by name, call these methods of ProcessGroup, of which some
+    are private. This can go once torch.distributed has a public hook for collectives.
     """
     group: Any = torch.distributed.ProcessGroup
     # As they are in the class: getattr would return functions, which do not become methods again.
@@ -273,7 +273,7 @@ def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callab
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running in this thread. Public hooks report single nodes only."""
+    """Return whether a backward pass is running in this thread; there is no public API."""
     running: bool = torch._C._current_graph_task_id() != -1
     return running
 
@@ -285,12 +285,12 @@ def node_in_backward() -> int:
 
 
 def saved_reduction(node: Any) -> int | None:
-    """Return the reduction of a loss's autograd node (2 is "sum"); None for other nodes. There is no public API."""
+    """Return a loss function's `reduction` from its autograd node (2 is "sum"); None for other nodes. No public API."""
     return getattr(node, "_saved_reduction", None)
 
 
 def output_shape(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of an autograd node's first forward output; None if unknown. There is no public API."""
+    """Return the shape of the first tensor that an autograd node's operator returned; None if unknown."""
     return tuple(outputs[0].shape) if (outputs := getattr(node, "_input_metadata", None)) else None
 
 
@@ -319,10 +319,10 @@ def saved_tensors_of(node: Any) -> Iterator[Tensor]:
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Return whether a tensor's own values can be read: some kinds have no memory, and reading them fails or crashes.
+    """Return whether a tensor's values can be read: some tensors have no memory, and reading them fails or crashes.
 
-    Double backward through abs gives zero tensors, which crash `isfinite`; only a private method identifies them. FSDP
-    frees the storages of tensors that live on. Non-strided layouts keep their values elsewhere.
+    FSDP frees the storage of tensors that still exist, and sparse tensors keep their values in other tensors. The
+    gradients of double backward can be ZeroTensors, on which `isfinite` crashes; only a private method detects them.
     """
     if isinstance(tensor, FakeTensor) or is_lazy(tensor) or tensor.is_meta or tensor._is_zerotensor():
         return False
@@ -348,17 +348,17 @@ def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """Concatenate the elements of tensors of one dtype into a 1-D tensor; public functions loop over them in Python."""
+    """Concatenate the elements of tensors of one dtype into a 1-D tensor, without a Python loop over the tensors."""
     return torch._C._nn.flatten_dense_tensors(tensors)
 
 
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Return the L2 norm of each tensor with one kernel; the public `get_total_norm` returns a single norm of all."""
+    """Return the L2 norm of each tensor, in one kernel; the public `get_total_norm` returns only the overall norm."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return an operator's schema: which arguments it writes to, and which types it returns. There is no public API."""
+    """Return an operator's schema, which says what types it returns and which arguments it writes to. No public API."""
     return operator._schema
 
 
@@ -371,7 +371,7 @@ DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a
 
 
 def takes_scaled_gradients(optimizer: Any) -> bool:
-    """Return whether GradScaler leaves gradients scaled for an optimizer because its kernels unscale them."""
+    """Return whether an optimizer gets scaled gradients from GradScaler, because its kernels unscale them."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -382,7 +382,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
     """Start recording the requests to the CUDA allocator, or turn stacks on or off in a running recording.
 
     Only allocations get a stack, and only of Python frames: C++ stacks make a dump take minutes (torchtitan measured
-    461 s against 4 s), and frees need none. torch documents the function under its underscored name.
+    461 s against 4 s), and frees need none. torch documents the function, but its name is private.
 
     Raises:
         RuntimeError: The allocator is not torch's own (cudaMallocAsync, pluggable ones), and keeps no history.
@@ -391,7 +391,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the CUDA allocator's history, by a function that torch documents although its name is private."""
+    """Stop recording the CUDA allocator's history. torch documents the function, but its name is private."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -406,7 +406,7 @@ def is_cuda_history_recorded() -> bool:
 
 
 def label_cuda_memory(label: str) -> None:
-    """Label all later allocations in the recorded history; torch documents the function under its underscored name.
+    """Label all later allocations in the recorded history. torch documents the function, but its name is private.
 
     Does nothing in versions of torch without labels.
     """
@@ -416,10 +416,10 @@ def label_cuda_memory(label: str) -> None:
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """Return the segments, blocks and recorded history; torch documents the function under its underscored name.
+    """Return the CUDA memory snapshot. torch documents the function, but its name is private.
 
-    torch 2.13 asks its compiler for lines of generated code, and so imports the whole compiler, which takes 2 s. If
-    nothing has imported the compiler, there are no such lines, and a placeholder module takes its place.
+    torch 2.13 imports its compiler for this, to look up generated code, which takes 2 s. If the compiler has not been
+    imported before, there is no generated code, so a placeholder is imported instead.
     """
     placeholder = None if "torch._inductor" in sys.modules else ModuleType("torch._inductor")
     if placeholder is not None:
@@ -442,7 +442,7 @@ def clear_cublas_workspaces() -> None:
 
 
 def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -> None:
-    """Make CUDA's allocators call an observer before they raise an out-of-memory error; torch has no public hook.
+    """Make the CUDA allocator call an observer before it raises an out-of-memory error; torch has no public hook.
 
     The observer cannot be detached.
 
@@ -471,7 +471,7 @@ def default_process_group_store() -> Any:
 class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_available() else object):  # type: ignore[misc]
     """A process group whose all-reduces return at once and change nothing; `n_all_reduces` counts them.
 
-    The object that a collective returns has no public constructor. This can go once there is a public one.
+    A collective returns a Work object, which has no public constructor. This can go once it has one.
     """
 
     def __init__(self, like: Any) -> None:
@@ -479,7 +479,7 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
         self.n_all_reduces = 0
 
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Any:
-        """Count the call, and return the tensors unchanged, as a finished operation."""
+        """Count the call, and return a finished Work object whose result is the unchanged tensors."""
         self.n_all_reduces += 1
         from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
 
@@ -492,7 +492,7 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 
 @contextmanager
 def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
-    """Inside, make DDP's reducer average gradients over another group with the same number of ranks.
+    """Context manager: DDP averages gradients over another process group with the same number of ranks.
 
     DDP itself can only switch groups permanently. This can go once there is a public API to end a failed backward pass.
     """
@@ -504,30 +504,30 @@ def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> It
 
 
 def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Prepare DDP's reducer to average the gradients of the next backward pass, as DDP does after its forward pass."""
+    """Make DDP average the gradients of the next backward pass, even without a forward pass through DDP before it."""
     wrapper.reducer.prepare_for_backward([])
 
 
 def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Parameter]]:
-    """Return the parameters of each of DDP's buckets, in the order in which the buckets are averaged.
+    """Return the parameters of each of DDP's gradient buckets, in the order in which DDP averages the buckets.
 
-    DDP itself uses this call for `join`. It creates zeros as large as the gradients, which are freed here.
+    The private method, which DDP uses for `join`, allocates zeros as large as all gradients; they are freed at once.
     """
     buckets: Any = wrapper.reducer._get_zeros_like_grad_buckets()
     return [list(bucket.parameters()) for bucket in buckets]
 
 
 def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Make DDP forget the order in which gradients became ready in the first backward pass, which it records once.
+    """Make DDP forget the order in which gradients became ready, so that the first backward pass can run again.
 
-    DDP raises if that pass is rerun and recorded again. It records nothing once its buckets follow the order.
+    DDP records this order in the first pass, and raises if it is recorded twice. Later passes record nothing.
     """
     if not wrapper._has_rebuilt_buckets:
         wrapper.reducer._reset_state()
 
 
 def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a communication hook averages the gradients instead of DDP; there is no public API to ask."""
+    """Return whether DDP leaves averaging the gradients to a communication hook; there is no public API to ask."""
     return bool(wrapper._comm_hooks)
 
 
@@ -536,10 +536,10 @@ def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 
 @contextmanager
 def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, make this process act as one of several ranks: collectives return at once, with this rank's own objects.
+    """Context manager: this process acts as one of several ranks, and collectives return only this rank's own values.
 
-    torch's "fake" backend moves no data, and its store and the functions that exchange objects can only be replaced
-    where torch keeps them. This can go once torch has a public single-process backend.
+    torch's private "fake" backend moves no data, so the functions that exchange Python objects are replaced, too,
+    inside torch. This can go once torch has a public single-process backend.
     """
     from torch import distributed  # noqa: PLC0415, may not be built in
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415, registers the backend
@@ -557,7 +557,7 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
         objects[:] = [mine] * len(objects)
 
     def nothing(*_args: Any, **_options: Any) -> None:
-        """Replace a collective: do nothing, so that its result is this rank's own values."""
+        """Do nothing in place of a collective, which leaves this rank's own values as its result."""
 
     def keep_gradients(_state: Any, bucket: Any) -> Any:
         done: Any = torch.futures.Future()
@@ -606,7 +606,7 @@ def is_fsdp_module(module: nn.Module) -> bool:
 
 
 def free_gathered_parameters(model: nn.Module) -> bool:
-    """Free the parameters that modules under `fully_shard` have gathered; return whether the model has such modules."""
+    """Free the parameters that FSDP (`fully_shard`) has gathered; return whether the model has any FSDP modules."""
     sharded: list[Any] = [module for module in model.modules() if is_fsdp_module(module)]
     for module in sharded:
         module.reshard()
@@ -615,9 +615,9 @@ def free_gathered_parameters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the hooks that `fully_shard` uses to gather and free parameters are removed.
+    """Return a context manager that removes the hooks with which FSDP (`fully_shard`) gathers and frees parameters.
 
-    There is no public API to list hooks: only the code that added a hook can remove it.
+    There is no public API for this: hooks can only be removed by the code that added them.
     """
     noted = []
     for module in model.modules():
@@ -647,10 +647,10 @@ without_torch_function = torch._C.DisableTorchFunction  # no mode of functions a
 
 
 class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
-    """A `DispatchMode` whose handler is called without the compiler's wrapper.
+    """A `DispatchMode` whose `__torch_dispatch__` torch calls directly, not through `torch._disable_dynamo`.
 
-    The wrapper keeps `__torch_dispatch__` from being compiled. It takes a third of an operator's time in a mode that
-    tracks memory, and it loads the compiler. Nothing is compiled while these modes are active.
+    That wrapper loads the compiler, and takes a third of an operator's time in a mode that tracks memory. It is not
+    needed, because nothing is compiled while these modes are active.
     """
 
     # torch asks every mode for a rule on each higher-order operator (flex_attention, say); one rule serves here.
@@ -662,9 +662,9 @@ class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_composite(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator through the operators that compose it in C++.
+    """Run a composite operator by its C++ implementation, which calls other operators.
 
-    The public `decompose` prefers Python decompositions, which round differently.
+    The public `decompose` prefers decompositions in Python, whose results are rounded differently.
     """
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -675,12 +675,12 @@ def has_kernel(operator: str, key: str) -> bool:
 
 
 def operator_names() -> list[str]:
-    """Return the names of all operators, with their overloads; `dir(torch.ops.aten)` lists only those used before."""
+    """Return the names of all operators and overloads; `dir(torch.ops.aten)` lists only operators already used."""
     return torch._C._dispatch_get_all_op_names()
 
 
 def without_autocast_on_cpu() -> Any:
-    """Return a context that turns off CPU autocast, so that autocast kernels do not call themselves; no public API."""
+    """Return a context manager in which operators skip their CPU autocast kernels; there is no public API."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
@@ -699,7 +699,7 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 
 
 def stores_gradient() -> bool:
-    """Return whether autograd is now adding to a tensor's `.grad` in this thread (runs an AccumulateGrad node)."""
+    """Return whether autograd is running an AccumulateGrad node in this thread, which adds to a tensor's `.grad`."""
     return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
 
 
@@ -708,10 +708,10 @@ ENGINE_RUN = torch.autograd, "_engine_run_backward"
 
 
 def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for functions that run autograd's engine, which keeps a function mode active meanwhile.
+    """Return a decorator that keeps a TorchFunctionMode active while the decorated function runs a backward pass.
 
-    `Tensor.backward` is a function that modes intercept, and torch turns a mode off while it handles one: layers that
-    are recomputed in the backward pass would run without the mode. No public API tells whether a mode is off.
+    Otherwise torch turns the mode off while the mode handles `Tensor.backward`, and layers that are recomputed in the
+    backward pass would run without it. No public API tells whether a mode is off.
     """
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -733,12 +733,12 @@ def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], 
 
 
 def uncoalesced_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of a sparse COO tensor; the public accessors require it to be coalesced."""
+    """Return the indices and values of a sparse COO tensor, even uncoalesced, which the public methods refuse."""
     return tensor._indices(), tensor._values()
 
 
 def own_tensors(module: nn.Module) -> tuple[Any, Any]:
-    """Return a module's own parameters and buffers, including None entries; the public iterators take 10x as long."""
+    """Return a module's own parameters and its own buffers, with None entries; public iterators take 10x as long."""
     return module._parameters.values(), module._buffers.values()
 
 

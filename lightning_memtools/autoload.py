@@ -14,12 +14,12 @@ _OFF = {"", "0", "false", "no", "off"}
 
 
 def for_lightning() -> list[object]:
-    """Return the callbacks to add to each Trainer of `lightning`; never raises."""
+    """Return the callbacks that `lightning` adds to each new Trainer, as an entry point; never raise."""
     return _callbacks("lightning.pytorch")
 
 
 def for_pytorch_lightning() -> list[object]:
-    """Return the callbacks to add to each Trainer of `pytorch_lightning`; never raises."""
+    """Return the callbacks that `pytorch_lightning` adds to each new Trainer, as an entry point; never raise."""
     return _callbacks("pytorch_lightning")
 
 

@@ -15,7 +15,7 @@ class MemtoolsWarning(UserWarning):
 
 
 class FindingWarning(MemtoolsWarning):
-    """Warns that something is wrong with training: a leak, a spike, a mistake, a step that did not fit or was NaN."""
+    """Warns that something is wrong with training, such as a leak, a spike, NaN, or a step that ran out of memory."""
 
 
 class DegradedWarning(MemtoolsWarning):

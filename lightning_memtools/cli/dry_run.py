@@ -91,7 +91,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _held_to(result: DryRunResult, budget: int) -> int:
-    """Compare the peak with the budget, print an error to stderr if it is higher, and return the exit status."""
+    """Print an error to stderr if the peak exceeds the budget, and return the exit status."""
     peak = result.peak
     if not peak.allocated:
         print("memtools: --at-most: nothing was allocated on the device, so nothing is within it.", file=sys.stderr)  # noqa: T201

@@ -130,16 +130,16 @@ def _gpu_named(capacity: str | None) -> str | None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
-    """Return the rows of up to `n` GPUs on each side of the first one that fits, and the row of the GPU `asked`.
+    """Return the rows of the `n` largest GPUs that are too small, the `n` smallest that suffice, and the GPU `asked`.
 
-    `rows` holds (GPU, "yes" or "no"), sorted by memory size.
+    `rows` are (GPU, whether it fits: "yes" or "no"), sorted by memory size.
     """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]
 
 
 def optimizer_of(name: str) -> Any:
-    """Return the optimizer class with this name in torch.optim.
+    """Return the class of torch.optim that has this name.
 
     Raises:
         UsageError: There is no such class.

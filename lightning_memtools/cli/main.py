@@ -25,7 +25,7 @@ def command_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `memtools` and return its exit status: 0, 1 after an error or a serious finding, or 130 after Ctrl-C.
 
-    Without arguments, print the help and return 2, as argparse does for a wrong option. Subcommands may add statuses.
+    Without arguments, print the help and return 2, as argparse does for a wrong option. Subcommands may return others.
 
     Args:
         arguments: The command line; by default the process's own.
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Return True if nobody reads stdout anymore, as with `| head`, and then discard the rest of the output."""
+    """Return True if stdout is a closed pipe, as after `| head`, and then discard the remaining output."""
     from lightning_memtools.reporting.console import drop_what_is_left  # noqa: PLC0415, --help does not need it
 
     try:

@@ -50,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Replace this process with the script, which gets the same name, arguments and signals as without `memtools run`.
+    """Replace this process with the script, which sees the same name and arguments as without `memtools run`.
 
     Raises:
         UsageError: There is no such script or callback, or the package's entry points are not installed.
@@ -71,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for the callbacks that the command line sets, after checking them."""
+    """Check the options that the command line sets for callbacks, and return them."""
     arguments: dict[str, dict[str, Any]] = {}
     for text in chosen.arguments or ():
         import yaml  # noqa: PLC0415, --help does not need it

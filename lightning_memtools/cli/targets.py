@@ -32,7 +32,7 @@ def require_folder_of(path: str | None) -> None:
 
 
 def working(text: str) -> Status:
-    """Return a context that shows a text on the terminal while its body runs; without a terminal, it shows nothing."""
+    """Return a context manager that shows a text on the terminal, if there is one, while its body runs."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     # With NO_COLOR, a terminal gets no codes at all: those that move the cursor are none of colours.
@@ -40,7 +40,7 @@ def working(text: str) -> Status:
 
 
 def say(*parts: Any) -> None:
-    """Print texts and tables, each on its own lines. Raise if they cannot be written, for example to a full disk."""
+    """Print strings and tables, each on its own lines. Raise if they cannot be written, as on a full disk."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     console = Console()
@@ -49,9 +49,9 @@ def say(*parts: Any) -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error with its traceback. For an error in the user's code, show only the frames of the user's code.
+    """Print an error with its traceback. For an error in the user's code, show only the frames of that code.
 
-    The frames above and below belong to this package and to the libraries through which it runs the code.
+    All other frames belong to this package and to the libraries that call or are called by the code.
     """
     from lightning_memtools.memory.user_code import owner_of  # noqa: PLC0415, --help does not need torch
 
@@ -68,7 +68,7 @@ def print_error(error: BaseException) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A user's function that returns the arguments for one of our functions, as a dict or as a tuple of two or three.
+    """A function of the user that returns arguments for one of our functions, as a dict or a tuple of two or three.
 
     Attributes:
         function: The name of our function that takes the arguments.
@@ -82,12 +82,12 @@ class Target:
 
     @property
     def forms(self) -> str:
-        """The accepted forms of the return value, for messages."""
+        """A description, for messages, of what the user's function may return."""
         first = ", ".join(self.required)
         return f"({first}), ({first}, {self.optional}), or a dict with the arguments of {self.function}"
 
     def add_to(self, parser: argparse.ArgumentParser, advice: str = "") -> None:
-        """Add the target, as MODULE:CALLABLE, to the arguments of a subcommand.
+        """Add the argument MODULE:CALLABLE, which names the user's function, to a subcommand.
 
         Args:
             parser: The parser of the subcommand.
@@ -97,7 +97,7 @@ class Target:
         parser.add_argument("target", metavar="MODULE:CALLABLE", help=text.strip())
 
     def arguments(self, chosen: argparse.Namespace, options: tuple[str, ...]) -> dict[str, Any]:
-        """Call the function that the command line names; return its arguments, updated with the options that are set.
+        """Call the user's function, and return the arguments that it returns, overridden by options that are set.
 
         Raises:
             UsageError: There is no such function, it needs arguments, or its return value has a wrong form.

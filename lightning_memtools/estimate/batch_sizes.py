@@ -46,17 +46,17 @@ def largest_batch(
 ) -> int:
     """Find by trials a batch size that fits when one more sample does not; return 0 if no batch fits.
 
-    If the step fails with a batch of one, as BatchNorm does in training, a batch of two is tried instead, and the
+    If the step raises with a batch of one, as BatchNorm does in training, a batch of two is tried instead, and the
     result is 0 if that does not fit.
 
-    Tensor sizes are linear in the batch size, so the requests to the allocator at any size follow from two trials, and
-    replaying them is much faster than a trial. Usually, two trials for this extrapolation and two for the answer are
-    enough. If the program behaves differently at other sizes, nearer trials replace the first two.
+    Tensor sizes are linear in the batch size. So two trials suffice to predict the requests to the allocator at any
+    size, and to replay these is much faster than another trial. The predicted answer and the next larger size are then
+    tried, too. If the program behaves differently at other sizes, the prediction is based on closer trials.
 
     Args:
-        start: A size to start from.
+        start: The batch size of the first trial.
         attempt: Traces the step at a batch size.
-        serves: Returns whether every request of a trace can be served.
+        serves: Returns whether the allocator can serve every request of a trace.
         limit: The capacity in bytes.
         known: Results of sizes that were tried before.
 
@@ -110,7 +110,7 @@ def _attempt_or_two(size: int, attempt: Callable[[int], TracedSize], trials: Map
 def _guess(
     trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[AllocationTrace], bool], limit: int
 ) -> int:
-    """Return the largest size in [low, high) that is predicted to fit."""
+    """Return the largest batch size in [low, high) that is predicted to fit."""
     nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
     for one, other in combinations(nearest, 2):
         first, second = sorted((one, other))
@@ -123,7 +123,7 @@ def _guess(
 def _line(
     first: int, trace: AllocationTrace | None, second: int, other: AllocationTrace | None
 ) -> Callable[[int], AllocationTrace] | None:
-    """Return a function that extrapolates the trace to any batch size; None if the traces differ in more than sizes."""
+    """Return a function from batch size to extrapolated trace; None if the two traces differ in more than sizes."""
     if trace is None or other is None or not trace.has_same_events(other):
         return None
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
@@ -132,7 +132,7 @@ def _line(
 def _last_that(
     serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], low: int, high: int
 ) -> int:
-    """Return the largest size in [low, high) whose trace `serves`, by bisection; low fits, and high does not."""
+    """Find by bisection the largest batch size in [low, high) that fits: `serves(line(size))` is then True."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and serves(line(high)):
@@ -144,7 +144,7 @@ def _last_that(
 
 
 def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
-    """Return the size at which a line through the outermost peaks reaches the limit; if out of range, the middle."""
+    """Return the batch size at which the peak reaches the limit, on a line through the smallest and largest trials."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
     if high < _MOST:
@@ -157,7 +157,7 @@ def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit:
 def resized(batch: Any, size: int) -> Any:
     """Return the batch with another batch size, which is the first dimension of its tensors.
 
-    Small CPU tensors repeat their rows, so that a step that reads lengths or a mask finds values. All other tensors
+    The rows of small CPU tensors are repeated, so that the step can read values such as lengths. All other tensors
     become meta tensors.
     """
     old = batch_size_in(batch)

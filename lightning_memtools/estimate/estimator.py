@@ -47,8 +47,8 @@ def estimate_memory(
     """Predict the peak memory of training on one GPU, from the model and one batch, without a GPU.
 
     The step runs on fake tensors, which have sizes but no values: nothing is computed, and a model on the meta device
-    needs no memory. Each storage that they would have gets a block in a simulated CUDA caching allocator. The model,
-    the batch and the optimizer are left exactly as they were.
+    needs no memory. For each storage, a simulated CUDA caching allocator allocates a block. The model, the batch and
+    the optimizer are left exactly as they were.
 
     A step runs as in Lightning's Trainer: forward, gradients set to None, backward, clipping, the optimizer's step. So
     from the second step on, the previous gradients are still allocated during forward. A Trainer's callbacks are left
@@ -69,8 +69,8 @@ def estimate_memory(
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
 
     Returns:
-        The prediction. A step may read values that depend on the batch alone. If it reads others, ``notes`` says what
-        was assumed, and where: floats are finite, a mask selects everything, a number is 1.
+        The prediction. Values that depend only on the batch can be read. If the step reads any others, ``notes`` says
+        what was assumed, and where: floats are finite, a mask selects everything, a number is 1.
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
@@ -125,7 +125,7 @@ def estimate_step(request: StepRequest) -> MemoryEstimate:
 
 
 def _faults(request: StepRequest) -> Iterator[Exception]:
-    """Yield an exception for each invalid argument. Later ones may be consequences of the first."""
+    """Yield an exception for each invalid argument. Later exceptions may be consequences of the first one."""
     recipe = request.recipe
     for name, number in (("steps", recipe.steps), ("accumulate", recipe.accumulate)):
         if not is_count(number):

@@ -42,11 +42,11 @@ class ModuleMemory:
     Attributes:
         name: Its path; empty for the model itself.
         kind: Its class.
-        output_shapes: The shapes of the tensors that its first call returned, as a forward hook sees them.
+        output_shapes: The shapes of the tensors that the module's first call returned.
         n_parameters: The number of elements in its parameters and those of its submodules, each parameter counted once.
-        saved_bytes: Bytes of activations that its own operators, not its submodules, allocated in the last step's
-            forward and that were still allocated when forward ended.
-        at_peak_bytes: Bytes of activations that its own operators allocated and that were still allocated at the peak.
+        saved_bytes: Bytes of activations that are still allocated at the end of the last forward, and that the module
+            allocated itself, not in a submodule.
+        at_peak_bytes: Bytes of activations at the peak that the module allocated itself, not in a submodule.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The predicted memory of a step. Sizes are in bytes; no figure was measured on a GPU.
+    """The predicted memory of training steps. Sizes are in bytes; nothing was measured on a GPU.
 
     Attributes:
         peak_allocated: The most memory that tensors take at one moment, as in torch.cuda.max_memory_allocated.
@@ -77,7 +77,7 @@ class MemoryEstimate:
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
         trace: All requests of the steps to the allocator.
-        begin: The number of events at the start of the trace that put the model on the device.
+        begin: The number of events in ``trace`` before the first step; they put the model on the device.
         batch_size: The first dimension of the batch's first tensor; None if there is none.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The capacity that was passed to `estimate_memory`, or None.
@@ -102,7 +102,7 @@ class MemoryEstimate:
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     def fits(self, capacity: str) -> bool:
-        """Return whether the steps fit in a capacity, given that the allocator retries after it has emptied its cache.
+        """Return whether the steps fit in a capacity if the allocator, when full, empties its cache and retries.
 
         Args:
             capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", whose CUDA context takes 500 MiB.
@@ -123,9 +123,9 @@ class MemoryEstimate:
     def max_batch_size(self, capacity: str) -> int:
         """Return a batch size that fits when one more sample does not; 0 if a batch of one does not fit.
 
-        The sizes on both sides of the limit are traced. Two traces predict them, so usually three or four traces are
-        made in addition to the estimate's own. The allocator splits segments by size, so a batch that is a few samples
-        larger may fit as well.
+        The result and the next larger size are both traced. They are predicted from two traces, so usually three or
+        four traces are made in addition to the estimate's own. Because of how the allocator splits segments, a batch
+        that is a few samples larger may fit again.
 
         Raises:
             ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, the step fails with
@@ -153,7 +153,7 @@ class MemoryEstimate:
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=usable)
 
     def traced_size(self, capacity: str) -> TracedSize:
-        """Return this estimate in the form of a trial, as `largest_batch` takes it."""
+        """Return this estimate as a TracedSize, so that `largest_batch` can use it as a trial."""
         return TracedSize(self.fits(capacity), self.peak_allocated, self.trace)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:
@@ -166,7 +166,7 @@ class MemoryEstimate:
         write_snapshot(take_snapshot(self._simulation), path)
 
     def summary_table(self) -> Table:
-        """Return a table of the estimate's figures, one per row."""
+        """Return a table of the main results, such as the peaks and the number of parameters, one per row."""
         rows = [
             ("peak allocated", format_size(self.peak_allocated)),
             ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
@@ -180,7 +180,7 @@ class MemoryEstimate:
         """Return one row per module: its output, its parameters, and the activations that it keeps for backward.
 
         Args:
-            top: The number of modules to show, those that keep the most; None for all, in the model's order.
+            top: The number of modules to show, starting with those that keep the most; None for all, in model order.
         """
         modules = list(self.modules)
         if top is not None:
@@ -214,7 +214,7 @@ class MemoryEstimate:
     _repr_html_ = shown_as(__str__)
 
     def word_on_capacity(self) -> str:
-        """Return a sentence on whether the steps fit in `self.capacity`, or the shortfall; "" if it is None."""
+        """Return a sentence that says whether the steps fit in `self.capacity`; "" if no capacity was given."""
         if self.capacity is None:
             return ""
         usable = usable_bytes(self.capacity)
@@ -234,7 +234,7 @@ class MemoryEstimate:
 
 
 def usable_bytes(capacity: str) -> int:
-    """Return the bytes left for the allocator on a device: a size, or a GPU by name, less 500 MiB for its CUDA context.
+    """Return the bytes that the allocator can use: a size as it is, a named GPU's memory minus its CUDA context.
 
     Raises:
         ValueError: The text is neither a size nor the name of a known GPU.

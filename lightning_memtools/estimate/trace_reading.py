@@ -59,7 +59,7 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
 
 
 def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
-    """Return the point of the step at which an event happened, with the module's path in the model (class `model`)."""
+    """Return the point of the step at which an allocator event happened; `model` is the name of the model's class."""
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")
@@ -76,7 +76,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """Return a module's name as in `named_modules`, without the class `model` of the model; "" outside of modules."""
+    """Return a module's path without the model's class name in front; "" for memory outside of modules."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:
@@ -123,12 +123,12 @@ def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
 
 
 def _part_of(allocation: Allocation) -> str:
-    """Return the category in `_PARTS` that a block belongs to."""
+    """Return the category of a memory block, one of `_PARTS`."""
     return "temporaries" if is_passing(allocation) else _PART_OF.get(allocation.kind, "other")
 
 
 def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[PeakHolder, ...]:
-    """Return the memory that is allocated right after an event, by category, module and line of code."""
+    """Return the memory that is in use right after an allocator event, by category, module and line of code."""
     return gathered(
         PeakHolder(_part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
         for one in recorder.allocations.values()

@@ -43,7 +43,7 @@ class NullDevices:
         name: The result of ``torch.cuda.get_device_name()``, which ends in "(dry run)".
         total_bytes: The memory of each device in bytes.
         compute_capability: The compute capability, such as "8.6".
-        multiprocessors: The number of streaming multiprocessors, on which the workspaces of some kernels depend.
+        multiprocessors: The number of streaming multiprocessors, which determines how much memory some kernels need.
         count: The number of devices.
         context_bytes: The bytes of each device that the CUDA context takes outside of PyTorch's allocator.
     """
@@ -59,7 +59,7 @@ class NullDevices:
 def null_devices(
     gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
 ) -> NullDevices:
-    """Return simulated devices that are like a known GPU, with the GPU's capacity or another.
+    """Return simulated devices that resemble a known GPU, with its capacity or another one.
 
     Args:
         gpu: The name of a GPU, such as "RTX 4090"; by default the GPU that ``capacity`` names, or an A100.
@@ -100,7 +100,7 @@ def null_devices(
 def environment(devices: NullDevices, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables for a process in which PyTorch's CUDA build sees the simulated devices.
 
-    Stubs of NVIDIA's libraries are preloaded: the originals are not loaded, and the installed torch is not changed.
+    Stubs of NVIDIA's libraries are preloaded in place of the originals; the installed torch is not changed.
 
     Args:
         devices: The devices that the process sees.

@@ -104,7 +104,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _required_cudnn() -> int:
-    """Return the cuDNN version that the installed torch requires; if it requires none, the version for torch 2.13."""
+    """Return the cuDNN version that the installed torch requires; if unspecified, the version of torch 2.13."""
     required = " ".join(importlib.metadata.requires("torch") or ())
     found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", required)
     if found is None:
@@ -191,7 +191,7 @@ def _torch_libraries(folder: Path) -> Iterable[Path]:
 
 
 def _asked_functions(folder: Path) -> dict[str, str]:
-    """Return the functions that torch's libraries import, each with its required symbol version, which may be empty."""
+    """Return the functions that torch's libraries import, each with the symbol version it needs, or with ""."""
     found: dict[str, str] = {}
     for path in _torch_libraries(folder):
         for line in _run("nm", "-D", "--undefined-only", path).splitlines():

@@ -17,9 +17,9 @@ from rich.progress import Progress
 def print_on_console(
     *parts: Any, style: str | None = None, soft_wrap: bool = False, stream: TextIO | None = None
 ) -> None:
-    """Print texts and tables without markup, each on its own lines. Whatever cannot be printed is skipped.
+    """Print strings and tables, each on its own lines, without Rich markup. What cannot be printed is skipped.
 
-    Write files before you call this: the console may show nothing. By default, `stream` is stdout.
+    Write report files before you call this, because printing may fail. By default, `stream` is stdout.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -41,12 +41,12 @@ def print_on_console(
 def progress_printed(
     text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """While the body of this context runs, print a text and the elapsed seconds from time to time.
+    """Context manager: while its body runs, print a text and the elapsed seconds at intervals.
 
-    The output goes to `stream`, by default stdout as it is on entry, even if the body redirects stdout.
+    The output still goes to the original `stream` (by default stdout) if the body redirects stdout.
 
     Args:
-        text: Returns the text; called from another thread.
+        text: A function that returns the text; called from another thread.
         after_s: The seconds until the first line.
         every_s: The seconds between lines.
         stream: The stream to print to.
@@ -76,7 +76,7 @@ def end_progress_bar(bar: object) -> None:
 
 
 def drop_what_is_left() -> None:
-    """Discard output that is buffered for a broken pipe, with which Python would otherwise exit with an error code."""
+    """Discard output that is buffered for a broken pipe; otherwise Python would exit with an error code."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -33,7 +33,7 @@ class NotWritten:
 
 
 def fixed_directory(directory: str | None) -> str | None:
-    """Return the directory as an absolute path, because a program may change its working directory later."""
+    """Return a directory as an absolute path, which stays valid if the program changes its working directory."""
     return None if directory is None else str(Path(directory).absolute())
 
 
@@ -43,7 +43,7 @@ _ASKED_FOR: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary
 
 
 def keep_files_in(trainer: Trainer, directory: Path) -> None:
-    """Set the directory for reports of a Trainer without a logger. Later calls for the same Trainer have no effect."""
+    """Set the directory for the reports of a Trainer that has no logger. Only the first call for a Trainer counts."""
     _ASKED_FOR.setdefault(trainer, directory)
 
 
@@ -91,12 +91,12 @@ def _run_directory(trainer: Trainer) -> str:
 
 
 def _is_path(given: object) -> bool:
-    """Return True if a logger's directory is a path. It is None for some loggers, and anything for mocks."""
+    """Return True if a logger's directory is a path. Some loggers have None, and mocks return any object."""
     return isinstance(given, (str, os.PathLike))
 
 
 def _run_of(trainer: Trainer, logger: Logger) -> Path:
-    """Return the relative path "name/version" of a logger's run, as ModelCheckpoint does."""
+    """Return the relative path "name/version" of a logger's run, which ModelCheckpoint also uses."""
     version = logger.version
     if version is None or not str(version):
         version = _NAMES.setdefault(trainer, f"{datetime.now(UTC):run_%Y-%m-%d_%H-%M-%S}_{os.getpid()}_{id(trainer):x}")
@@ -142,7 +142,7 @@ def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> 
 def write_report_on_rank_zero(
     directory: Path | NotWritten, name: str, text: str, ranks: RankGather
 ) -> Path | NotWritten:
-    """Write a report on rank 0; on all ranks, return its path or why it was not written. Call this on all ranks."""
+    """Write a report on rank 0; return its path, or why it was not written, on all ranks. Call this on all ranks."""
     if isinstance(directory, NotWritten):
         return directory
     written = write_report(directory, name, text) if ranks.rank == 0 else directory / name

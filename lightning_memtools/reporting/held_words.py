@@ -13,7 +13,7 @@ _LEAST_OF_A_CAUSE = 0.05
 
 
 def holding_in_words(holding: Holding) -> str:
-    """Describe tensors that an object keeps: "`Net.outs`, a list of 240 tensors, 240 MiB; made at train.py:31"."""
+    """Describe the tensors that an object keeps, as in "`Net.outs`, a list of 240 tensors; made at train.py:31"."""
     graph = ""
     if holding.with_graph:
         n_tensors = sum(holding.tensors.values())
@@ -44,7 +44,7 @@ def _contents(holding: Holding) -> str:
 
 
 def owners_in_words(holding: Holding) -> str:
-    """Describe the models and optimizers that are kept, such as "the optimizer Adam and 3 models Net"; "" for none."""
+    """Describe the models and optimizers that are kept, as in "the optimizer Adam and 3 models Net"; "" for none."""
     parts = []
     for name, n in holding.owners.items():
         kind, _, of = name.partition(" ")
@@ -55,7 +55,7 @@ def owners_in_words(holding: Holding) -> str:
 def is_cause(holding: Holding, allocated: int) -> bool:
     """Return True if kept tensors probably made memory run out: they are large, and grow or are left from another run.
 
-    Other kept tensors, such as an average of the weights, count only if they take more than half of the memory.
+    Other tensors, such as an average of the weights, are a cause only if they take more than half of the memory.
 
     Args:
         holding: The tensors that an object keeps.

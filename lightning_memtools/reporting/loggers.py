@@ -27,13 +27,13 @@ _HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], Non
 
 
 def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
-    """Call `hear` with all scalars that this package logs for a Trainer. Return a function that ends this."""
+    """From now on, call `hear` with all scalars that this package logs for a Trainer; return a function to stop."""
     _HEARERS[trainer] = hear
     return lambda: _HEARERS.pop(trainer, None) and None
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars at a step to every logger, on rank 0. Loggers that keep another library's history are skipped."""
+    """Write scalars at a step to every logger, on rank 0, except loggers with a `history` dict, such as scVI's."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:
@@ -51,9 +51,9 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> No
 
 
 def keeps_metrics_in_files(logger: Logger) -> bool:
-    """Return True if a logger keeps each metric in a file named by its tag, as MLflow does without a database.
+    """Return True if a logger writes each metric to a file named after its tag, as MLflow does without a database.
 
-    With such a logger, the tag `loss/train` makes a directory `loss`, so a metric `loss` cannot be written as a file.
+    With such a logger, the tag `loss/train` creates a directory `loss`, so no file can be written for a tag `loss`.
     """
     uri = getattr(getattr(logger, "experiment", None), "tracking_uri", None)
     return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
@@ -93,7 +93,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return an error as text, followed by its cause, which may say more, such as "No space left on device"."""
+    """Return an error as text, with its cause, which often says more, such as "No space left on device"."""
     cause = error.__cause__ or error.__context__
     said = f"{type(error).__name__}: {error}"
     return said if cause is None else f"{said}; caused by {type(cause).__name__}: {cause}"
@@ -131,7 +131,7 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step that is ending should be logged: every n-th one, as `self.log` counts steps.
+    """Return True if the training step now ending should be logged: every n-th step, counted as `self.log` does.
 
     Args:
         trainer: The Trainer.

@@ -25,7 +25,7 @@ def scalars_of(outputs: Any) -> dict[str, Tensor]:
 
 
 def likely_losses(names: Iterable[str]) -> list[str]:
-    """Return the names that are likely losses: a usual name such as "val_loss", or all names that contain "loss".
+    """Return the names that are likely losses: a usual one such as "val_loss", otherwise all that contain "loss".
 
     With several data loaders, names end with "/dataloader_idx_<i>", and there may be one loss per loader.
     """
@@ -72,14 +72,14 @@ def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str]
 def training_losses(
     trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Return a training step's losses, before division for gradient accumulation, and the names of all its scalars.
+    """Return the losses of a training step, not divided for gradient accumulation, and the names of all its scalars.
 
     Args:
         trainer: The Trainer, after the step.
         module: The module that is trained.
         outputs: The step's output, as Lightning passes it to `on_train_batch_end`.
-        names: The losses to return. None for the returned loss in automatic optimization, and for everything that looks
-            like a loss by its name in manual optimization.
+        names: The losses to return. None stands for the loss that training_step returned, or in manual optimization for
+            all scalars whose names look like a loss.
     """
     returned = scalars_of(outputs)
     if module.automatic_optimization and "loss" in returned and trainer.accumulate_grad_batches > 1:
@@ -101,6 +101,6 @@ def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> It
 
 
 def loader_suffixes(trainer: Trainer) -> list[str]:
-    """Return the suffix that metric names get for each validation loader; "" if there is only one loader."""
+    """Return for each validation loader the suffix that its metric names get; "" if there is only one loader."""
     n_loaders = len(trainer.num_val_batches)
     return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]

@@ -23,7 +23,7 @@ class MeanCurves:
 
     Args:
         tag: The tag in the logs.
-        names: The names of the curves. None for a curve per name that gets a value on any rank.
+        names: The names of the curves. With None, each name for which any rank adds a value gets a curve.
     """
 
     def __init__(self, tag: str, names: Sequence[str] | None) -> None:
@@ -57,7 +57,7 @@ class MeanCurves:
         self._tag_of = tags_of(self.tag, names)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add a value to the next point of the curve `name`, without waiting for the device."""
+        """Add a value to the mean that the next point of a curve will show, without waiting for the device."""
         self._ever_seen.add(name)
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
         weighted = value.detach().reshape(()).float() * weight
@@ -65,7 +65,7 @@ class MeanCurves:
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def replace(self, name: str, value: Tensor) -> None:
-        """Replace all values of the curve `name` since the last point with one value."""
+        """Replace all values that were added to a curve since its last point with one value."""
         self._sums.pop(name, None)
         self._weights.pop(name, None)
         self.add(name, value)
@@ -76,7 +76,7 @@ class MeanCurves:
         self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """Make a point of the values so far. It is written once the values of all ranks have arrived; no rank waits."""
+        """Make a point of the values added so far. It is written once all ranks have sent theirs; no rank waits."""
         device = trainer.strategy.root_device
         values = [value.to(device) for value in self._sums.values()]
         sums: Tensor | list[float] = torch.stack(values) if values else []
@@ -85,7 +85,7 @@ class MeanCurves:
         self.write_arrived()
 
     def write_arrived(self, *, wait: bool = False) -> None:
-        """Write the points whose values have reached the host; with `wait`, wait for all values of this rank."""
+        """Write the points whose values have been copied to the host; with `wait`, wait for those that have not."""
         if self._posts is None:
             return
         for sums, (trainer, weights, step) in self._arriving.receive(wait=wait):
@@ -94,7 +94,7 @@ class MeanCurves:
         self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """End the run; drop values that are still on the device. Rank 0 waits up to `patience_s` for other ranks."""
+        """End the run without values that are still on the device. Rank 0 waits up to `patience_s` for other ranks."""
         self.clear()
         posts, self._posts = self._posts, None
         if posts is not None:

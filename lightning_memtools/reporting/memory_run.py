@@ -55,7 +55,7 @@ class MemoryRun:
         phases: Whether to measure the phases of a training step.
         has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
             what its memory consists of, because training uses the same tags.
-        load: Samples the GPU's load; None to log no load.
+        load: Samples the GPU's utilization; None to log none.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -93,7 +93,7 @@ class MemoryRun:
 
     @property
     def shortcoming(self) -> str:
-        """A sentence about the statistics that the device does not keep; "" if it keeps all of them."""
+        """A sentence that names the memory statistics that the device does not keep; "" if it keeps all."""
         if self._reader is None:
             is_cpu = self._device.type == "cpu"
             return NO_GPU if is_cpu else f"{self._name} keeps no memory statistics: host memory is logged."
@@ -102,7 +102,7 @@ class MemoryRun:
         return ""
 
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Exclude these allocation retries and out-of-memory errors, which happened outside the run, from counting."""
+        """Subtract allocation retries and out-of-memory errors that do not belong to the run from its counts."""
         since = self._since
         retries = (since.alloc_retries or 0) + alloc_retries
         self._since = replace(since, alloc_retries=retries, ooms=(since.ooms or 0) + ooms)
@@ -110,7 +110,7 @@ class MemoryRun:
             self._early.leave_out(alloc_retries)
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin the train stage at a training step; see `PhaseWatch` for `between_phases`."""
+        """Begin training; `between_phases` is the phase to which time after backward or an optimizer step counts."""
         self.last_step = step - 1
         if self._phases is not None:
             self._phases.between = between_phases
@@ -161,18 +161,18 @@ class MemoryRun:
     ) -> list[str]:
         """Add a point to the logged curves, and return new warnings that memory may run out.
 
-        On rank 0, the scalars over all ranks are written once those of every rank have arrived. Nothing waits for the
-        device: all figures are known to the host.
+        Rank 0 writes the point once the scalars of all ranks have arrived. Nothing waits for the device, because the
+        allocator's statistics are on the host.
 
         Args:
             stage: The stage that the point belongs to.
             step: The training step.
-            model: The model, whose share of the peak is logged.
-            optimizers: The optimizers, whose share is logged, too.
-            batch: The batch, whose share is logged, too; None if there is none.
+            model: The model, to log how much of the peak it takes.
+            optimizers: The optimizers, to log how much they take.
+            batch: The batch, to log how much it takes; None if there is none.
             epoch: The epoch of training; None outside of training.
             datasets: The data sets of the loaders, a possible reason why host memory grows.
-            warms_up: Whether memory is still growing to its usual size, which is no reason for a warning.
+            warms_up: Whether it is so early that growing memory is normal, and no reason for a warning.
         """
         host, warnings = self._host.look(epoch=epoch, datasets=datasets, warms_up=warms_up)
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
@@ -194,7 +194,7 @@ class MemoryRun:
         return warnings
 
     def _owned_by(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> Owned | None:
-        """Return the memory of each owner; None if the device itself records the composition of its peaks."""
+        """Return what the model, optimizers and batch take; None if the device itself records what a peak contains."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
         owned = owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
@@ -227,8 +227,8 @@ class MemoryRun:
     def summary(self, *, waits_for_ranks: bool, events: Iterable[str] = ()) -> MemorySummary:
         """Stop measuring, write the remaining points, and return a summary of the call.
 
-        With several ranks, rank 0's summary has the highest peaks of any rank. If a rank's final figures do not arrive
-        within a few seconds (at once if not `waits_for_ranks`), its last point is used. `events` are extra remarks.
+        With several ranks, rank 0's summary has the highest peaks of any rank. Rank 0 waits a few seconds for the final
+        peaks of the others if `waits_for_ranks`; if some are missing, it uses earlier ones. `events` are extra remarks.
         """
         self.close()
         by_rank = self._posts.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, latest=self._peak_sizes())
@@ -275,7 +275,7 @@ def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) ->
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:
-    """Return the highest peak of any rank for each stage, without compositions, which belong to single ranks."""
+    """Return for each stage the highest peak of any rank, without what it consists of, which differs by rank."""
     merged: dict[Stage, StagePeak] = {}
     for stage in STAGES:
         known = [sizes[stage] for sizes in by_rank if sizes is not None and stage in sizes]

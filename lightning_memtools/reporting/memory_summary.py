@@ -12,10 +12,10 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
-    """The memory figures of one call of the Trainer, as tables and remarks.
+    """The peak memory of one run of the Trainer, such as a fit, as tables and remarks.
 
     Attributes:
-        title: A line with the device, its capacity and the call.
+        title: A line that names the device, its capacity, and the Trainer method that ran.
         peaks: The highest peak of each stage; with several ranks, the highest of any rank.
         capacity: The memory of the device in bytes; None if unknown.
         remarks: All other information, one line per remark.
@@ -27,7 +27,7 @@ class MemorySummary:
     remarks: Sequence[str]
 
     def tables(self) -> list[Table]:
-        """Return a table of the stages' peaks, and a table of the composition of the highest peak, each if known."""
+        """Return a table of the peak of each stage, and a table of what the highest peak consists of, if known."""
         rows = [
             [stage, format_size(peak.allocated), format_size(peak.reserved), format_share(peak.reserved, self.capacity)]
             for stage in STAGES

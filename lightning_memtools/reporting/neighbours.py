@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 class Neighbour:
-    """Base class of callbacks that other callbacks of the Trainer interact with. Subclasses override what they need.
+    """Base class of callbacks with which other callbacks interact. Subclasses override what they need.
 
     Attributes:
-        takes_part_in_trials: False for a callback that BatchSizeTuner's trials leave out. A callback that is not a
-            Neighbour may have this attribute too.
+        takes_part_in_trials: False if BatchSizeTuner is to leave out the callback in its trials. Callbacks that are not
+            Neighbours may have this attribute, too.
         is_in_trial: True during a trial of BatchSizeTuner, which sets this attribute.
         max_splits: The largest number of parts into which the callback splits a batch that does not fit; 1 for none.
-        memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" if nothing happened.
+        memory_remark: A line on what the callback did, for MemoryMonitor's summary of a run; "" for nothing.
     """
 
     takes_part_in_trials: bool = True
@@ -20,8 +20,8 @@ class Neighbour:
 
     @property
     def memory_remark(self) -> str:
-        """A line for MemoryMonitor's summary; "" if nothing happened."""
+        """A line on what the callback did, for MemoryMonitor's summary of a run; "" if it did nothing."""
         return ""
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Exclude the allocation retries and out-of-memory errors of a trial from the callback's counts."""
+        """Subtract a BatchSizeTuner trial's allocation retries and out-of-memory errors from the callback's counts."""

@@ -39,7 +39,7 @@ _PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
-    """Return `use(store)` for the process group's store; None if there is no store, or its process has ended."""
+    """Return `use(store)` for the process group's key-value store; None if there is none or its process has ended."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     try:
@@ -55,14 +55,14 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _key_of(name: str, rank: int) -> str | None:
-    """Return a key for the store, the same on all ranks for the n-th call with a name; None without a store."""
+    """Return a new store key: the n-th call with a name returns the same on every rank. None without a store."""
     with_store(lambda store: store.set(_PROCESS.format(rank), json.dumps([_process_table(), os.getpid()])))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
 
 
 def _process_table() -> str:
-    """Return a text that is the same for all processes that share process ids: those of one machine and container."""
+    """Return a string that identifies the PID namespace: processes of one machine and container get the same."""
     try:
         return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux
@@ -97,15 +97,15 @@ class _WaitingPoint:
 
 
 class RankPosts:
-    """Exchanges the latest values of all ranks through the process group's store. No rank waits for another.
+    """Exchanges the latest values of all ranks through the process group's key-value store, without waiting.
 
-    With `add`, rank 0 merges and writes points of a curve once the parts of all ranks have arrived. If a rank is late,
-    has fewer batches, ends early or fails, its part is left out, with one warning.
+    After `add` on every rank, rank 0 writes a point of a curve once the parts of all ranks have arrived. If a rank is
+    late, has fewer batches, ends early or fails, its part is left out, with one warning.
 
-    Create an instance on every rank or on none, and for each name equally often on all ranks.
+    Create instances on all ranks alike: as many with each name.
 
     Args:
-        name: The owner of the values, for the keys and the warning.
+        name: The callback that the values belong to, for the keys and the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,7 +120,7 @@ class RankPosts:
             self.rank, self.world_size = 0, 1
 
     def post(self, values: Mapping[str, Any]) -> None:
-        """Post values by label for the other ranks to read; they must be JSON values. The oldest labels are dropped."""
+        """Post values, by label, for other ranks to read. They must be JSON values. The oldest labels are dropped."""
         for label, value in values.items():
             self._values.pop(label, None)
             self._values[label] = value
@@ -160,7 +160,7 @@ class RankPosts:
             self.write_arrived()
 
     def write_arrived(self) -> None:
-        """Write the points that are complete; also write the oldest one if many newer points wait behind it."""
+        """Write the complete points, and the oldest incomplete one if many newer points are waiting."""
         while self._waiting:
             posted = self.read()
             is_complete = all(self._waiting[0].label in theirs.values or theirs.has_ended for theirs in posted)
@@ -171,7 +171,7 @@ class RankPosts:
     def finish(self, *, patience_s: float = PATIENCE_S, latest: Any = None) -> list[Any]:
         """End the run. Rank 0 waits for late parts, up to `patience_s` in all, and writes all remaining points.
 
-        Rank 0 does not wait if no point remains and no `latest` is given.
+        If no point remains and no `latest` is given, rank 0 does not wait.
 
         Returns:
             On rank 0, the `latest` of each rank, in the order of ranks, with None for those that have not arrived. On
@@ -223,13 +223,13 @@ GROUP_LIMIT = timedelta(minutes=30)
 
 
 class RankGather:
-    """Gathers small objects from all ranks through the host, so that no rank waits for a GPU stream.
+    """Gathers small objects from all ranks on the host, without the GPU.
 
-    The ranks do wait for each other on the host. Create an instance, and call its methods, on every rank or on none.
+    The ranks wait for each other. Create an instance, and call its methods, on every rank or on none.
 
     Args:
-        timeout: How long a rank waits for the others. A rank that does not answer in time is not waited for again, but
-            if it answers later, it still gets the values of the others.
+        timeout: How long a rank waits for the others. After that, the others no longer wait for a rank that did not
+            answer; if it answers later, it still gets their objects.
     """
 
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
@@ -240,12 +240,12 @@ class RankGather:
         self._lost: set[int] = set()
 
     def objects(self, mine: Any) -> list[Any]:
-        """Return the objects of all ranks, in the order of ranks, skipping ranks whose object is None."""
+        """Send this rank's object to the others; return those of all ranks in order, except objects that are None."""
         received = (None if self._key is None else self._exchange(self._key, mine)) or {self.rank: mine}
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
-        """Leave the exchange: other ranks stop waiting, and all methods return this rank's values only. Idempotent."""
+        """Leave: the other ranks no longer wait for this one, and `objects` returns only this rank's. Idempotent."""
         if self._key is not None:
             key = f"{self._key}/left/{self.rank}"
             with_store(lambda store: store.set(key, "1"))
@@ -284,7 +284,7 @@ class RankGather:
 
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, with several ranks, make each collective raise the exception `error(name)`."""
+    """Context manager: if there are several ranks, each collective raises the exception `error(name)`."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         yield
         return
@@ -304,5 +304,5 @@ def _has_key(key: str, store: Any) -> bool:
 
 
 def _value_of(key: str, store: Any) -> bytes:
-    """Return the value of a key; b"" if the store lacks the key, for which `get` would wait."""
+    """Return the value of a key in the store, or b"" at once if it is missing; `store.get` alone would wait for it."""
     return store.get(key) if store.check([key]) else b""

@@ -27,17 +27,17 @@ class Spike:
 class SpikeWindow:
     """Decides whether each value is a spike, by comparing it with the values before it.
 
-    A value is a spike if its distance from the window's median exceeds `sensitivity` times the distance of the 95%
-    quantile, on a log scale, because losses and gradient norms vary by factors. With normal noise, 4 means 6.6 standard
-    deviations. With heavy tails this limit is high; a lower limit of 3 * `sensitivity` times the distance on a linear
-    scale then applies. If the window has a value of 0 or below, the scale is linear. Every value joins the window, so a
-    new level is accepted once it fills 5% of the window.
+    A value is a spike if its distance above the median is more than `sensitivity` times that of the 95% quantile.
+    This is computed on a log scale, because losses and gradient norms vary by factors, or on a linear scale if a value
+    is 0 or below. With normal noise, a `sensitivity` of 4 means 6.6 standard deviations. If the distribution has heavy
+    tails, the limit on a log scale is very high; then 3 * `sensitivity` on a linear scale is used. Every value joins
+    the window, so a new level of values no longer counts as spikes once it fills 5% of the window.
 
     Args:
         size: The number of recent values to compare with.
         warm_up: The number of values to collect before the first comparison.
-        sensitivity: The factor that is described above.
-        least_ratio: A spike exceeds the median by at least (`least_ratio` - 1) times the median.
+        sensitivity: The factor in the definition above.
+        least_ratio: The least ratio of a spike to a positive median.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SpikeWindow:
         self._sorted: list[float] = []
 
     def judge(self, value: float) -> Spike | None:
-        """Return a Spike if the value is a spike, or None, and add the value to the window. NaN and Inf are ignored."""
+        """Add a value to the window, and return a Spike if it is one, otherwise None. NaN and Inf are ignored."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value) if len(self._sorted) >= self._warm_up else None

@@ -14,13 +14,13 @@ import rich.text
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts, with column heads and rows.
+    """A table of strings, with a title for each column.
 
     Attributes:
         heads: The title of each column.
-        rows: The rows, each with one text per column.
+        rows: The rows, each with one string per column.
         align: One letter per column, "l" for left and "r" for right. If empty, the first column is left-aligned, and
-            the others are right-aligned, as figures are.
+            the others are right-aligned, as numbers are.
     """
 
     heads: Sequence[str]
@@ -39,7 +39,7 @@ def markdown_table(table: Table) -> str:
 
 
 def console_table(table: Table) -> rich.table.Table:
-    """Return the table in the form that Rich prints on a terminal."""
+    """Return the table as a Rich table, for the terminal."""
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for head, letter in zip(table.heads, table.alignment(), strict=True):
         # Narrow terminals wrap the name of a module; the end of it must not be missing.
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def shown_as(text: Callable[[T], str]) -> Callable[[T], str]:
-    """Return a `_repr_html_` method for a class; `text` returns the markdown text of an instance."""
+    """Return a `_repr_html_` method for a class; `text(instance)` returns the markdown to show in a notebook."""
 
     def html(result: T) -> str:
         from markdown_it import MarkdownIt  # noqa: PLC0415, only a notebook needs it

@@ -23,10 +23,10 @@ _TEXT_SUFFIX = "/text_summary"
 
 @dataclass(slots=True)
 class Curve:
-    """The points of one tag in one run, by step.
+    """The points that one run logged under one tag, in the order of their steps.
 
     Attributes:
-        steps: The step of each point; never falls.
+        steps: The step of each point, in ascending order.
         times: The wall-clock time of each point, in seconds since 1970.
         values: The value of each point.
     """
@@ -36,7 +36,7 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Add a point, and drop points at later steps: a run that resumed from an earlier step writes these again."""
+        """Add a point, and drop those at later steps, because a run that resumed from this step writes them again."""
         if self.steps and step < self.steps[-1]:
             keep = bisect_left(self.steps, step)
             del self.steps[keep:], self.times[keep:], self.values[keep:]
@@ -50,7 +50,7 @@ class LoggedText:
     """A report that was logged as text.
 
     Attributes:
-        tag: Its tag, such as "memtools/memory_summary".
+        tag: The report's tag, such as "memtools/memory_summary".
         step: The step at which it was logged.
         time: The time at which it was logged, in seconds since 1970.
         text: The report as markdown.
@@ -64,10 +64,10 @@ class LoggedText:
 
 @dataclass(slots=True)
 class LoggedRun:
-    """The curves and reports of this library in one run.
+    """The curves and reports that this library logged in one run.
 
     Attributes:
-        name: The run's name: the path of its directory below the log directory.
+        name: The path of the run's directory, relative to the log directory.
         curves: The curves by tag.
         texts: The reports, in the order in which they were logged.
         notes: Sentences on what could not be read.
@@ -80,7 +80,7 @@ class LoggedRun:
 
 
 class _RunReader:
-    """Reads the event files of a run's directory, and reads them again when they have grown."""
+    """Reads the event files in a run's directory, and later the events that were added to them."""
 
     def __init__(self, directory: Path, name: str) -> None:
         # Imported here: TensorBoard's start should not wait for it.
@@ -129,7 +129,7 @@ def _texts_of(proto: Any) -> list[str]:
 
 
 class EventDirectory:
-    """Reads the event files of all runs below a log directory, also as they grow. Thread-safe.
+    """Reads the event files of all runs below a log directory, and what is added to them later. Thread-safe.
 
     Args:
         log_dir: The directory that TensorBoard was given.
@@ -150,7 +150,7 @@ class EventDirectory:
                 self._readers[name].refresh()
 
     def runs(self) -> dict[str, LoggedRun]:
-        """Return the runs in which this library logged scalars or texts, by name."""
+        """Return the runs in which this library logged curves or reports, by name."""
         with self._lock:
             runs = {name: reader.run for name, reader in sorted(self._readers.items())}
         return {name: run for name, run in runs.items() if run.curves or run.texts}
@@ -169,7 +169,7 @@ def _event_files(directory: Path) -> Iterator[Path]:
 
 
 def without_logger_prefix(tag: str) -> str | None:
-    """Return a tag of this library without the prefix of a Lightning logger ("prefix-memory/..."), or None."""
+    """Return a tag without a Lightning logger's prefix ("prefix-memory/..."); None if the tag is not this library's."""
     if tag.startswith(PREFIXES):
         return tag
     _, hyphen, rest = tag.partition("-")

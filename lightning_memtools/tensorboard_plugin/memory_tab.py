@@ -28,14 +28,14 @@ Application = Callable[[Any, Any], Iterable[bytes]]
 
 
 class RequestError(Exception):
-    """Raised if a request cannot be answered. The arguments are the HTTP status and a message for the user."""
+    """Raised if an HTTP request cannot be answered. Its arguments are the status and a message for the user."""
 
 
 class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types
     """The plugin class that TensorBoard loads for the Memory tab.
 
     Args:
-        context: TensorBoard's context, of which `logdir` and `data_provider` are used.
+        context: The context that TensorBoard passes to plugins; `logdir` and `data_provider` are used.
     """
 
     plugin_name = "lightning_memtools"
@@ -48,7 +48,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
-        """Return the WSGI application for each path."""
+        """Return the WSGI application that answers each URL path."""
         apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
         return apps | {
             "/runs": self._answer(self._runs),
@@ -58,9 +58,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True if TensorBoard has read scalars or texts of this library in any run.
+        """Return True if any run has scalars or texts of this library.
 
-        Always False for a log directory that is not on a local disk, such as ``gs://...``: nothing is read there.
+        Always False for a log directory such as ``gs://...``, because only local directories are read.
         """
         if not self._is_active and self._directory is not None and self._has_tags():
             self._is_active = True
@@ -79,7 +79,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         )
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
-        """Return the tab's name and its JavaScript module."""
+        """Return the tab's name and the path of its JavaScript module."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
 
     def _all_runs(self) -> Mapping[str, LoggedRun]:

@@ -44,7 +44,7 @@ def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | No
     Args:
         runs: The runs to show, by name.
         title: The title of the page.
-        log_dir: The log directory, to include the memory snapshots beside the event files; None to leave snapshots out.
+        log_dir: The log directory, from which memory snapshots are included; None to leave snapshots out.
     """
     held = {
         "runs": runs_view(runs),
@@ -76,7 +76,7 @@ def _page(title: str, held: Mapping[str, Any], start: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Yield (name, data URL) for each JavaScript module. Modules in data URLs can import each other by name only."""
+    """Yield (name, data URL) for each JavaScript module, for an import map: relative imports fail in data URLs."""
     for path in sorted(_STATIC.glob("*.js")):
         source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
         encoded = base64.b64encode(source.encode()).decode()

@@ -34,10 +34,10 @@ _DIGITS = 7
 
 
 def run_view(run: LoggedRun) -> dict[str, Any]:
-    """Return everything that the tab shows for a run.
+    """Return everything that the Memory tab shows for a run, as values for JSON.
 
-    Steps are divided into at most `BUCKETS` buckets. In each bucket, the highest point of each curve is kept, and also
-    the lowest, except for the composition of memory.
+    Long curves are thinned: steps are divided into at most `BUCKETS` buckets, and in each bucket only the highest and
+    lowest points of each curve are kept. For the categories of memory, only the point with the highest sum is kept.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -55,7 +55,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
 
 
 def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
-    """Yield the curves in groups with the same family of tags and the same steps, which are thinned together."""
+    """Yield (family, curves by tag) for each group of curves with the same steps and related tags."""
     groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
     for tag, curve in sorted(run.curves.items()):
         if "/batch_" not in tag:  # those count batches, not training steps
@@ -83,7 +83,7 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
-    """Return the indices of the points to send: in each bucket of steps, each curve's highest and lowest point."""
+    """Return the indices of the points to show: in each range of steps, the highest and lowest of each curve."""
     import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
 
     values = np.array([curve.values for curve in curves.values()])
@@ -102,7 +102,7 @@ def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
 
 
 def _is_finite(values: Sequence[float]) -> bool:
-    """Return True if no value is NaN or Inf. Checks the sum, which avoids a Python loop."""
+    """Return True if no value is NaN or Inf. This checks only the sum, which is faster than a loop in Python."""
     return math.isfinite(sum(values))
 
 
@@ -113,7 +113,7 @@ def _json(value: float) -> float | None:
 
 
 def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the events to mark at steps: emptied caches, retries, out-of-memory errors, leaks, NaN, and spikes."""
+    """Return the events to mark on charts: emptied caches, retries, out-of-memory errors, leaks, NaN and spikes."""
     marks: list[dict[str, Any]] = []
     freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
     ms_at = dict(zip(took.steps, took.values, strict=True))
@@ -145,7 +145,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
 
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the stage, training step and end time of each evaluation within the run, sorted by step."""
+    """Return the stage, training step and end time of each validation or test in a run, sorted by step."""
     check = run.curves.get("time/sanity_check_ms", Curve())
     found = [{"stage": "sanity", "step": step, "end": end} for step, end in zip(check.steps, check.times, strict=True)]
     for stage in STAGES[1:]:
@@ -164,7 +164,7 @@ def _first_curve(run: LoggedRun, *tags: str) -> Curve | None:
 
 
 def summary_of(run: LoggedRun) -> dict[str, Any]:
-    """Return the figures of a whole run: peaks of each stage, capacity, time per step, losses, and counts."""
+    """Return the main numbers of a run: peaks of each stage, capacity, time per step, losses and counts."""
     stages: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         for name in ("peak_allocated", "peak_reserved"):
@@ -194,7 +194,7 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
     """Return the summaries of the newest runs, sorted by name, and the name of the run to show first.
 
-    This is the newest run with curves: a run with only reports, such as one that halted at once, has no chart.
+    The run to show first is the newest that has curves, because a run that failed at once may have only reports.
     """
     newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
     shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
@@ -207,7 +207,7 @@ def _end(run: LoggedRun) -> float:
 
 
 def _natural_name(run: LoggedRun) -> list[tuple[str, int]]:
-    """Return a sort key that places version_10 after version_9."""
+    """Return a key that sorts runs by name, with version_10 after version_9."""
     return [(words, int(digits or 0)) for words, digits in re.findall(r"(\D*)(\d*)", run.name)]
 
 
@@ -240,19 +240,19 @@ def _median(curve: Curve | None) -> float | None:
 
 
 def _headline(run: LoggedRun, tag: str) -> str | None:
-    """Return the first sentence of the latest report with a tag; None if there is none."""
+    """Return the first sentence of the latest report with a tag; None if the run has no such report."""
     return next((_first_sentence(text.text) for text in reversed(run.texts) if text.tag == tag), None)
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first line that is a sentence, not a heading or a row of a table."""
+    """Return the first line that is neither a heading nor a row of a table."""
     lines = [line for line in text.splitlines() if line.strip("#* ")]
     lines.sort(key=lambda line: line.startswith(("#", "|")))
     return lines[0].strip("#*- ") if lines else ""
 
 
 def _by_importance(run: LoggedRun) -> list[LoggedText]:
-    """Return the reports in order: those that ended the run, findings, all others; newest first within each kind."""
+    """Return the reports, most serious kind first, such as why the run ended; newest first within a kind."""
     newest_first = sorted(run.texts, key=lambda text: text.time, reverse=True)
     return sorted(newest_first, key=_rank)
 
@@ -265,7 +265,7 @@ def _rank(text: LoggedText) -> int:
 
 
 def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report's tag and step, and one line: its title ("Out of memory on ...: ...") or first sentence."""
+    """Return a report's tag and step, and one line of text: its title if this says enough, or its first sentence."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
     if text.tag == "memtools/ended":  # torch's message on memory is a paragraph

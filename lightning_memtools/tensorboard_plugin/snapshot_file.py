@@ -15,7 +15,7 @@ class NotASnapshotError(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles only containers, numbers and strings. Raises for any other type, because that could run code."""
+    """Unpickles only containers, numbers and strings. Any other type could run code, so it raises an error."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")
@@ -62,7 +62,7 @@ class LiveBlock(NamedTuple):
         n_bytes: The number of bytes that were requested.
         stream: The stream that the block belongs to.
         pool: The id of its memory pool in the snapshot.
-        source: Its record in the snapshot: a block of a segment, or the history's entry that freed it.
+        source: The part of the snapshot that describes it: a block of a segment, or the entry that freed it.
     """
 
     n_bytes: int
@@ -74,7 +74,7 @@ class LiveBlock(NamedTuple):
 def live_at_start(
     snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
 ) -> dict[int, LiveBlock]:
-    """Return the blocks in use when the recorded history begins, by address. Undoes the history from its end."""
+    """Return the blocks in use when the history begins, by address: those at its end, with all entries undone."""
     live: dict[int, LiveBlock] = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:

@@ -35,13 +35,13 @@ class BlockLife:
     """A memory block, from its allocation until it is freed.
 
     Attributes:
-        born: The number of the event that allocated it; 0 if it is older than the history.
+        born: The number of the event that allocated it, counted from 1; 0 if it is older than the history.
         died: The number of the event that freed it; None if it was in use at the end.
         size: Its bytes.
         address: Its address.
         stack: The stack frames of its allocation, innermost first; empty if unknown.
-        label: The label of its allocation, with the phase and the module; "" without a label.
-        part: Its category, or the line that allocated it if categories are unknown.
+        label: The label of its allocation, which names the phase and the module; "" without a label.
+        part: Its category, such as "gradients"; if categories are unknown, the line that allocated it.
         name: The name of its tensor, such as "net.1.weight"; empty if unknown.
     """
 
@@ -62,8 +62,8 @@ class BlockLife:
 def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
     """Return the timeline of memory in a snapshot file, as plain values for JSON.
 
-    An event is an entry of the allocator's history. A snapshot of MemoryMonitor shows one step, divided into
-    categories. Any other snapshot shows its whole history, divided by the lines of code that allocated the most memory.
+    A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
+    shown as a whole, divided by the lines of code that allocated the most memory.
 
     Args:
         path: The path of the snapshot file.
@@ -126,7 +126,7 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
 
 
 def _marks_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the marks that MemoryMonitor wrote into a snapshot, or defaults with the first device that has events."""
+    """Return what MemoryMonitor added to a snapshot (device, step, phases); defaults for any other snapshot."""
     marks = snapshot.get("memtools")
     if isinstance(marks, dict) and set(_NO_MARKS) <= set(marks):
         return marks
@@ -135,7 +135,7 @@ def _marks_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _event_at(entries: Sequence[Mapping[str, Any]], time: int) -> int:
-    """Return the index of the first event at or after a time."""
+    """Return the index of the first history entry at or after a time in microseconds."""
     return next((at for at, entry in enumerate(entries) if entry.get("time_us", 0) >= time), len(entries))
 
 
@@ -145,7 +145,7 @@ def _blocks_of(
     device: int,
     owned: Sequence[tuple[int, Mapping[str, Mapping[int, str]]]],
 ) -> list[BlockLife]:
-    """Return all blocks of a device. Blocks whose owner is known at a moment in `owned` get its part and name."""
+    """Return all blocks of a device. `owned` lists, for some moments, the category and name of blocks by address."""
     live = {
         address: _block(0, address, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
@@ -181,7 +181,7 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
-    """Return the part of a block without a known owner, from the phase or the line of code that allocated it."""
+    """Return the category of a block of unknown owner, by its phase; if unknown, the line that allocated it."""
     if not is_marked:
         line = _line_of(block, ("/torch/",))
         return block.label or line or (block.stack[0] if block.stack else "(no stack)")
@@ -189,7 +189,7 @@ def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *,
 
 
 def _line_of(block: BlockLife, libraries: Sequence[str]) -> str:
-    """Return the innermost line of a block's stack that is not in one of the libraries; "" if there is none."""
+    """Return the innermost stack frame of a block that is outside of some libraries; "" if there is none."""
     own = (frame for frame in block.stack if ":" in frame and not any(library in frame for library in libraries))
     return next(own, "").rpartition("site-packages/")[2]
 
@@ -209,7 +209,7 @@ def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
 
 
 def _totals(blocks: Iterable[BlockLife], n_events: int) -> list[int]:
-    """Return the bytes in use by the blocks before the first event, and after each event."""
+    """Return the bytes that blocks use, before the first event and after each event."""
     changes = [0] * (n_events + 1)
     for block in blocks:
         changes[block.born] += block.size
@@ -225,7 +225,7 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
 
 
 def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[Any, int]:
-    """Return the bytes of the blocks, summed by `key(block)`, largest first. Blocks with an empty key are skipped."""
+    """Return the total bytes of blocks for each `key(block)`, largest first. Blocks with an empty key are skipped."""
     held: dict[Any, int] = defaultdict(int)
     for block in blocks:
         if name := key(block):
@@ -234,7 +234,7 @@ def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[
 
 
 def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[str]:
-    """Return the names of the parts to show: the categories, or the parts largest at the peak, and the rest."""
+    """Return the parts to show: all categories, or else the lines largest at the peak and one name for the rest."""
     parts = {block.part for block in blocks}
     if parts <= set(PARTS):
         return [name for name in PARTS if name in parts]
@@ -243,16 +243,16 @@ def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[st
 
 
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
-    """Return the event to show in each column: the one with the most memory of those that share the column."""
+    """Return the event to show in each column of the chart: of those in the column, the one with the most memory."""
     n_columns = min(_COLUMNS, len(shown))
     bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
     return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
 
 
 def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
-    """Return what holds memory at the peak, largest first. The last entry is the sum of the rest, if there is any.
+    """Return the modules, named tensors or lines of code that hold the most memory at the peak, largest first.
 
-    Holders are modules, named tensors, or lines of code. Holders in the same part with equal bytes share one entry.
+    Those of one category with equal bytes share an entry. The last entry is the sum of the rest, if there is any.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
@@ -270,7 +270,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
 
 def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
-    """Return all blocks as a table. Stacks and labels repeat, so the table refers to them by index."""
+    """Return all blocks as a table, with lists of stacks and labels, to which the rows refer by index."""
     stacks: dict[tuple[str, ...], int] = {}
     labels: dict[str, int] = {}
 
@@ -286,7 +286,7 @@ def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
 
 
 def step_view(run_directory: Path, name: str | None = None) -> dict[str, Any]:
-    """Return the names of a run's snapshots, sorted by step and rank, and the timeline of one snapshot.
+    """Return the names of a run's snapshots, latest step first, and the timeline of one snapshot.
 
     Args:
         run_directory: The directory of the run's event files.

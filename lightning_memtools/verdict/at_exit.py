@@ -18,7 +18,7 @@ _FITS: list[tuple[str, float, Sequence[str]]] = []
 def tell_at_exit(limit: str, seconds: float, lines: Sequence[str]) -> None:
     """Print the verdict on a fit when the script ends, or at once in a notebook or a child process.
 
-    After several fits, print the verdict on the longest fit, and count the limits of all fits.
+    If there were several fits, only the verdict on the longest is printed, and how many had which limit.
     """
     if not _FITS:
         atexit.register(_print)

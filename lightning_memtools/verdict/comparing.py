@@ -15,11 +15,11 @@ _SHOWN = {"bytes": format_size, "share": "{:.0%}".format, "ms": "{:.4g} ms".form
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """A figure, with its values in two runs.
+    """A quantity, such as the peak memory, with its values in two runs.
 
     Attributes:
-        name: The name of the figure.
-        unit: "bytes", "ms" or "share"; "" without a unit.
+        name: The name of the quantity.
+        unit: "bytes", "ms", or "share" for a fraction; "" without a unit.
         before: The value in the first run; None if unknown.
         after: The value in the second run; None if unknown.
     """
@@ -31,27 +31,27 @@ class FigureChange:
 
     @property
     def increase(self) -> float | None:
-        """The relative increase of a figure in bytes or ms, such as 0.1 for 10%; None for others or if unknown."""
+        """The relative increase, such as 0.1 for 10%; None if a value is unknown or the unit is not bytes or ms."""
         if self.unit not in {"bytes", "ms"} or self.after is None or not self.before:
             return None
         return float(self.after / self.before - 1)
 
     def row(self) -> list[str]:
-        """Return the figure's name, values and increase as the row of a table."""
+        """Return the name, the two values and the increase as the row of a table."""
         show = _SHOWN.get(self.unit, str)
         values = ["?" if value is None else show(value) for value in (self.before, self.after)]
         return [self.name, *values, "" if self.increase is None else f"{self.increase:+.1%}"]
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """Return all figures of two summaries, including figures that only one summary has."""
+    """Return the changes between two run summaries, including quantities that only one of them has."""
     one, other = _figures(before), _figures(after)
     names = dict.fromkeys([*one, *other])
     return [FigureChange(name, unit, one.get((name, unit)), other.get((name, unit))) for name, unit in names]
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Return the values in a summary, by (name, unit)."""
+    """Return the values in a run's summary that can be compared, by (name, unit)."""
     memory, times = summary["memory"], summary["time"]
     return {
         ("verdict", ""): summary["verdict"]["limit"],
@@ -67,16 +67,16 @@ def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def table_of(changes: Sequence[FigureChange]) -> Table:
-    """Return a table of the changes, with one row per figure."""
+    """Return a table of the changes, with one row per quantity."""
     return Table(("", "before", "after", "change"), [change.row() for change in changes])
 
 
 def exceeded(changes: Sequence[FigureChange], limits: Mapping[str, float]) -> list[str]:
-    """Return a line of text for each figure that increased by more than its limit, or that has a limit but is unknown.
+    """Return a line of text for each quantity that exceeds its limit, or has a limit but is unknown.
 
     Args:
-        changes: The figures of the two runs.
-        limits: The largest allowed increase by name of figure, as a share of the first run's value.
+        changes: The quantities, with their values in the two runs.
+        limits: The largest allowed increase of each quantity, by name, as a fraction of the first run's value.
     """
     lines = []
     for change in changes:

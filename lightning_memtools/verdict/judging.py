@@ -40,7 +40,7 @@ class RunVerdict:
     Attributes:
         limit: The limit of the run's speed, such as "input-bound".
         healthy: True if only computation limits the run, and nothing is wrong.
-        lines: The verdict as at most ten lines of text: the limit with its evidence, the next thing to try, figures.
+        lines: The verdict as at most ten lines of text: the limit with its evidence, what to try next, and numbers.
         largest_batch: The largest batch that should fit, estimated from the bytes per sample; None if unknown.
     """
 
@@ -71,7 +71,7 @@ def judge(facts: RunFacts) -> RunVerdict:
 
 
 def _limit_of(facts: RunFacts) -> _Reason:
-    """Return the first reason that applies for what limits the run's speed."""
+    """Return what limits the run's speed, such as the data loader: the first in a fixed order that applies."""
     slow, steps, least = slow_rank(facts.ranks), facts.ranks[0].steps, THRESHOLDS["least steps"]
     if facts.error:
         return _Reason("error", facts.error, "read the error above, and the reports beside summary.json.")
@@ -112,7 +112,7 @@ def _limit_by_shares(facts: RunFacts, first: RankFacts) -> _Reason:
 def slow_rank(ranks: Sequence[RankFacts]) -> RankFacts | None:
     """Return the rank that the others wait for; None if no rank is much slower.
 
-    In backward, all ranks wait for each other, so this compares the host's time for data and forward.
+    All ranks wait for each other in backward, so only the host's time for data and forward is compared.
     """
     if len(ranks) == 1 or not all(rank.steps for rank in ranks):
         return None
@@ -132,7 +132,7 @@ def _others_ms(slowest: RankFacts, ranks: Sequence[RankFacts]) -> float:
 
 
 def _lead(rank: RankFacts) -> float | None:
-    """Return the GPU's time for forward and backward as a multiple of the host's time; None without a GPU."""
+    """Return the ratio of the GPU's to the host's time in forward and backward; None without a GPU."""
     if rank.device_s is None:
         return None
     device, host = (times.get("forward", 0.0) + times.get("backward", 0.0) for times in (rank.device_s, rank.host_s))
@@ -149,8 +149,8 @@ def _faster_loader(facts: RunFacts) -> str:
 def largest_batch(rank: RankFacts) -> int | None:
     """Return the largest batch that should fit, estimated from the bytes that a sample took at the peak of training.
 
-    None if the capacity or the composition is unknown, or if activations are only a small part of the peak. Memory that
-    does not grow with the batch is treated as if it did, so the true maximum is somewhat larger.
+    The result is None if the capacity or what the peak consists of is unknown, or if activations take little of it.
+    The true maximum is somewhat larger, because some of these bytes do not grow with the batch.
     """
     composition = rank.composition_bytes or {}
     grows, peak = composition.get("activations", 0) + composition.get("inputs", 0), sum(composition.values())

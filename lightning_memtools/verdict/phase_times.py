@@ -14,10 +14,10 @@ _FETCHES = ".train_dataloader_next"
 
 
 class PhaseTimes:
-    """Measures the durations of phases, each of which begins when the previous one ends.
+    """Measures how long the phases of training steps take; each begins when the previous one ends.
 
-    The host only queues kernels for a GPU, so the host's clock shows where the host waits, not where the GPU works. On
-    a GPU, each change of phase therefore records a CUDA event, too, which is read once the GPU has reached it.
+    The host only queues kernels for a GPU, so its clock shows where the host waits, not where the GPU works. With a
+    GPU, each change of phase therefore also records a CUDA event, which is read after the GPU has reached it.
 
     Args:
         device: The device that computes.
@@ -50,13 +50,13 @@ class PhaseTimes:
         self._read()
 
     def look_at_lead(self) -> None:
-        """Note whether the GPU has begun the current step yet. Call this once the host has queued its backward."""
+        """Note whether the GPU has begun the current step. Call this when the host has queued the backward pass."""
         if self._forward is not None:
             self._behind.append(not self._forward.query())
             self._forward = None
 
     def forget(self) -> None:
-        """Drop all measurements so far. The current phase is measured from now on."""
+        """Drop all measurements so far, including that of the current phase until now."""
         self._host.lap_ms()
         self._device_s.clear()
         self._marks = deque(list(self._marks)[-1:])
@@ -64,7 +64,7 @@ class PhaseTimes:
 
     @property
     def behind_share(self) -> float:
-        """The share of steps that the GPU had not yet begun when the host had queued their backward."""
+        """The fraction of steps in which the host queued all of backward before the GPU began the step."""
         return sum(self._behind) / max(1, len(self._behind))
 
     def host_s(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ class PhaseTimes:
         return {phase: ms / 1000 for phase, ms in self._host.lap_ms().items()}
 
     def device_s(self) -> dict[str, float] | None:
-        """Return the seconds that each phase took on the GPU, as far as it has got; None if there are none."""
+        """Return the seconds that each phase took on the GPU, for phases it has finished; None if nothing was timed."""
         self._read()
         return dict(self._device_s) if any(self._device_s.values()) else None
 

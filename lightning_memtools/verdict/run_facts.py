@@ -23,9 +23,9 @@ class RankFacts:
         steps: The number of training batches that were measured, which are all but the first.
         host_s: The seconds that each phase took on the host.
         device_s: The seconds that each phase took on the GPU; None without a GPU.
-        behind_share: The fraction of steps in which the GPU had not yet begun when the host had queued backward.
-        peak_bytes: The highest peak of allocated bytes in any stage; None if the device keeps no peaks.
-        reserved_bytes: The highest peak of reserved bytes in any stage; None if the device keeps no peaks.
+        behind_share: The fraction of steps in which the host queued all of backward before the GPU began the step.
+        peak_bytes: The highest peak of allocated bytes in any stage; None if the device does not record peaks.
+        reserved_bytes: The highest peak of reserved bytes in any stage; None if the device does not record peaks.
         capacity_bytes: The memory of the device in bytes; None if unknown.
         composition_bytes: The bytes by category at the peak of training; None if unknown.
         batch_size: The largest number of samples in a training batch; None if unknown.
@@ -58,7 +58,7 @@ class RankFacts:
         return 1000 * self.training_s / self.steps if self.steps else None
 
     def share(self, phase: str) -> float:
-        """Return the share of training time that a phase took; for "validation", its share of the whole fit."""
+        """Return the fraction of training time that a phase took; for "validation", the fraction of the whole fit."""
         seconds = self.phases_s.get(phase, 0.0)
         whole = self.training_s + (seconds if phase == "validation" else 0.0)
         return seconds / whole if whole else 0.0
@@ -69,7 +69,7 @@ class RunFacts:
     """All measurements of a fit.
 
     Attributes:
-        ranks: The measurements of each rank that answered, rank 0 first.
+        ranks: The measurements of each rank that sent them in time, rank 0 first.
         device: The device's name.
         error: The error that ended the run, in one line; "" for none.
         num_workers: The number of workers of the training loader; None if the loader is not a DataLoader.

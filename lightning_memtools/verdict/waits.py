@@ -17,9 +17,9 @@ _METHOD = "training_step"
 
 
 def watch_next_step(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
-    """Find the lines that wait for the GPU in the module's next training_step, unless this is compiled.
+    """Find the lines of code that wait for the GPU in the module's next training_step, unless it is compiled.
 
-    PyTorch's sync debug mode warns of each wait; all other warnings are issued as usual.
+    PyTorch's sync debug mode warns of each wait; these warnings are collected, and all others issued as usual.
 
     Returns:
         A list of lines such as "train.py:31", which is filled during that step, and a function that stops watching.

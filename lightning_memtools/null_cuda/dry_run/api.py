@@ -28,11 +28,11 @@ _RANKS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunSpec:
-    """The task of the child process: the arguments of `dry_run`, as JSON values.
+    """The arguments of `dry_run` for the child process that runs the script, as JSON values.
 
     Attributes:
-        checks_seconds: Seconds of processor time for the checks of an out-of-memory report; None for the default.
-        strategy: The strategy of Trainers for which the script sets none; None for Lightning's default.
+        checks_seconds: The CPU seconds that an out-of-memory report may spend to try changes; None for the default.
+        strategy: The strategy for Trainers to which the script passes none; None for Lightning's default.
     """
 
     program: str
@@ -77,7 +77,7 @@ def dry_run(
         devices: The number of devices, with one rank on each; only one rank is run.
         rank: The rank to run.
         steps: Optimizer steps of each training run, and batches of each evaluation run; None for no limit.
-        advise: If memory runs out in a Trainer, spend up to two minutes of processor time on trying changes, and then
+        advise: If memory runs out in a Trainer, try changes for up to two minutes of CPU time, and then
             dry-run the script under FSDP on 2, 4 and 8 devices.
         snapshot: A file to which to write torch's memory snapshot, for pytorch.org/memory_viz.
         directory: The folder for logs and checkpoints of the run; by default a temporary one.
@@ -127,7 +127,7 @@ def _check_there_is(program: str, *, module: bool) -> None:
 
 
 def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | int | None) -> DryRunResult:
-    """Run the dry run in a child process, return its result, and end all processes that it started."""
+    """Run the script in a child process, return the result, and end all processes that the child started."""
     place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
     wanted, result, users = (place / name for name in ("dry_run_spec.json", "dry_run.json", "processes.txt"))

@@ -63,7 +63,7 @@ def main(path: str) -> None:
 
 @contextmanager
 def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
-    """Inside, make this process one of several ranks, with the environment that torchrun would set."""
+    """Context manager: this process acts as one of several ranks, in the environment that torchrun would set."""
     _run_one_of(spec)
     if spec.devices == 1:
         yield
@@ -79,7 +79,7 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 
 
 def _run_one_of(spec: DryRunSpec) -> None:
-    """Make `torch.multiprocessing.spawn` run this rank alone, in this process."""
+    """Patch `torch.multiprocessing.spawn`: it runs only the simulated rank, in this process."""
 
     def start_processes(
         function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
@@ -100,7 +100,7 @@ def _run_one_of(spec: DryRunSpec) -> None:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Inside, track known values, until the script calls torch.compile: compiled code bypasses dispatch modes."""
+    """Context manager: track tensors whose values are known, until the script calls torch.compile."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
@@ -121,7 +121,7 @@ def _values_followed() -> Iterator[KnownValues]:
 
 
 def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `trunc_normal_` that resamples once: on a device that computes nothing, the original would never end."""
+    """Return a `trunc_normal_` that resamples CUDA tensors once; the original loops until all values are in range."""
 
     def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_cuda:
@@ -205,7 +205,7 @@ def _run_program(spec: DryRunSpec) -> dict[str, Any]:
 
 
 def _judge(error: BaseException) -> tuple[int, str | None]:
-    """Print the traceback of an exception that ended the program, and return the exit status and error message."""
+    """Print the traceback of the exception that ended the program; return the exit status and an error message."""
     if isinstance(error, SystemExit):
         return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
     if isinstance(error, DryRunError):
@@ -220,7 +220,7 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 
 
 def _other_processes() -> int:
-    """Return the number of other processes that have allocated memory on the devices."""
+    """Return how many other processes of the script have allocated memory on the simulated devices."""
     users = Path(os.environ[USERS])
     return len(set(users.read_text(encoding="ascii").split()) - {str(os.getpid())}) if users.exists() else 0
 
@@ -236,7 +236,7 @@ def _end_here() -> None:
 
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
-    """Return the stages, each with what its peak consists of unless the allocation history is incomplete."""
+    """Return the stages, with what the peak of each consists of if the allocation history is complete."""
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
     holders = observer.owners.holders(entries)
@@ -257,7 +257,7 @@ def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[
 
 
 def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
-    """Return the largest known GPU on which the recorded run does not fit, and the smallest on which it does."""
+    """Return the largest known GPU that is too small for the recorded run, and the smallest that suffices."""
     entries = snapshot["device_traces"][device]
     if not entries:
         return None, None
@@ -273,7 +273,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
 
 
 def _advice(observer: RunObserver) -> list[DryRunAdvice]:
-    """Return the changes that the last out-of-memory report of a Trainer tried; [] if there is no report."""
+    """Return the changes that were tried for a Trainer's last out-of-memory report; [] if there is no report."""
     tried = next((one.advice for one in reversed(observer.reporting) if one.advice), ())
     fits = {Outcome.ENOUGH: True, Outcome.NOT_ENOUGH: False, Outcome.USELESS: False}
     return [

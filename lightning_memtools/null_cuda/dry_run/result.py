@@ -22,11 +22,11 @@ class DryRunStage:
         peak_allocated_bytes: The most memory that tensors took at one moment.
         peak_reserved_bytes: The most memory that PyTorch's allocator reserved.
         peak_at: The moment of the peak of allocated memory, such as "backward, in encoder.3". This and the attributes
-            below are empty if no model is known, or if the allocation history was too long to keep.
+            below are empty if no model was found, or if the allocation history was too long to keep.
         bytes_by_category: The bytes of parameters, buffers, gradients, optimizer state and inputs at the peak;
             "activations" is the rest: activations and temporary tensors.
         bytes_by_module: The bytes of each module at the peak: its own parameters, gradients and optimizer state, and
-            what its operators allocated. Bytes outside of modules have an empty name.
+            what its operators allocated. Memory outside of modules has the key "".
         bytes_by_line: The bytes at the peak that each line of code allocated, such as "model.py:48: x = self.norm(x)".
     """
 
@@ -48,7 +48,7 @@ class DryRunAdvice:
         code: The code to write in the program.
         fits: Whether the run fits with this change alone; None if unknown.
         peak_bytes: The peak of the changed step; None if no step was traced.
-        price: The extra computation that the change costs, in words; "" for none.
+        price: A sentence on the extra computation that the change costs; "" for none.
         detail: The result of the trial in sentences, or the reason why the change was not tried.
     """
 
@@ -71,11 +71,11 @@ class DryRunResult:
         error: The message of the error that ended the run, or None.
         report: The file of the out-of-memory report, if one was written.
         stages: The peaks of each stage.
-        smallest_fitting: The names of the largest known GPU on which the run does not fit and of the smallest on which
-            it fits; None for either if there is none. An estimate: another GPU may run other kernels.
+        smallest_fitting: Two names: the largest known GPU that is too small for the run, and the smallest on which it
+            fits; None where there is none. This is an estimate, because another GPU may run other kernels.
         notes: Remarks on this run, for the user.
-        assumed: The lines of code that read a value that was not computed, and the value that was assumed instead.
-            Whether the run fits depends on these assumptions.
+        assumed: Each line of code that read a value from the device, with the value that was assumed, because nothing
+            is computed there. Whether the run fits depends on these assumptions.
         optimizer_steps: The number of optimizer steps that ran; None if the script has no optimizer.
         rank: The rank that was run.
         devices: The number of ranks.
@@ -102,12 +102,12 @@ class DryRunResult:
 
     @property
     def fits(self) -> bool:
-        """Return True if the run ended without errors within the capacity, and trained if it has an optimizer."""
+        """Return True if the run ended without an error. If the script has an optimizer, it must have stepped."""
         return self.status == FITS and self.optimizer_steps != 0
 
     @property
     def verdict(self) -> str:
-        """A sentence on whether the run fits, and on the assumptions that this answer depends on."""
+        """A sentence that says whether the run fits, and which assumptions this depends on."""
         if self.status == OUT_OF_MEMORY:
             return f"It runs out of memory. {self.error}"
         if self.status == FAILED:
@@ -124,7 +124,7 @@ class DryRunResult:
 
     @property
     def peak(self) -> PeakMemory:
-        """The highest peak of all stages."""
+        """The highest peak of all stages, and what it consists of."""
         none = DryRunStage(stage="", peak_allocated_bytes=0, peak_reserved_bytes=0)
         highest = max(self.stages, key=lambda one: one.peak_allocated_bytes, default=none)
         return PeakMemory(

@@ -27,14 +27,14 @@ WHOLE_SCRIPT = "script"
 
 
 class RunObserver:
-    """Collects the peak memory of each stage and the owners of memory blocks. Does not depend on Lightning.
+    """Records the peak memory of each stage of a script, and which tensors own memory blocks. Needs no Lightning.
 
     Attributes:
         notes: Remarks for the result of the dry run.
         stages: The peaks of each stage that a Trainer has run.
-        owners: The owners of memory blocks over time, to match with the allocator's history.
+        owners: Which model, optimizer or batch owned each memory block at which time.
         files: Redirects the files that the script writes.
-        reporting: The OOMReports of all Trainers.
+        reporting: The OOMReport callbacks of all Trainers.
     """
 
     def __init__(self, spec: DryRunSpec) -> None:
@@ -81,7 +81,7 @@ class RunObserver:
         return self._watch is not None
 
     def begin(self, device: torch.device) -> None:
-        """Begin to observe a call of a Trainer, which uses `device`."""
+        """Begin to observe a fit, validate, test or predict call of a Trainer, which uses `device`."""
         if device.type == "cuda":
             self._watch = StageWatch(self._counter)
         else:
@@ -103,7 +103,7 @@ class RunObserver:
             self.owners.enter(self._watch.running)
 
     def phase(self, phase: Phase | None) -> None:
-        """Label allocations with a phase of the training step from now on; with None, with no phase."""
+        """Label allocations from now on with a phase of the training step, or with none."""
         for labels in self._labels:
             labels.enter_phase(phase or "")
 
@@ -113,11 +113,11 @@ class RunObserver:
         self.owners.note(running, model, optimizers, batch)
 
     def label_modules(self, model: nn.Module) -> None:
-        """Label allocations with the module that makes them, until the Trainer's call ends."""
+        """Label allocations with the module that makes them, until `end` is called."""
         self._labels.append(ModuleLabels(model))
 
     def end(self) -> None:
-        """Stop observing a call of a Trainer, and keep the peaks of its stages. Idempotent."""
+        """Stop observing a Trainer's fit, validate, test or predict, and keep the peaks of its stages. Idempotent."""
         while self._labels:
             self._labels.pop().remove()
         if self._watch is None:
@@ -133,14 +133,14 @@ class RunObserver:
         self.owners.enter(None)
 
     def whole_script(self) -> DryRunStage:
-        """Return the peaks of the script so far, from its beginning."""
+        """Return the highest memory use since the script began, as a stage."""
         self._counter.fold()
         allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
 
 class LoopWatch:
-    """Notes the owners of memory blocks after each optimizer step of a script's own loop, but not in a Trainer.
+    """Notes after each optimizer step which tensors own memory blocks, in training loops without a Trainer.
 
     Args:
         observer: The RunObserver that gets the notes.
@@ -171,7 +171,7 @@ class LoopWatch:
         self._note()
 
     def look(self) -> None:
-        """Note the owners of memory blocks now, if no optimizer step has ended yet; called if the script fails."""
+        """Note the owners of memory blocks now if no optimizer has stepped yet. Called when the script fails."""
         if not self._observer.is_watching and not self._optimizers:
             self._models.update(outermost(instances_of(nn.Module)))
             self._note()

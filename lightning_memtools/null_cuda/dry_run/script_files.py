@@ -17,11 +17,11 @@ _LARGEST_WHOLE_TENSOR = 2**24
 
 
 class ScriptFiles:
-    """Redirects files that the script saves if they would overwrite existing files of the user.
+    """Makes the script save a file in the dry run's folder if it would otherwise overwrite an existing file.
 
     Args:
         directory: The folder of the dry run.
-        note: Called with a sentence for the user about each file.
+        note: Called with a sentence about each redirected file, for the user.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class ScriptFiles:
         self._new: set[Path] = set()
 
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path to write to: `path`, or one in the dry run's folder if the user has a file at `path`."""
+        """Return the path to write to: `path`, or if a file of the user is there, one in the dry run's folder."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
@@ -45,12 +45,12 @@ class ScriptFiles:
         return path
 
     def to_read(self, file: Any) -> Any:
-        """Return the path to which a file of the script was redirected, or `file` unchanged if it was not."""
+        """Return the path to which the script's writes to `file` were redirected, or `file` if they were not."""
         path = getattr(file, "name", file)  # Lightning opens files itself
         return self._moved.get(Path(path).resolve(), file) if isinstance(path, (str, os.PathLike)) else file
 
     def guard_torch(self) -> None:
-        """Make `torch.save` write to the path from `to_write`, and `torch.load` read from the path from `to_read`."""
+        """Patch `torch.save` and `torch.load` so that they use the redirected path of a file."""
         save, load = torch.save, torch.load
 
         @functools.wraps(save)
@@ -65,7 +65,7 @@ class ScriptFiles:
         torch.save, torch.load = guarded_save, guarded_load
 
     def guard_save(self, owner: type, name: str) -> None:
-        """Make the method `name` of `owner`, which saves to a path, write to the path from `to_write`."""
+        """Patch a method `owner.name`, which saves to a path, so that it writes to the redirected path."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -96,5 +96,5 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Restore the full storage of a tensor that was saved as a single zero; return other tensors unchanged."""
+    """Return a large CUDA tensor, which was saved as a single zero, at its full size; return others unchanged."""
     return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor

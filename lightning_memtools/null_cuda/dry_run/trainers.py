@@ -24,7 +24,7 @@ _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 def cut_trainers_when_imported(observer: RunObserver) -> None:
-    """Cut Trainers short as soon as the script imports `lightning` or `pytorch_lightning`."""
+    """Limit Trainers to a few steps, by a patch that is applied when the script imports Lightning."""
 
     def cut(package: str, module: ModuleType) -> None:
         _cut_trainer(observer, module.Trainer, importlib.import_module(package))
@@ -42,7 +42,7 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that calls a function with a module once the script has imported the module."""
+    """An import hook that calls a function with a module as soon as the script has imported it."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
         self._functions = dict(functions)
@@ -87,7 +87,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
 
 def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Trainer's method that uses the model as it is if the checkpoint to load was never written."""
+    """Wrap a Trainer's method: if the dry run never wrote the checkpoint to load, use the model as it is."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
@@ -106,7 +106,7 @@ def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any
 
 
 def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleType) -> dict[str, Any]:
-    """Return the arguments of a Trainer with the changes for a dry run: few steps, its own folder, our callbacks."""
+    """Return a Trainer's arguments, changed for a dry run: few steps, a folder of its own, our callbacks."""
     from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
 
     spec, limited = observer.spec, dict(options)
@@ -156,7 +156,7 @@ def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
 
 
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
-    """Return loggers that write to the run's folder; replace loggers that write elsewhere with a dummy."""
+    """Redirect TensorBoard and CSV loggers to the dry run's folder, and replace other loggers with a dummy."""
     if given is None or isinstance(given, bool):
         return given
     loggers = lightning.pytorch.loggers if hasattr(lightning, "pytorch") else lightning.loggers
@@ -186,7 +186,7 @@ class _LargestLast:
 
 
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """Return a loader that ends with its largest batch if samples differ in size and not all batches run."""
+    """Return a loader whose last batch is its largest if samples differ in size and not all batches run."""
     length = trainer.num_training_batches
     if n_samples_of(loader) is None or length >= len(loader):
         return loader
@@ -198,7 +198,7 @@ def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
-    """Return a callback that tells the observer a Trainer's stages; `lightning` is the Lightning package in use."""
+    """Return a callback that tells the observer when stages of a Trainer begin and end."""
 
     class DryRunObserver(lightning.Callback):  # type: ignore[name-defined, misc]
         takes_part_in_trials = False  # of BatchSizeTuner: only the run itself is shown

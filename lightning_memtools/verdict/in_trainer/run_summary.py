@@ -39,7 +39,7 @@ _WATCHED_BATCH = 2  # the first ones choose kernels
 class RunSummary(WatchingCallback):
     """Adds the selected callbacks to its Trainer, and ends each fit with a verdict and `summary.json`.
 
-    The entry points for Lightning create it (autoload.py). It does not add callbacks that the Trainer already has.
+    Lightning creates it through an entry point (autoload.py). It does not add callbacks that the Trainer already has.
     """
 
     page = "run"
@@ -57,11 +57,11 @@ class RunSummary(WatchingCallback):
 
     @classmethod
     def asked_for(cls, text: str) -> RunSummary:
-        """Create the callback from the value of the environment variable MEMTOOLS: options as JSON, or "1"."""
+        """Create the callback from the environment variable MEMTOOLS: options as JSON, or "1" for the defaults."""
         return cls(tuple(asked_callbacks(**json.loads(text) if text.startswith("{") else {})))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Insert the callbacks behind this one, so that Lightning calls their setup next; start to measure a fit."""
+        """Insert the callbacks after this one, so that Lightning calls their setup, too; begin to measure a fit."""
         self.stop_watching()
         present = callbacks_of(trainer)
         is_ours = type(trainer).__module__.startswith("lightning_memtools.")
@@ -96,7 +96,7 @@ class RunSummary(WatchingCallback):
                 self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._switch(after)).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to time the forward phase. In one step, find the lines of code that wait for the GPU."""
+        """Start to time the forward phase. In one early step, also find the lines of code that wait for the GPU."""
         if self._meter is not None and self._undo is not None:
             if trainer.strategy.root_device.type == "cuda" and self._meter.n_batches == _WATCHED_BATCH:
                 self._waits, stop = watch_next_step(pl_module)
@@ -108,7 +108,7 @@ class RunSummary(WatchingCallback):
         self._switch("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward phase. In manual optimization, the time until an optimizer's step counts as forward."""
+        """End the backward phase. In manual optimization, the time between backward and update counts as forward."""
         if self._meter is not None:
             self._meter.times.look_at_lead()
             self._switch("rest" if pl_module.automatic_optimization else "forward")
@@ -191,7 +191,7 @@ class RunSummary(WatchingCallback):
 
 
 def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return what the other callbacks have found, as keyword arguments for RunFacts."""
+    """Return what the Trainer's callbacks have found, as keyword arguments for RunFacts."""
     report = next((each.report for each in callbacks if isinstance(each, TrainingDoctor)), DoctorReport())
     remarks = [each.memory_remark for each in callbacks if isinstance(each, Neighbour)]
     return {
