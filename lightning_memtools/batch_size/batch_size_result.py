@@ -21,10 +21,10 @@ class RankReading:
         peak: The peak of the memory that this process's allocator reserved.
         limit: The most that the allocator may reserve: the capacity minus the margin, and minus memory held outside of
             the allocator (by other processes, and by the CUDA context).
-        spare: The bytes below the limit that tensors have to leave free, if the margin is smaller than a segment.
+        spare: The bytes within the limit that tensors must leave free. Used if the margin is smaller than a segment.
         peak_allocated: The peak of the memory that tensors held.
-        batch_allocated: The same peak, but only up to the end of backward. It depends on the batch size, unlike the
-            peak of an optimizer that makes temporary copies in its step.
+        batch_allocated: The peak of allocated memory until backward ends. It depends on the batch size, unlike a peak
+            that an optimizer causes by temporary copies in its step.
         base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
         failure: Why this rank could not run the size; empty if it could.
     """

@@ -97,7 +97,7 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if memory for batches is large next to an allocator segment, so that its rounding hardly matters."""
+    """Return True if peaks, which grow by whole segments, are precise: a segment is under 5% of batches' memory."""
     rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
     return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
 
