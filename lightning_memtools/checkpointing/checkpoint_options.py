@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """The options do not suit the model. Any other ValueError raised during planning comes from training_step."""
+    """The options do not suit the model. Unlike this, a plain ValueError during planning comes from training_step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class CheckpointOptions:
 
     Attributes:
         segments: The number of chunks that each Sequential is cut into; None to let the planner choose the chunks.
-        budget_share: The limit on activation memory, as a share of what it takes without a plan; None for no limit.
+        budget_share: The limit on activation memory, as a fraction of its size without a plan; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: "skip" to never recompute BatchNorm and Dropout layers of a Sequential, or "recompute" to allow it.
         include: Patterns of the modules to recompute; None to choose among all modules.
@@ -83,7 +83,7 @@ class CheckpointOptions:
         return self.budget_bytes
 
     def fits(self, plain: StepCost) -> bool:
-        """Return True if the plain step is within the budget."""
+        """Return True if the step is within the budget even without recomputation."""
         limit = self.limit(plain)
         return limit is not None and plain.peak_bytes <= limit
 
