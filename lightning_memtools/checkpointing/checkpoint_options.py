@@ -77,7 +77,7 @@ class CheckpointOptions:
         )
 
     def limit(self, plain: StepCost) -> int | None:
-        """Return the highest peak in bytes that the budget allows, given the plain step; None without a budget."""
+        """Return the highest allowed peak in bytes; None without a budget. `plain` is the step's cost without plan."""
         if self.budget_share is not None:
             return plain.static_bytes + int(self.budget_share * plain.activation_bytes)
         return self.budget_bytes

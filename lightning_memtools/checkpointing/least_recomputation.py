@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return where ranges may begin and may end, as (layer, unit). Of many places, keep those with small inputs."""
+    """Return where ranges may begin and where they may end, as (layer, unit); if many, only places of small inputs."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)

@@ -18,7 +18,7 @@ class LossInChunks:
         names: The linear layers whose output only cross-entropy reads.
         logits: The number of predictions, the number of classes, and the bytes of one copy of the largest logits.
         chunk_rows: The number of rows per chunk of these logits.
-        read_by: The function that keeps the layer of the largest logits out of `names` by reading them; "" if none.
+        read_by: The function that reads the largest logits, which rules out chunks for them; "" if there is none.
         plain: The memory and operations of the unchanged step.
         cost: The memory and operations with the loss in chunks.
     """

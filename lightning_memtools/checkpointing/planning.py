@@ -268,7 +268,7 @@ class _PlanSearch:
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan for `chains`, or one without recomputation if it lowers the peak less than `least_saving`."""
+        """Return the plan for `chains`; if it saves less than `least_saving` of the peak, one without recomputation."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
