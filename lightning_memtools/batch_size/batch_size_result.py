@@ -51,7 +51,7 @@ class SizeTrial:
 
     Attributes:
         stage: "train" or "val".
-        size: Samples per batch and rank.
+        size: The batch size on each rank.
         readings: The memory of each rank during the trial.
         is_configured: True for the size that was set before the search. It fits if it runs to its end, even if it
             leaves less than the margin free.
@@ -97,9 +97,9 @@ class BatchSizeResult:
     """The batch sizes that a search found, and the trials that led to them.
 
     Attributes:
-        sizes: Samples per batch and rank, for each stage that was tuned. Each size was run in a trial.
+        sizes: The batch size on each rank, for each stage that was tuned. Each size was run in a trial.
         trials: Every trial, in order.
-        peaks: The peak of reserved bytes in each stage at its size, on the rank with the least memory left.
+        peaks: For each stage, the peak of reserved bytes at the size found, on the rank with the least memory left.
         accumulate: Micro-batches per optimizer step.
         seconds: The duration of the search.
         device: A sentence that names the device and says if it is simulated.

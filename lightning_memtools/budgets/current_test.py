@@ -50,7 +50,7 @@ class CurrentTest:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this test the one that `current_test` returns, until the context ends."""
+        """Context manager: make this test the one that `current_test` returns."""
         token = _current.set(self)
         try:
             yield

@@ -165,7 +165,7 @@ class _OnVirtualDevice:
 
 
 class _Phases(DeviceListener):
-    """Passes a device's events to a recorder, and infers from them if forward, backward or the optimizer is running."""
+    """Passes a device's events to a recorder, and infers the phase from them: forward, backward or optimizer."""
 
     def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder

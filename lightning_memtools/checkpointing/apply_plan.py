@@ -62,7 +62,7 @@ class AppliedPlan:
 
     Attributes:
         heads: The replacement forwards of the layers whose loss is computed in chunks, by layer name.
-        differing: For each layer (by name) that gave different values when it ran again, a description of how.
+        differing: For each layer (by name) that gave other values when it ran again, a description of the difference.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class _PlannedForward:
         module: The Sequential or module.
         plan: The ranges of its layers to recompute.
         layers: Its layers.
-        differing: Receives, for each layer (by name) that gives different values when rerun, a description of how.
+        differing: Receives a description of the difference for each layer (by name) that gives other values when rerun.
         prove: Run each range two more times at its first call, to see whether it gives the same values.
     """
 

@@ -115,7 +115,7 @@ class DeferredHead:
 
 
 def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return True if loss and gradients are the same in chunks and at once, up to rounding. Waits for the device."""
+    """Return True if the loss and its gradients are alike in chunks and at once (to rounding). Waits for the device."""
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [

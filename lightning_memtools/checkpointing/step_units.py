@@ -67,7 +67,7 @@ class Unit:
     shared: tuple[tuple[int, int, bool, bool], ...]
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
-        """Return the bytes that the unit adds if it keeps its tensors, and whether its output is then kept too."""
+        """Return the bytes that the unit adds by saving tensors for backward, and whether its output is then held."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         return added, input_held or self.in_kept > 0 if self.same_storage else self.out_held
 
@@ -80,7 +80,7 @@ class StepUnits:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
         spans: For each layer's first call, the index of its first unit, and one past the index of its last.
-        changed: For each layer that must not run twice because it changes an attribute or buffer, a text saying which.
+        changed: For each layer that must not run twice because it changes an attribute or buffer, a phrase naming it.
     """
 
     units: tuple[Unit, ...]
@@ -185,7 +185,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers whose forward changed an existing attribute or buffer, each with a text saying which."""
+        """Return the layers whose forward changed an existing attribute or buffer, each with a phrase naming it."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and not _is_same(before[key], value)]
         owners = dict(reversed(names))  # the first of each

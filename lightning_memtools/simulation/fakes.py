@@ -230,7 +230,7 @@ def _keep_state(thing: Any, undo: ExitStack) -> None:
 
 
 def _containers_of_class(kind: type) -> list[Any]:
-    """Return the lists, dictionaries and sets that are attributes of a class or its bases, except library classes."""
+    """Return the containers, such as lists, that are attributes of a class or its bases (not of library classes)."""
     mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
     values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
     return [value for value in values if isinstance(value, _CONTAINERS)]

@@ -59,7 +59,7 @@ class FollowedValues(TorchFunctionMode):
         self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or return its result from known values."""
+        """Call the function. If it needs values that the device does not have, return its result from known values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__" or func in _NOT_FOLLOWED:

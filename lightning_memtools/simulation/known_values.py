@@ -215,7 +215,7 @@ class KnownValues:
                 yield index
 
     def places(self, mask: Tensor) -> Tensor:
-        """Return the positions that a mask selects, one per row, as a tensor on the mask's device."""
+        """Return the positions that a mask selects, one per row. A mask with unknown values is taken as all True."""
         known = self.of(mask)
         if known is None:
             self.assume("a mask that is not known selects everything")
@@ -324,7 +324,7 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call whose output shape depends on its argument's values; if unknown, on `stand_in`'s.
+    """Return the result of a call whose shape depends on its arguments' values. `stand_in` makes up unknown ones.
 
     `what` describes the assumption that `stand_in` makes, for the report; "" to report none.
     """
@@ -434,7 +434,7 @@ def _in_order(at: int, _values: KnownValues, args: Any, out: Tensor) -> Any:
 
 
 def _below(bound: Callable[[Any], Any], _values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess a single random number to be just below its bound, so that `int(uniform(0, n))` is a valid index."""
+    """Guess that a single random number is just below its upper bound, so that `int(uniform(0, n))` is in range."""
     if out.numel() != 1:
         return None
     return bound(args) - (torch.finfo(out.dtype).eps * abs(bound(args)) if out.is_floating_point() else 1)

@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to the module, if it had no Trainer before and no optimizers were passed."""
+        """Undo the changes to the module. Only for one that had no Trainer before, and if no optimizers were passed."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():

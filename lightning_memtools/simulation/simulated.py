@@ -51,9 +51,9 @@ def _clone(call: Call) -> Any:
 
 
 def _skip(call: Call) -> Any:
-    """Skip an in-place foreach operator, which makes no tensor: this halves the time of a fake optimizer's step.
+    """Skip an in-place foreach operator on fake tensors, which has no effect. This halves the time of optimizer steps.
 
-    Step counters are not skipped: they are fake tensors with values, by which optimizers divide.
+    Operators on step counters are not skipped: these are fake tensors with values, by which optimizers divide.
     """
     tensors = call.args[0]
     is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None

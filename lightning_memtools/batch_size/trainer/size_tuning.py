@@ -60,7 +60,7 @@ class SizeTuning:
 
         Args:
             trainer: The Trainer, in `on_fit_start`.
-            later: The callbacks whose `on_fit_start` Lightning has not called yet; each trial begins by calling it.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet. Each trial calls these hooks first.
         """
         if not _can_start(trainer):
             return None
