@@ -89,7 +89,7 @@ class MemoryDiff:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on why the two peaks are hard to compare, such as a different GPU, torch version or simulation."""
+        """Sentences on why the two peaks are hard to compare, such as different GPUs or versions of torch."""
         pairs = ((name, getattr(self.before, name), getattr(self.after, name)) for name in ("engine", "torch", "gpu"))
         return [
             f"The two were not made alike: {name} {before or 'not known'} and {after or 'not known'}."

@@ -109,7 +109,7 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """Replaces the forward of a Sequential or module, to recompute those ranges whose layers repeat their values.
+    """Replaces the forward of a Sequential or module. Recomputes ranges of its layers, if reruns give the same values.
 
     Args:
         module: The Sequential or module.

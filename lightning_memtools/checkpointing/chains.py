@@ -143,7 +143,7 @@ class _Names:
         self._options = options
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
-        """Return the reason for each layer that may not be recomputed, by the layer's index."""
+        """Return the layers that must not be recomputed, by index, each with the reason."""
         reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
         return {at: reason for at, reason in reasons.items() if reason is not None}
 

@@ -49,7 +49,7 @@ class ChunkedCrossEntropy:
     label_smoothing: float = 0.0
 
     def __call__(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss: a scalar tensor, or one value per row. Without rows the result is that of torch.
+        """Return the loss: a scalar tensor, or one value per row. If there are no rows, return what torch returns.
 
         Args:
             source: The input of the layer, of shape (rows, width).
@@ -103,7 +103,7 @@ class ChunkedCrossEntropy:
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's loss and the logits' gradient. Two copies of the logits exist at once; torch needs four.
 
-        With label smoothing e, the target class has the target 1 - e, plus e / classes as every class has; both are
+        With label smoothing e, every class has a target of e / classes, and the right class 1 - e more; both are
         times the class weight. The gradient is the probabilities times the sum of the targets, minus the targets.
         """
         with torch.enable_grad():

@@ -272,7 +272,7 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an elementwise function as deferred logits; None if it changes device or is not floating.
+    """Return an elementwise function's result as deferred logits; None if it is not floating-point or changes device.
 
     For `type()` without arguments, return the name of the tensor type.
     """

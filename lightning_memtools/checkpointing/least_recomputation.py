@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return where ranges may begin and where they may end, as (layer, unit); if many, only places of small inputs."""
+    """Return places, as (layer, unit), where ranges may begin and end. Of many, keep those with small inputs."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)
@@ -184,7 +184,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield each choice for a unit: (end of its recomputed span or None, memory slots, keeps output), and costs."""
+        """Yield the choices for a unit: (end of a recomputed span or None, memory slots, is output held), and costs."""
         unit = self._units[at]
         size = 0 if held else self._between[at]
         if at not in self._forced:

@@ -80,16 +80,16 @@ def plan_checkpoints(
 
     Args:
         module: The model, in the mode that it is trained in.
-        sample_args: The arguments of its forward, with the shapes of training. Gradients are taken of the sum of
-            everything that it returns.
+        sample_args: The arguments of its forward, with the shapes of training. Backward starts from the sum of
+            everything that forward returns.
         segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
             `torch.utils.checkpoint.checkpoint_sequential` does. "auto" chooses freely: the plan with the lowest product
             of activation memory and operations, with at most a third more operations than the plain step.
         memory_budget: A float is the fraction of the plain step's activation memory that the plan may use (1.0
             recomputes nothing); a size such as "8GiB" is the highest allowed peak. The plan is the one with the
-            least recomputation that fits.
-        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
-            with "recompute" they may, and the results are the same bit for bit.
+            least recomputation that fits the budget.
+        bn_dropout: Whether BatchNorm and Dropout layers of a Sequential may run twice: with "skip" they never do; with
+            "recompute" they may, and the results are the same bit for bit.
         include: Patterns of the names of modules to recompute; by default any module may be chosen. A match that is
             not a Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.

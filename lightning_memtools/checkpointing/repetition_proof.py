@@ -32,7 +32,7 @@ class RecomputationDiffersWarning(DegradedWarning):
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
-    """Run layers twice; return the index of the first one whose values differ, and how they differ; or None.
+    """Run layers twice; return the index of the first whose values differ, with a description, or None if none differ.
 
     Outputs and tensors saved for backward are compared by hashes of all their bits. Because only the hashes are kept,
     this needs no more memory than the forward pass of the range. Random generators, buffers and running statistics
@@ -114,7 +114,7 @@ def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Context manager: on exit, restore buffers except those of `norms`; layers that changed one are in its list."""
+    """Context manager: restore buffers, except those of `norms`. Its list receives the layers that changed a buffer."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())

@@ -34,10 +34,10 @@ class Unit:
     """A stretch of the forward pass between two layer boundaries. Sizes in bytes; each storage is counted once.
 
     Attributes:
-        own_bytes: The bytes that the unit saves for backward, besides its input and output. "Keeps" below means this.
+        own_bytes: The bytes that the unit saves ("keeps") for backward, besides its input and output.
         in_kept: The bytes of its input that it keeps.
         out_kept: The bytes of its output that it keeps, without those in its input's storage.
-        out_held: True if this unit or earlier units keep its output.
+        out_held: True if all of its output is kept, by this unit or earlier ones.
         out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
         same_storage: True if its output and its input share a storage.
         may_start: True if a recomputed range may begin with it, because nothing overwrites its input.

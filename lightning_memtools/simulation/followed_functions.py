@@ -78,7 +78,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note the values of a function's result `out` if known. Forget the old values of tensors that it wrote to."""
+        """Note the values of a function's result `out` if known. Forget the old values of a tensor that it changed."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")

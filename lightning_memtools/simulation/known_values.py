@@ -76,7 +76,7 @@ class FollowedCall(NamedTuple):
 
 
 class KnownValues:
-    """Keeps in host memory the values, where known, of tensors without data, such as fakes. Views share the values.
+    """Keeps the known values of tensors that have no data, such as fake ones, in host memory. Views share the values.
 
     Attributes:
         assumed: The assumptions made because a step read unknown values, as "line of code: text", with their counts.
@@ -135,7 +135,7 @@ class KnownValues:
         return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Repeat an operator's call, which returned the fake `out`, on real values, to note the values of `out`."""
+        """Repeat an operator's call with real tensors in place of fake ones, to learn the values of its result."""
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
@@ -149,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Repeat a call on real tensors that have the values of its fake arguments, to note the values of `out`."""
+        """Repeat a call with real tensors in place of its fake arguments, to learn the values of its result `out`."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None

@@ -305,7 +305,7 @@ class PlainModule(LightningModule):
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule of the Lightning package in use; raise for one of the other package."""
+    """Return whether this is a LightningModule; raise if it is of the other package (lightning, pytorch_lightning)."""
     refuse_other_package(model)
     return isinstance(model, LightningModule)
 

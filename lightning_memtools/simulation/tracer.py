@@ -97,7 +97,7 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch, made of fake CPU tensors of the same shapes; known values are noted for them."""
+        """Return a copy of the batch: fake CPU tensors of the same shapes. Their values are noted if they are known."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 

@@ -77,7 +77,7 @@ class StageSizes:
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
-        """Set the attributes and hyperparameters of a stage to `size`; with `for_loggers`, also correct logged ones.
+        """Set a stage's attributes and hyperparameters to `size`; with `for_loggers`, also those that are logged.
 
         Raises:
             AttributeError: An attribute cannot be set, such as a property without a setter.

@@ -56,7 +56,7 @@ class TrialProbe(EitherCallback):
         stage: The stage that is running.
         peaks: The peaks of allocated and of reserved memory in each stage.
         batch: The peak of training up to the end of backward, without the memory of the optimizer's step.
-        base_allocated: The bytes allocated before each stage's latest batch, not counting the first batch.
+        base_allocated: For each stage, the bytes allocated besides the batch at its latest batch (from the second on).
         batch_shapes: The shapes of each stage's batches, without the batch dimension.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
@@ -199,7 +199,7 @@ class TrialProbe(EitherCallback):
 def failure_of(  # noqa: PLR0911, one return for each reason
     probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
 ) -> str:
-    """Return why a trial failed; "" if it succeeded. If another stage than the tuned one failed, it is named.
+    """Return why a trial failed; "" if it succeeded. The reason names the stage that failed, unless it was being tuned.
 
     Args:
         probe: The probe that watched the trial.

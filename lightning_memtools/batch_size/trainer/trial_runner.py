@@ -103,7 +103,7 @@ class TrialRunner:
         trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
         batch_sizes: Sets the batch sizes of the Trainer's loaders.
-        per_rank: Samples per optimizer step and rank, kept constant by gradient accumulation; None for any number.
+        per_rank: The samples that each rank needs per optimizer step, reached by gradient accumulation; None for any.
         hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
         not_restored: The type of the objects that are not restored after a trial, since they keep its results.
