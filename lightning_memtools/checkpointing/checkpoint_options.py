@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """The options do not suit the model. (Any other ValueError during planning was raised by training_step.)"""
+    """The options do not suit the model. Other ValueErrors during planning were raised by training_step."""
 
 
 @dataclass(frozen=True, slots=True)
