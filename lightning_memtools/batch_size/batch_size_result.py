@@ -21,10 +21,10 @@ class RankReading:
         peak: The peak of the memory that this process's allocator reserved.
         limit: The most that the allocator may reserve: the capacity minus the margin, and minus memory held outside of
             the allocator (by other processes, and by the CUDA context).
-        spare: The bytes below the limit that tensors have to leave free, if the margin is smaller than a segment.
+        spare: The bytes within the limit that tensors must leave free. Used if the margin is smaller than a segment.
         peak_allocated: The peak of the memory that tensors held.
-        batch_allocated: The same peak, but only up to the end of backward. It depends on the batch size, unlike the
-            peak of an optimizer that makes temporary copies in its step.
+        batch_allocated: The peak of allocated memory until backward ends. It depends on the batch size, unlike a peak
+            that an optimizer causes by temporary copies in its step.
         base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
         failure: Why this rank could not run the size; empty if it could.
     """
@@ -51,7 +51,7 @@ class SizeTrial:
 
     Attributes:
         stage: "train" or "val".
-        size: Samples per batch and rank.
+        size: The batch size on each rank.
         readings: The memory of each rank during the trial.
         is_configured: True for the size that was set before the search. It fits if it runs to its end, even if it
             leaves less than the margin free.
@@ -97,9 +97,9 @@ class BatchSizeResult:
     """The batch sizes that a search found, and the trials that led to them.
 
     Attributes:
-        sizes: Samples per batch and rank, for each stage that was tuned. Each size was run in a trial.
+        sizes: The batch size on each rank, for each stage that was tuned. Each size was run in a trial.
         trials: Every trial, in order.
-        peaks: The peak of reserved bytes in each stage at its size, on the rank with the least memory left.
+        peaks: For each stage, the peak of reserved bytes at the size found, on the rank with the least memory left.
         accumulate: Micro-batches per optimizer step.
         seconds: The duration of the search.
         device: A sentence that names the device and says if it is simulated.

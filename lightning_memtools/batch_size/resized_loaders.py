@@ -62,7 +62,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None if they have no index or the data set names the largest itself."""
+    """Return the sizes of a loader's samples; None if samples have no index or the data set defines `worst_case`."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     return _measured(loader.dataset)
@@ -71,8 +71,8 @@ def known_sizes(loader: Any) -> SampleSizes | None:
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
-    The loader's own collate function and workers make the batches. The largest samples are those named by the data
-    set's method `worst_case(n)`, or without it by `sizes`. If neither names any, return the loader itself.
+    The loader's own collate function and workers make the batches. The data set's method `worst_case(n)`
+    names the largest samples; without this method, `sizes` does. If no samples are named, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -95,7 +95,7 @@ def _chooses_samples(loader: Any) -> bool:
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a copy of a user's batch sampler that gives batches of `size`; raise CannotResizeError if it cannot."""
+    """Return a copy of a user's batch sampler with batch size `size`. `described` names the loader in errors."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
@@ -121,7 +121,7 @@ def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, des
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """The sizes of those samples of a data set that were read.
+    """The sizes of the samples that were read from a data set.
 
     Attributes:
         of: The number of values (such as elements of tensors) in each sample, by its index.

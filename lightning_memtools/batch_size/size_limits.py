@@ -25,9 +25,9 @@ class SizeLimits:
     Attributes:
         max_val: The largest size allowed; None for no limit.
         multiple_of: Only multiples of this number are allowed.
-        per_rank: Samples per optimizer step and rank, which must be a multiple of the size; None for no such rule.
+        per_rank: The samples that each rank needs per optimizer step, a multiple of the size; None if not prescribed.
         n_samples: Samples per rank and epoch; None if unknown.
-        min_batches: The fewest batches per epoch that the Trainer's settings need, such as `val_check_interval`.
+        min_batches: The fewest batches per epoch that Trainer settings such as `val_check_interval` allow.
         drop_last: True if the loader leaves out an incomplete last batch.
         avoid_single: True if no batch may have a single sample, because BatchNorm raises on that in training.
     """
@@ -41,7 +41,7 @@ class SizeLimits:
     avoid_single: bool = False
 
     def round_down(self, size: float) -> int:
-        """Return the largest allowed size of at most `size`, which may be infinity (capped at 2^62); 0 if none is."""
+        """Return the largest allowed size that is not above `size` (which may be infinity); 0 if there is none."""
         highest = min(size, self.max_val or math.inf, self._most_by_data, self.per_rank or math.inf, 2**62)
         candidate = max(int(highest), 0) // self.multiple_of * self.multiple_of
         while candidate > 0 and (self._splits_unevenly(candidate) or self._leaves_single_sample(candidate)):
@@ -118,9 +118,9 @@ class TunerSettings:
         return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
-        """Return the bytes that all processes may reserve (None if unlimited), and those that tensors must leave free.
+        """Return the bytes that all processes together may reserve (None if unlimited), and those to leave unused.
 
-        Memory is reserved in segments, so a margin smaller than a segment is kept as free space within reserved memory.
+        Memory is reserved in segments, so a margin smaller than a segment is left unused within reserved memory.
         """
         capacity = None if reader is None else reader.stats().capacity
         if capacity is None:

@@ -97,7 +97,7 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if memory for batches is large next to an allocator segment, so that its rounding hardly matters."""
+    """Return True if a segment, the unit in which reserved memory grows, is at most 5% of the memory for batches."""
     rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
     return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
 

@@ -63,7 +63,7 @@ def assert_peak_memory(
             clip and so on.
 
     Returns:
-        The peak with its composition by category, module and line of code; without a model, the context manager.
+        The peak and its bytes by category, module and line of code; without a model, the context manager.
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.

@@ -44,13 +44,13 @@ class CurrentTest:
     notes: list[str] = field(default_factory=list)
 
     def next_name(self) -> str:
-        """Return the name of the test's next peak: the test's name, followed from the second peak on by a number."""
+        """Return the name for the test's next peak: the test's name, plus a number from the second peak on."""
         number = len(self.peaks) + 1
         return self.name if number == 1 else f"{self.name} #{number}"
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this test the one that `current_test` returns, until the context ends."""
+        """Context manager: make this test the one that `current_test` returns."""
         token = _current.set(self)
         try:
             yield

@@ -61,7 +61,7 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
 
 @contextmanager
 def measured_code(gpu: str | None) -> Iterator[Measuring]:
-    """Measure the peak memory of the code in the context.
+    """Context manager: measure the peak memory of the code in the `with` block.
 
     Earlier allocations do not count. Garbage is collected after each optimizer step and at no other time, so that the
     peak depends on nothing but the code.
@@ -165,7 +165,7 @@ class _OnVirtualDevice:
 
 
 class _Phases(DeviceListener):
-    """Passes a device's events to a recorder, and infers from them if forward, backward or the optimizer is running."""
+    """Passes a device's events to a recorder, and infers the phase from them: forward, backward or optimizer."""
 
     def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
@@ -190,7 +190,7 @@ class _Phases(DeviceListener):
 
 
 class _OnCuda:
-    """Measures code on this process's CUDA device: the code's allocations are replayed on an empty allocator."""
+    """Measures code on this process's CUDA device: its allocations are replayed on an empty simulated allocator."""
 
     def __init__(self, gpu: str | None) -> None:
         here = torch.cuda.get_device_name().removesuffix(" (dry run)")

@@ -15,7 +15,7 @@ _MOST_ROWS = 15
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The bytes of one category, module or line of code in two peaks; 0 if it is not part of a peak.
+    """The bytes of one category, module or line of code in each of two peaks; 0 in a peak that does not contain it.
 
     Attributes:
         name: A category, the path of a module, or a line of code.
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def difference(self) -> int:
-        """The bytes by which the value grew; negative if it fell."""
+        """The bytes added from the first peak to the second; negative if there were fewer in the second."""
         return self.after - self.before
 
     @property
@@ -89,7 +89,7 @@ class MemoryDiff:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on why the two peaks are hard to compare, such as other torch versions, GPUs or engines."""
+        """Sentences on why the two peaks are hard to compare, such as different GPUs or versions of torch."""
         pairs = ((name, getattr(self.before, name), getattr(self.after, name)) for name in ("engine", "torch", "gpu"))
         return [
             f"The two were not made alike: {name} {before or 'not known'} and {after or 'not known'}."
@@ -129,7 +129,7 @@ class MemoryDiff:
         return [f"Peak of {name}: at {at}." for name, at in zip(self.names, moments, strict=True) if at]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole diff as plain values."""
+        """Return the whole diff as dictionaries, lists, strings and numbers, ready for JSON."""
         parts = {"totals": self.totals, "categories": self.categories, "modules": self.modules, "lines": self.lines}
         changed = {
             name: [asdict(one) | {"difference": one.difference} for one in changes] for name, changes in parts.items()

@@ -17,12 +17,12 @@ _LINE = re.compile(r"(?P<file>.+?):\d+(?P<text>: .*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The peak memory of a step or a run, with its composition. Sizes in bytes.
+    """The peak memory of a step or a run, and what took it. Sizes in bytes.
 
     Attributes:
         allocated: The peak of the memory that tensors held.
         reserved: The peak of the device's memory that PyTorch's allocator reserved.
-        engine: The source of the figures: "simulation", "cuda" for PyTorch's CUDA code, or a word from the file.
+        engine: How the peak was obtained: "simulation", "cuda" (by PyTorch's CUDA code), or a word from a file.
         torch: The version of torch; "" if unknown.
         gpu: The GPU that was measured or simulated; "" for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".
@@ -59,7 +59,7 @@ class PeakMemory:
         return replace(made, notes=tuple(made.notes))
 
     def recorded_form(self, root: Path) -> Self:
-        """Return the peak for a file that people review: without small parts, and with line paths relative to `root`.
+        """Return a short form of the peak, for a file under review: no small entries, paths relative to `root`.
 
         Modules in a list are summed, under a name such as "layers.*.norm".
         """

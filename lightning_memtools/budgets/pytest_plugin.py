@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark and read the options.
+    """Register the marker for memory budgets, and read the options.
 
     Raises:
         UsageError: The tolerance is not a percentage of at least 0%.
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run a test; if it has the mark for a memory budget, fail it if its peak is over the budget."""
+    """Run a test; if it is marked with a memory budget, fail it if its peak is over the budget."""
     test = item.stash[_TEST] = CurrentTest(item.nodeid, item.config.stash[_SETTINGS])
     mark = item.get_closest_marker(_MARK)
     with test.running():
@@ -142,7 +142,7 @@ class _Results:
         self._written = f"{len(self._peaks)} recorded in {self._settings.file.name}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print which engine measured, what was recorded, and which peaks are below their records."""
+        """Print how peaks were obtained, how many were recorded, and which ones are below their recorded values."""
         if not self._peaks and not self._notes:
             return
         made = {f"engine {peak.get('engine')}, torch {peak.get('torch')}" for peak in self._peaks.values()}

@@ -24,7 +24,7 @@ from lightning_memtools.checkpointing.repetition_proof import (
 
 
 class Range(NamedTuple):
-    """Layers `start` to `stop` (exclusive) of a chain of layers. Only their input is kept; they rerun in backward."""
+    """Layers `start` to `stop` (exclusive) of a chain. Only the first one's input is kept; they rerun in backward."""
 
     start: int
     stop: int
@@ -37,7 +37,7 @@ class ChainPlan:
     Attributes:
         name: The qualified name of the Sequential or module.
         layers: The qualified names of its layers.
-        ranges: The ranges of layers that are recomputed. All other layers run as usual.
+        ranges: The runs of consecutive layers that are recomputed. All other layers run as usual.
         is_module: True for a single module with its own forward, which is then its only layer.
     """
 
@@ -55,14 +55,14 @@ class AppliedPlan:
 
     Args:
         model: The model.
-        plans: The ranges to recompute, by Sequential or module.
+        plans: For each Sequential or module in the plan, the ranges of its layers to recompute.
         heads: The names of the linear layers whose loss is computed in chunks.
-        prove: Run every range two more times at its first call, and compare all values bit for bit. A range that gives
-            different values runs as usual from then on, with a warning that names the layer.
+        prove: Run each range two more times at its first call, and compare all values bit for bit. If they differ, the
+            range is no longer recomputed, and a warning names the layer.
 
     Attributes:
         heads: The replacement forwards of the layers whose loss is computed in chunks, by layer name.
-        differing: For each layer (by name) that gave different values when it ran again, a description of how.
+        differing: For each layer (by name) that gave other values when it ran again, a description of the difference.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """Replaces the forward of a Sequential or module, to recompute ranges of layers that give the same values again.
+    """Replaces the forward of a Sequential or module. Recomputes ranges of its layers, if reruns give the same values.
 
     Args:
         module: The Sequential or module.
         plan: The ranges of its layers to recompute.
         layers: Its layers.
-        differing: Receives, for each layer (by name) that gives different values when rerun, a description of how.
+        differing: Receives a description of the difference for each layer (by name) that gives other values when rerun.
         prove: Run each range two more times at its first call, to see whether it gives the same values.
     """
 

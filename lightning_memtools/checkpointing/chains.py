@@ -23,7 +23,7 @@ _SHARDED = "sharded by FSDP 2: it may only be recomputed by itself"
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Layers that run one after the other, with the reasons why some may not be recomputed.
+    """Layers that run one after the other, and the reasons why some of them must not be recomputed.
 
     Attributes:
         name: The Sequential's qualified name in the model; "" for the model itself.
@@ -47,7 +47,7 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return True if a module under a plan should run as usual: without gradients, in eval mode, or when compiled.
+    """Return True if a module should run without recomputation: without gradients, in eval mode, or when compiled.
 
     `trained` is `module.training` at the time the plan was applied. If False, calls in eval mode are recomputed too.
     """
@@ -80,7 +80,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
-    """Return every chain of a model that the options ask for, outermost first, in the order of registration.
+    """Return the Sequentials that may be recomputed, or the modules that `include` names, as Chains, outermost first.
 
     Raises:
         ValueError: A pattern matches no module.
@@ -113,8 +113,8 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
     """Return the modules that can be recomputed as a whole, except layers of `chains`, each as a Chain of one layer.
 
     These are modules with their own forward, such as blocks in a ModuleList and modules inside them, and modules that
-    FSDP 2 shards, whose parameters are gathered during recomputation. Only tracing a step shows whether a module runs
-    at all and may run twice.
+    FSDP 2 shards, since recomputing them gathers their parameters. Whether a module runs at all, and may run twice,
+    is not checked here: only a trace of a step shows that.
     """
     names = _Names(model, options)
     known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
@@ -143,7 +143,7 @@ class _Names:
         self._options = options
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
-        """Return the reason for each layer that may not be recomputed, by the layer's index."""
+        """Return the layers that must not be recomputed, by index, each with the reason."""
         reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
         return {at: reason for at, reason in reasons.items() if reason is not None}
 

@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """The options do not suit the model. Any other ValueError raised during planning comes from training_step."""
+    """The options do not suit the model. Other ValueErrors during planning were raised by training_step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class CheckpointOptions:
 
     Attributes:
         segments: The number of chunks that each Sequential is cut into; None to let the planner choose the chunks.
-        budget_share: The limit on activation memory, as a share of what it takes without a plan; None for no limit.
+        budget_share: The limit on activation memory, as a fraction of its size without a plan; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: "skip" to never recompute BatchNorm and Dropout layers of a Sequential, or "recompute" to allow it.
         include: Patterns of the modules to recompute; None to choose among all modules.
@@ -77,13 +77,13 @@ class CheckpointOptions:
         )
 
     def limit(self, plain: StepCost) -> int | None:
-        """Return the highest peak in bytes that the budget allows, given the plain step; None without a budget."""
+        """Return the highest allowed peak in bytes; None without a budget. `plain` is the step's cost without plan."""
         if self.budget_share is not None:
             return plain.static_bytes + int(self.budget_share * plain.activation_bytes)
         return self.budget_bytes
 
     def fits(self, plain: StepCost) -> bool:
-        """Return True if the plain step is within the budget."""
+        """Return True if the step is within the budget even without recomputation."""
         limit = self.limit(plain)
         return limit is not None and plain.peak_bytes <= limit
 

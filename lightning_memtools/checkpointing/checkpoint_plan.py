@@ -26,7 +26,7 @@ class CheckpointPlan:
         plain: The memory and operations of the step without the plan; None if there is nothing to plan.
         planned: The memory and operations of the step with the plan.
         refused: The reason why nothing is recomputed; None if something is.
-        notes: Phrases that describe other effects of the plan.
+        notes: Phrases for the report that describe other effects of the plan.
         heads: The linear layers whose cross-entropy is computed in chunks.
         left_out: For each layer (by name) that may not be recomputed, the reason.
     """
@@ -51,7 +51,7 @@ class CheckpointPlan:
 
     @property
     def extra_operations(self) -> float:
-        """The additional operations of a step, as a share of the plain step's: 0.25 is a quarter more."""
+        """The extra operations of a step with the plan, as a fraction of those without it: 0.25 is a quarter more."""
         if self.plain is None or self.planned is None or self.plain.operations == 0:
             return 0.0
         return self.planned.operations / self.plain.operations - 1
@@ -59,8 +59,8 @@ class CheckpointPlan:
     def apply(self, module: nn.Module) -> AppliedPlan:
         """Apply the plan to the module that it was made for, or to another with the same structure.
 
-        Call `remove()` of the returned handle to undo the plan, or use the handle in a `with` statement. At its first
-        call every range runs two more times, to prove that it gives the same values bit for bit.
+        To undo the plan, call `remove()` on the returned handle, or use the handle in a `with` statement. At its first
+        call each range of recomputed layers runs two more times, to check that the values are the same bit for bit.
         """
         return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
 
@@ -70,7 +70,7 @@ class CheckpointPlan:
         return first_of(collapsed(names), most) or "nothing"
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
-        """Return lines of text on what the plan saves and costs, and on the measured peak if one is given."""
+        """Return lines of text on the memory saved, the extra operations, and the measured peak if one is given."""
         if self.plain is None or self.planned is None:
             return []
         plain, planned = self.plain, self.planned

@@ -14,10 +14,10 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 
 
 def chunk_rows(width: int) -> int:
-    """Return the rows per chunk for a layer with `width` inputs: a chunk's logits are half the size of the weights.
+    """Return the rows per chunk for a layer with `width` inputs, so that a chunk's logits are half the weights' size.
 
-    Half, because the logits and their probabilities exist at the same time. With smaller chunks, reading and writing
-    the weights and their gradient would cause more memory traffic than the logits do.
+    The logits and their probabilities, which exist at the same time, then take as much as the weights. With smaller
+    chunks, reading and writing the weights and their gradient would cause more memory traffic than the logits do.
     """
     return max(width // 2, _LEAST_ROWS)
 
@@ -26,9 +26,9 @@ def chunk_rows(width: int) -> int:
 class ChunkedCrossEntropy:
     """Computes the cross-entropy of a linear layer's output in chunks, with the options of `F.cross_entropy`.
 
-    If the loss is a single number, the layer's backward pass runs within the forward pass, chunk by chunk, so that
+    If the loss is a single number, the layer's gradients are computed during the forward pass, chunk by chunk, so that
     nothing is computed twice. In two cases the logits are computed again in backward: in float16, where an unscaled
-    gradient would underflow, and for one loss per row, whose upstream gradient is not known during forward.
+    gradient would underflow, and with reduction="none", because the upstream gradient is not known during forward.
 
     Attributes:
         target: The class of each row.
@@ -37,7 +37,7 @@ class ChunkedCrossEntropy:
         class_weight: A weight for each class, or None.
         reduction: "mean", "sum" or "none".
         ignore_index: The class of rows that are ignored.
-        label_smoothing: The share of the target that is spread over all classes evenly.
+        label_smoothing: The fraction of the target that is spread evenly over all classes.
     """
 
     target: Tensor
@@ -49,7 +49,7 @@ class ChunkedCrossEntropy:
     label_smoothing: float = 0.0
 
     def __call__(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss: 0-dimensional, or one value per row. With no rows it is NaN or 0, as in torch.
+        """Return the loss: a scalar tensor, or one value per row. If there are no rows, return what torch returns.
 
         Args:
             source: The input of the layer, of shape (rows, width).
@@ -103,8 +103,8 @@ class ChunkedCrossEntropy:
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's loss and the logits' gradient. Two copies of the logits exist at once; torch needs four.
 
-        With label smoothing e, the target class has a share of 1 - e, and every class has e / classes; both are
-        multiplied by the class weight. The gradient is the probabilities times the sum of the shares, minus the shares.
+        With label smoothing e, every class has a target of e / classes, and the right class 1 - e more; both are
+        times the class weight. The gradient is the probabilities times the sum of the targets, minus the targets.
         """
         with torch.enable_grad():
             changed = logits.requires_grad_()
@@ -164,7 +164,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _add_products(
     gradients: Sequence[Tensor | None], rows: slice, source: Tensor, weight: Tensor, logits: Tensor
 ) -> None:
-    """Add a chunk's share to the gradients of the layer's input, weight and bias. `logits` is the logits' gradient."""
+    """Add a chunk's part to the gradients of the layer's input, weight and bias. `logits` is the gradient of logits."""
     of_source, of_weight, of_bias = gradients
     if of_source is not None:
         of_source[rows] = logits @ weight
@@ -179,7 +179,7 @@ def _add_products(
 class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: ChunkedCrossEntropy, *inputs: Any) -> Tensor:
-        """Return the loss. If possible, also compute the gradients of the inputs, and keep them for backward."""
+        """Return the loss. If possible, also compute the gradients of the inputs and save them for backward."""
         ctx.loss, ctx.gradients = loss, None
         ctx.device_type = inputs[0].device.type
         ctx.autocast = torch.is_autocast_enabled(ctx.device_type), torch.get_autocast_dtype(ctx.device_type)
@@ -192,7 +192,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        """Return the gradients of the inputs: those kept by the forward pass if any; otherwise compute them now."""
+        """Return the gradients of the inputs. If the forward pass did not save them, compute them now."""
         gradients, ctx.gradients = ctx.gradients, None
         needed = ctx.needs_input_grad[1:]
         inputs = ctx.saved_tensors

@@ -51,7 +51,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run, on the real logits, an operator called by torch's C++ code. Autograd has already recorded the call."""
+        """Run an operator called by torch's C++ code, with the real logits. Autograd has already recorded the call."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
 
@@ -62,15 +62,15 @@ class _Recipe:
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
-        source: The input, in the shape of the logits but with features in the dimension of the classes.
+        source: The layer's input, viewed like the logits: the same shape, with features in place of classes.
         class_dim: The index of the dimension of the classes.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
-        head: The layer's replaced forward, which notes whether the logits are read or go into a loss.
+        head: The replacement of the layer's forward. It notes whether the logits are read or go into a loss.
         version: The version counter of the layer's weights.
-        autocast: Whether autocast was on, and its dtype.
+        autocast: Whether autocast was on when the layer was called, and its dtype.
         steps: The elementwise operations applied to the layer's output so far.
-        parent: The recipe of the logits that these were computed from; None for the layer's output.
-        change: The function that computed these logits from the parent's.
+        parent: The recipe of the logits from which these are to be computed; None for the layer's output.
+        change: The function that computes these logits from the parent's logits.
         real: The logits, once they had to be computed.
     """
 
@@ -95,11 +95,11 @@ class _Recipe:
 
     @property
     def is_real(self) -> bool:
-        """True if these logits, or those that they derive from, were computed, and so may have been written to."""
+        """True if these logits, or those they derive from, were computed. They may since have been changed in place."""
         return self.real is not None or (self.parent is not None and self.parent.is_real)
 
     def all_logits(self) -> Tensor:
-        """Return the real logits, with a graph for their gradient; compute them at the first call.
+        """Return the real logits, with an autograd graph. The first call computes them; later calls return the same.
 
         Raises:
             RuntimeError: The weights have changed since the layer was called.
@@ -122,7 +122,7 @@ class _Recipe:
         return self.real
 
     def deferred(self) -> Tensor:
-        """Return the logits of this recipe as a tensor that is not computed yet."""
+        """Return a tensor that stands for the logits of this recipe without computing them."""
         made: Tensor = _Deferred.apply(self, *self.inputs)  # type: ignore[no-untyped-call]
         return made
 
@@ -134,7 +134,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: Notes whether the output is read or goes into a loss. It has replaced the layer's forward.
+        head: The replacement of the layer's forward. It notes whether the output is read or goes into a loss.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -145,7 +145,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
 
 
 class _Deferred(torch.autograd.Function):
-    """A node in autograd's graph for logits that are not computed yet, so that functions of them have gradients."""
+    """The autograd function that makes deferred logits, so that results computed from them have gradients."""
 
     @staticmethod
     def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:
@@ -171,15 +171,15 @@ def _asks_for_no_values(func: Any) -> bool:
 
 
 def _is_our_own(hook: Any) -> bool:
-    """Return True if a gradient hook comes from this package: it then only notes when a layer's backward begins.
+    """Return True if a gradient hook comes from this package. Such hooks only note when a layer's backward begins.
 
-    Such a hook may be skipped, because deferred logits whose loss is computed in chunks have no gradient.
+    They may be skipped, because deferred logits whose loss is computed in chunks have no gradient.
     """
     return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:
-    """Return the arguments `values` of a function with all deferred logits, at any depth, replaced by real ones."""
+    """Return the arguments `values` of `func`, with deferred logits in them (nested or not) replaced by real ones."""
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
@@ -193,7 +193,7 @@ def _read(values: Any, func: Any) -> Any:
 
 
 def _answer(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a function's result without computing the logits; None if the function needs their values."""
+    """Return the result of calling `func` on deferred logits; None if the function needs the values of the logits."""
     if func is F.cross_entropy:
         return _loss(recipe, *args, **kwargs)
     if func in _VIEWS:
@@ -231,7 +231,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the view that `func` makes, as deferred logits; None if it does not keep the class dimension whole."""
+    """Return the view that `func` makes, as deferred logits; None if it may split or select part of the classes."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
         made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)
@@ -272,7 +272,7 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the deferred result of an elementwise operation; None if its device differs or its dtype is not floating.
+    """Return an elementwise function's result as deferred logits; None if it is not floating-point or changes device.
 
     For `type()` without arguments, return the name of the tensor type.
     """

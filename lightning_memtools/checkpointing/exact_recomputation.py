@@ -53,7 +53,7 @@ def updates_statistics(module: nn.Module) -> bool:
 
 
 def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
-    """Return the reason why a layer may not be part of a recomputed range; None if it may."""
+    """Return the reason why a layer must not be recomputed; None if it may be."""
     trained = [part for part in layer.modules() if part.training]
     if any(isinstance(part, nn.SyncBatchNorm) for part in trained):
         return "SyncBatchNorm talks to other ranks"
@@ -66,7 +66,7 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 @contextmanager
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context, make modules write running statistics to copies, so that the real ones stay as they are.
+    """Context manager: modules write running statistics to copies, so that the real ones stay as they are.
 
     In training a batch is normalized by its own statistics, so the output is the same. A momentum of 0 instead of
     copies would turn an infinite activation into 0 * inf = NaN.
@@ -87,7 +87,7 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def own_streams(modules: Iterable[nn.Module]) -> list[Stream]:
-    """Return the random generators that layers hold as attributes or refer to in their forward.
+    """Return the random generators that `modules` hold as attributes or refer to in their forward.
 
     They are found in attributes, in lists and dictionaries that are attributes, and among the variables that the
     forward refers to. A generator that a layer creates later is not found.
@@ -96,13 +96,13 @@ def own_streams(modules: Iterable[nn.Module]) -> list[Stream]:
 
 
 def stream_states(own: Sequence[Stream]) -> list[tuple[Stream, Any]]:
-    """Return the global generators of Python and NumPy and the generators in `own`, each with its current state."""
+    """Return pairs of a generator and its current state: for Python's and NumPy's global ones, and those in `own`."""
     return [(stream, generator_state(stream)) for stream in (*_global_streams(), *own)]
 
 
 @contextmanager
 def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
-    """Within this context, set random generators to the given states; on exit, restore their previous states."""
+    """Context manager: set random generators to the given states; on exit, restore their previous states."""
     present = [(stream, generator_state(stream)) for stream, _ in states]
     _set(states)
     try:
@@ -138,8 +138,8 @@ def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 class _RunLog:
     """Compares what each layer of a range returns in the second run with what it returned in the first.
 
-    Torch's own check only says that some saved tensor differs; this one names the layer. It compares shapes, dtypes
-    and types of `grad_fn`, which are known without waiting for the device.
+    The check in torch.utils.checkpoint only says that some saved tensor differs; this one names the layer. It compares
+    shapes, dtypes and types of `grad_fn`, which are known without waiting for the device.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ class _RunLog:
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
-        """Note the output of the next layer. In a later run, raise if it differs from that of the first run."""
+        """Note the output of the next layer. In a rerun, raise if it differs from the one of the first run."""
         seen = ", ".join(
             f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
             for each in tensors_in(out)

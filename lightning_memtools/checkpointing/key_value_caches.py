@@ -34,7 +34,7 @@ class WithoutCaches:
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules whose configuration has `use_cache` on, by name."""
+    """Return, by name, the outermost modules whose configuration has `use_cache` on."""
     outermost: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
         around = any(not other or name.startswith(f"{other}.") for other in outermost)
@@ -45,7 +45,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
-    """Switch off `use_cache` in all configurations of a model until the context ends."""
+    """Context manager: switch off `use_cache` in all configurations of a model."""
     configs: list[Any] = [config for part in model.modules() if _uses_cache(config := vars(part).get("config"))]
     for config in configs:
         config.use_cache = False

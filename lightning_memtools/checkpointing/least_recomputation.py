@@ -34,7 +34,7 @@ class StepParts:
     """The parts of a training step that may run twice: consecutive layers of a Sequential, and whole modules.
 
     Attributes:
-        spans: The spans of units that may run twice, each with the index of its chain and the range of its layers.
+        spans: Maps each span of units that may run twice to the index of its chain and the range of its layers.
         forced: The spans that must run twice.
         left_out: For each layer (by name) that may not run twice, the reason.
         chains: The chains of the model.
@@ -116,7 +116,7 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return where ranges may begin and may end, as (layer, unit). Of many places, keep those with small inputs."""
+    """Return places, as (layer, unit), where ranges may begin and end. Of many, keep those with small inputs."""
     begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
     if len(row) > _MOST_PLACES:
         between = _boundaries(units)
@@ -162,7 +162,7 @@ class LeastRecomputation:
                 self._table[at, int(held)] = np.min([costs for _, costs in self._choices(at, held=held)], axis=0)
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Return the Pareto front of peak and recomputation as (bytes, extra operations), highest peak first."""
+        """Return the Pareto front of peak memory and extra work, as (bytes, operations), highest peak first."""
         costs = self._table[0, 1]
         return [
             (int(slot * self._slot) + 1, int(costs[slot]))
@@ -184,7 +184,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield each choice for a unit: (end of its recomputed span or None, memory slots, keeps output), and costs."""
+        """Yield the choices for a unit: (end of a recomputed span or None, memory slots, is output held), and costs."""
         unit = self._units[at]
         size = 0 if held else self._between[at]
         if at not in self._forced:
@@ -207,7 +207,7 @@ class LeastRecomputation:
 
 
 def _boundaries(units: Sequence[Unit]) -> list[int]:
-    """Return the bytes of the tensors that are passed into each unit, and of those that the last unit returns."""
+    """Return the size of each unit's input tensors, followed by the size of the last unit's output."""
     passed = [0]
     for unit in units:
         passed.append(unit.out_bytes or (passed[-1] if unit.same_storage else 0))
@@ -217,9 +217,9 @@ def _boundaries(units: Sequence[Unit]) -> list[int]:
 def _needs(
     units: Sequence[Unit], between: Sequence[int], start: int, stops: set[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """For each span of units that begins at `start`, yield its end and what it takes to recompute the span.
+    """Yield the costs of recomputing each span of units that begins at `start` and ends at one of `stops`.
 
-    The results are (end, bytes that later units keep anyway, bytes needed to rerun besides the input, operations).
+    Items are (end, bytes that later units keep anyway, bytes that a rerun needs besides the input, operations).
     """
     kept, held, first, forward, backward, operations, again = 0, True, 0, 0, 0, 0, 0
     shared: list[tuple[int, int, int]] = []

@@ -34,7 +34,7 @@ class LossHeadWarning(DegradedWarning):
 
 
 def possible_heads(model: nn.Module) -> list[str]:
-    """Return the names of linear layers that may give logits: those with at least 1,024 outputs."""
+    """Return the names of the linear layers whose output may be logits: those with at least 1,024 outputs."""
     if any(map(is_fsdp_module, model.modules())):  # weights are there within a layer's own forward only
         return []
     return [
@@ -55,13 +55,13 @@ class DeferredHead:
     Args:
         name: The layer's name.
         module: The layer.
-        check: Compare the first loss and its gradients, over one chunk and one more row, with those computed from all
-            logits at once. Warn if the norm of the difference, relative to the norm, exceeds 1e-5 plus four times the
-            dtype's machine epsilon. Also warn if anything else reads the output.
+        check: At the first loss, compute the loss and gradients of some rows both in chunks and at once. Warn if the
+            relative norm of the difference exceeds 1e-5 plus four times the dtype's machine epsilon. Also warn if
+            anything but cross-entropy reads the output.
 
     Attributes:
-        n_losses: The number of calls of cross-entropy with the output.
-        read_by: The function that read the output, and its line; "" if none did.
+        n_losses: The number of times that cross-entropy was called on the output.
+        read_by: The function other than cross-entropy that read the output, and its line of code; "" if none did.
         chunk_rows: The number of rows per chunk.
         is_off: True if the layer runs as usual.
         logits: The number of predictions, the number of classes, and the bytes of one copy of all logits.
@@ -78,7 +78,7 @@ class DeferredHead:
         self._warns = self._checks = check
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002, Linear's own name, which callers may use
-        """Return the layer's output, deferred unless the layer is off."""
+        """Return the layer's output: computed only when it is read, unless the layer runs as usual."""
         if self.is_off or passes_through(self._module, trained=self._trained):
             out: Tensor = forward_of_class(self._module)(input)
             return out
@@ -88,7 +88,7 @@ class DeferredHead:
         return made
 
     def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss, computed in chunks. If the check at the first call fails, use all logits at once instead."""
+        """Return the loss, computed in chunks; or from all logits at once, if the check at the first call fails."""
         if self._checks and not holds_fake_tensors((source, weight)):
             self._checks = False
             if not _is_alike(loss, (source, weight, bias)):
@@ -115,7 +115,7 @@ class DeferredHead:
 
 
 def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return True if loss and gradients in chunks match those from all logits, up to rounding. Waits for the device."""
+    """Return True if the loss and its gradients are alike in chunks and at once (to rounding). Waits for the device."""
     rows = chunk_rows(inputs[0].shape[1]) + 1
     part = replace(loss, target=loss.target[:rows])
     given = [

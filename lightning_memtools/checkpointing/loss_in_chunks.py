@@ -18,7 +18,7 @@ class LossInChunks:
         names: The linear layers whose output only cross-entropy reads.
         logits: The number of predictions, the number of classes, and the bytes of one copy of the largest logits.
         chunk_rows: The number of rows per chunk of these logits.
-        read_by: The function that reads the largest logits, so that their layer is not in `names`; "" if none does.
+        read_by: The function that reads the largest logits, which rules out chunks for them; "" if there is none.
         plain: The memory and operations of the unchanged step.
         cost: The memory and operations with the loss in chunks.
     """
@@ -31,7 +31,7 @@ class LossInChunks:
     cost: StepCost
 
     def saves(self, least: float) -> bool:
-        """Return True if computing the loss in chunks lowers the peak by more than the share `least`."""
+        """Return True if computing the loss in chunks lowers the peak by more than the fraction `least`."""
         return bool(self.names) and self.cost.peak_bytes < (1 - least) * self.plain.peak_bytes
 
     @property

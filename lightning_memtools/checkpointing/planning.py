@@ -80,16 +80,16 @@ def plan_checkpoints(
 
     Args:
         module: The model, in the mode that it is trained in.
-        sample_args: The arguments of its forward, with the shapes of training. Gradients are taken of the sum of
-            everything that it returns.
+        sample_args: The arguments of its forward, with the shapes of training. Backward starts from the sum of
+            everything that forward returns.
         segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
             `torch.utils.checkpoint.checkpoint_sequential` does. "auto" chooses freely: the plan with the lowest product
             of activation memory and operations, with at most a third more operations than the plain step.
-        memory_budget: A float is the share of the plain step's activation memory that the plan may use (1.0
-            recomputes nothing); a size such as "8GiB" is the highest allocated peak. The plan is the one with the
-            least recomputation that fits.
-        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
-            with "recompute" they may, and the results are the same bit for bit.
+        memory_budget: A float is the fraction of the plain step's activation memory that the plan may use (1.0
+            recomputes nothing); a size such as "8GiB" is the highest allowed peak. The plan is the one with the
+            least recomputation that fits the budget.
+        bn_dropout: Whether BatchNorm and Dropout layers of a Sequential may run twice: with "skip" they never do; with
+            "recompute" they may, and the results are the same bit for bit.
         include: Patterns of the names of modules to recompute; by default any module may be chosen. A match that is
             not a Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
@@ -106,7 +106,7 @@ def plan_checkpoints(
 
 
 class StepPlanner:
-    """Makes plans for one training step. Plans with different options share most measurements.
+    """Makes plans for one training step. Measurements are reused between plans with different options.
 
     The step must not change between plans.
 
@@ -125,7 +125,7 @@ class StepPlanner:
 
         Args:
             options: The options.
-            nearest: If no plan fits a budget given as a share, return the plan with the lowest peak and do not raise.
+            nearest: If no plan fits a budget given as a fraction, return the plan with the lowest peak; do not raise.
 
         Raises:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
@@ -187,7 +187,7 @@ class StepPlanner:
         return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
-        """Return the measured units (stretches between layer boundaries) of the step. Cached by `chains`."""
+        """Return the step cut into measured units, which lie between layer boundaries. Cached by `chains`."""
         heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
         key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
@@ -195,7 +195,7 @@ class StepPlanner:
         return self._measured[key]
 
     def _with_dropout(self, options: CheckpointOptions) -> str:
-        """Return a sentence on the peak that `bn_dropout="recompute"` would give."""
+        """Return a sentence on the peak that the option `bn_dropout="recompute"` would lead to."""
         plan = self._best(replace(options, bn_dropout="recompute"), None, nearest=False)
         result = (
             "no lower peak either"
@@ -207,9 +207,9 @@ class StepPlanner:
 
 @contextmanager
 def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
-    """Yield a function that traces the step under a plan and returns its cost. `known` caches the costs.
+    """Context manager: yield a function that traces the step under a plan and returns its cost.
 
-    The loss of the layers `heads` is computed in chunks. The fake model is made once, when it is first needed.
+    `known` caches the costs. The loss of the layers `heads` is computed in chunks. The fake model is made only once.
     """
     traces: list[StepTrace] = []
     with ExitStack() as stack:
@@ -229,14 +229,14 @@ def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, 
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
-    """Return the memory and operations of a step under a plan; without plans, those of the plain step."""
+    """Return the memory and operations of a step with these plans applied; if there are none, of the plain step."""
     with _cost_of_plans(step, heads, {}) as cost_of:
         return cost_of(tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)
 class _PlanSearch:
-    """Searches for the plan that the options ask for, among proposals of a dynamic program.
+    """Searches for the plan that the options ask for, among plans that a dynamic program proposes.
 
     Attributes:
         options: The options.
@@ -268,7 +268,7 @@ class _PlanSearch:
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan for `chains`, or one without recomputation if it lowers the peak less than `least_saving`."""
+        """Return the plan for `chains`; if it saves less than `least_saving` of the peak, one without recomputation."""
         plan = self._plan(chains)
         was, now = self.start.peak_bytes, plan.peak_bytes or 0
         if chains and now < was * (1 - least_saving):
@@ -280,7 +280,7 @@ class _PlanSearch:
         return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
-        """Trace the best few proposals, and return the ranges with the lowest product of memory and operations."""
+        """Trace the most promising plans, and return the one with the lowest product of memory and operations."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:

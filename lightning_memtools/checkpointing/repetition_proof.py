@@ -32,7 +32,7 @@ class RecomputationDiffersWarning(DegradedWarning):
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
-    """Run layers twice; return the index of the first that gives different values and a description, or None.
+    """Run layers twice; return the index of the first whose values differ, with a description, or None if none differ.
 
     Outputs and tensors saved for backward are compared by hashes of all their bits. Because only the hashes are kept,
     this needs no more memory than the forward pass of the range. Random generators, buffers and running statistics
@@ -64,9 +64,9 @@ def holds_fake_tensors(value: Any) -> bool:
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers. Return hashes of the tensors that they return or save for backward, and the buffers they change.
+    """Run layers, and return hashes of the tensors that they return or save for backward, and the buffers they change.
 
-    A tensor is listed as (layer index, description, hash), and a changed buffer as (layer index, description).
+    Tensors are listed as (layer index, description, hash), and changed buffers as (layer index, description).
     """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
@@ -105,16 +105,16 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 
 
 def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return True if a tensor is a recurrent layer's reserve space of oneDNN or cuDNN, which is partly uninitialized.
+    """Return True if a tensor is the reserve space of an RNN layer (cuDNN or oneDNN), which is partly uninitialized.
 
-    The output shows whether such a layer gives the same values.
+    For such layers the output alone shows whether the values are the same.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Restore all buffers but those of `norms` on exit, and add the layers that changed one to the yielded list."""
+    """Context manager: restore buffers, except those of `norms`. Its list receives the layers that changed a buffer."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())
@@ -150,7 +150,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash that differs, for practical purposes, if any bit or the order of the elements differs.
+    """Return a hash of a tensor. If two tensors differ in any bit or in order, so (almost certainly) do their hashes.
 
     The hash is a sum modulo 2^64 of every 8 bytes times a fixed random odd number (multilinear hashing, Carter and
     Wegman 1979). A single different element always changes it. `torch.hash_tensor` ignores the order, and is the same

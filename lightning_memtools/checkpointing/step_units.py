@@ -34,10 +34,10 @@ class Unit:
     """A stretch of the forward pass between two layer boundaries. Sizes in bytes; each storage is counted once.
 
     Attributes:
-        own_bytes: The bytes that the unit keeps for backward, besides its input and output.
+        own_bytes: The bytes that the unit saves ("keeps") for backward, besides its input and output.
         in_kept: The bytes of its input that it keeps.
         out_kept: The bytes of its output that it keeps, without those in its input's storage.
-        out_held: True if this unit or earlier units keep its output.
+        out_held: True if all of its output is kept, by this unit or earlier ones.
         out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
         same_storage: True if its output and its input share a storage.
         may_start: True if a recomputed range may begin with it, because nothing overwrites its input.
@@ -46,7 +46,7 @@ class Unit:
         forward_bytes: The peak of its forward pass, above the bytes allocated when it began.
         forward_base: The bytes allocated when its forward pass begins, besides its input and what earlier units keep.
         backward_base: The bytes allocated when its backward pass begins, besides what it and earlier units keep.
-        backward_need: As `backward_base`, but at the peak of its backward pass; 0 if no gradient passes through it.
+        backward_need: The same at the peak of its backward pass; 0 if no gradient passes through the unit.
         shared: For each tensor that this unit and later ones keep: (index of the last such unit, bytes, True if it is
             this unit's input, True if it is this unit's output and the next unit keeps it).
     """
@@ -67,7 +67,7 @@ class Unit:
     shared: tuple[tuple[int, int, bool, bool], ...]
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
-        """Return the bytes that the unit adds if it keeps its tensors, and whether its output is then kept too."""
+        """Return the bytes that the unit adds by saving tensors for backward, and whether its output is then held."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         return added, input_held or self.in_kept > 0 if self.same_storage else self.out_held
 
@@ -79,8 +79,8 @@ class StepUnits:
     Attributes:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
-        spans: For each layer's first call, the index of its first unit and the index after its last.
-        changed: For each layer that must not run twice because it changes an attribute or buffer, text that names it.
+        spans: For each layer's first call, the index of its first unit, and one past the index of its last.
+        changed: For each layer that must not run twice because it changes an attribute or buffer, a phrase naming it.
     """
 
     units: tuple[Unit, ...]
@@ -130,7 +130,7 @@ class _Record:
 
 
 class _Recorder:
-    """Cuts a step into units where layers begin and end, and measures each, forward and backward.
+    """Cuts a step into units where layers begin and end, and measures each unit's forward and backward pass.
 
     Attributes:
         records: The measurements of the units, in the order of the forward pass.
@@ -185,7 +185,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers whose forward changed an existing attribute or buffer, each with text that names it."""
+        """Return the layers whose forward changed an existing attribute or buffer, each with a phrase naming it."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and not _is_same(before[key], value)]
         owners = dict(reversed(names))  # the first of each
@@ -233,7 +233,7 @@ class _Recorder:
             self.records[at].overwrites = True
 
     def _cut(self, value: Any, *, begins: bool) -> None:
-        """Begin a unit where a layer takes or returns `value`. The previous unit is recorded if anything ran in it."""
+        """Begin a new unit, because a layer takes or returns `value`. Record the last unit if anything ran in it."""
         record, keys = self._open, self._keys(value)
         record.operations = self._trace.counted.total
         has_run = record.operations_at_last_save is not None or record.operations > record.operations_before
@@ -265,7 +265,7 @@ class _Recorder:
                 self._makers[key].append(record)
 
     def _enter_all(self, makers: list[_Record], gradient: Tensor) -> None:
-        """Begin backward for the units that returned one tensor, last first: the first made it, others forwarded it."""
+        """Begin the backward pass of all units that returned the same tensor (one made it, later ones passed it on)."""
         del gradient
         for record in reversed(makers):
             self._enter_backward(record)
@@ -283,14 +283,14 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _keys(self, value: Any) -> dict[int, int]:
-        """Return the memory blocks (id to size) of those tensors in `value` that the step itself allocated."""
+        """Return the sizes, by id, of the memory blocks of tensors in `value`, without blocks older than the step."""
         entries = map(self._trace.device.block_of, tensors_in(value))
         blocks = [entry.block for entry in entries if entry is not None]
         return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
 def _units(records: Sequence[_Record]) -> Iterator[Unit]:
-    """Turn measurements into units. A block that several units keep counts for the first of them."""
+    """Turn measurements into units. A block that several units save for backward counts for the first of them."""
     may_start, overwritten = [True] * len(records), False
     for at in range(len(records) - 1, -1, -1):
         record = records[at]
@@ -344,7 +344,7 @@ def _units(records: Sequence[_Record]) -> Iterator[Unit]:
 def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
     """Return all attributes of modules that a forward pass could change: numbers, strings, tensors and lists.
 
-    Running statistics are left out: exact_recomputation.py handles those, but no other buffers.
+    Running statistics are left out, because recomputation restores those (see exact_recomputation.py).
     """
     state: dict[tuple[int, str], list[Any]] = {}
     for part in model.modules():

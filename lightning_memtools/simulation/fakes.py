@@ -122,7 +122,7 @@ class TensorExchange:
 
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
-    """Within this context, replace all tensors reachable from `roots` with stand-ins. Restore everything on exit.
+    """Context manager: replace all tensors reachable from `roots` with stand-ins. Restore everything on exit.
 
     The search skips closures other than those of modules' hooks, objects that only have ``__slots__``, and
     optimizers (see `copy_optimizer`).
@@ -139,7 +139,7 @@ def copy_optimizer(
 
     Args:
         optimizer: The optimizer, which is not changed. Its constructor, whose arguments are unknown, is not called.
-        exchange: Returns the tensor that replaces one of the optimizer's tensors, or None to leave that one out.
+        exchange: Returns the replacement for one of the optimizer's tensors, or None to leave that tensor out.
         with_state: Copy the state as well, with its tensors replaced. Otherwise the copy has no state, as if new.
     """
     new: Optimizer = object.__new__(type(optimizer))
@@ -214,7 +214,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
-    """Make `undo` restore `thing` if it is a random generator, or clear a cached function that has new results."""
+    """Make `undo` restore `thing` if it is a random generator; if it is a cached function, clear any new results."""
     if not issubclass(type(thing), (CachedFunction, Random)) and type(thing).__name__ not in GENERATORS:
         return
     if not isinstance(thing, CachedFunction):
@@ -230,7 +230,7 @@ def _keep_state(thing: Any, undo: ExitStack) -> None:
 
 
 def _containers_of_class(kind: type) -> list[Any]:
-    """Return the containers that are attributes of a module's class or its bases, except bases from libraries."""
+    """Return the containers, such as lists, that are attributes of a class or its bases (not of library classes)."""
     mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
     values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
     return [value for value in values if isinstance(value, _CONTAINERS)]

@@ -50,8 +50,8 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
 class FollowedValues(TorchFunctionMode):
     """Tracks tensor values in host memory for a CUDA device that computes nothing, one torch function at a time.
 
-    A dispatch mode would see more, but under one torch takes other code paths and allocates differently: for example,
-    it no longer accumulates gradients in place. A function that reads no values runs as it is.
+    A dispatch mode would see more calls, but while one is active torch allocates differently: for example, it no longer
+    accumulates gradients in place. A function that reads no values runs unchanged.
     """
 
     def __init__(self, values: KnownValues) -> None:
@@ -59,7 +59,7 @@ class FollowedValues(TorchFunctionMode):
         self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or return its result from known values."""
+        """Call the function. If it needs values that the device does not have, return its result from known values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__" or func in _NOT_FOLLOWED:
@@ -78,7 +78,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note the values of a function's result if known. If it wrote unknown values, forget those they replaced."""
+        """Note the values of a function's result `out` if known. Forget the old values of a tensor that it changed."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")
@@ -87,9 +87,9 @@ class FollowedValues(TorchFunctionMode):
 
 
 class AssumedFloat(float):
-    """A number that was assumed, not computed. Most scripts only print or sum up their loss, which is harmless.
+    """A number, such as a loss, that was assumed and not computed. Most scripts only print it or add it up.
 
-    A comparison is listed as an assumption, because what the script does next depends on the number.
+    That is harmless. A comparison is reported, because what the script does next depends on the number.
     """
 
     __hash__ = float.__hash__
@@ -165,7 +165,7 @@ class _PackedSequences(torch.autograd.Function):
 
 
 def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """For each run of time steps with the same number of sequences, yield the first step, the end and that number."""
+    """Yield (first step, end, number of sequences) for each stretch of time steps with the same number of sequences."""
     first = 0
     for size, run in groupby(sizes):
         last = first + len(list(run))
@@ -198,17 +198,17 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run an RNN function such as `torch.lstm`. If the input is packed, the values of `sizes` are passed."""
+    """Run an RNN function such as `torch.lstm`. If the input is packed, pass it the values of the tensor `sizes`."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 
 
 def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements of torch's functions for packed sequences, which read the lengths from `values`.
+    """Return replacements for torch's packed-sequence functions that read the sequence lengths from `values`.
 
     Args:
-        values: The values of tensors whose memory holds none, as far as they are known.
-        replaced: Existing replacements of torch's recurrent functions, to call instead of the originals.
+        values: The known values of tensors that have no data of their own, such as fake tensors.
+        replaced: Existing replacements of torch's RNN functions, to call instead of the originals.
     """
     readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

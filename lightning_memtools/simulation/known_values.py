@@ -49,7 +49,7 @@ _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
 class _Twin(NamedTuple):
-    """The values of a storage, kept in host memory, and whether any of them were assumed."""
+    """The values of a storage that has no data of its own, kept in host memory, and whether any were assumed."""
 
     of: Any
     values: torch.UntypedStorage
@@ -57,7 +57,7 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of a torch operator or function on fake tensors. It may be repeated on real tensors with their values.
+    """A call of a torch operator or function on fake tensors, which may be repeated on real tensors to get values.
 
     Attributes:
         name: The name without a namespace, such as "index" of an operator, or "__getitem__" of a function.
@@ -76,10 +76,10 @@ class FollowedCall(NamedTuple):
 
 
 class KnownValues:
-    """Keeps, in host memory, known values of tensors whose own memory holds none. All views of a storage share them.
+    """Keeps the known values of tensors that have no data, such as fake ones, in host memory. Views share the values.
 
     Attributes:
-        assumed: How often each assumption was made about unknown values that a step has read, by line of code and text.
+        assumed: The assumptions made because a step read unknown values, as "line of code: text", with their counts.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class KnownValues:
         self._twins: dict[int | None, _Twin] = {}
 
     def note(self, tensor: Tensor, original: Tensor) -> None:
-        """Note that a tensor has the same values as `original`, if those are known."""
+        """Note that a tensor has the same values as `original`, if the values of `original` are known."""
         values = self.of(original)
         if values is None or is_too_large(tensor):
             return
@@ -96,7 +96,7 @@ class KnownValues:
             self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=is_assumed)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor in host memory with the values of `tensor`, or `tensor` itself; None if they are unknown."""
+        """Return the values of `tensor` as a tensor in host memory, maybe `tensor` itself; None if they are unknown."""
         if isinstance(tensor, FakeTensor):
             if tensor.constant is not None:
                 return tensor.constant
@@ -135,7 +135,7 @@ class KnownValues:
         return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Repeat on known values an operator's call that returned `out`, and note the values of its results."""
+        """Repeat an operator's call with real tensors in place of fake ones, to learn the values of its result."""
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
@@ -149,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Repeat a call on real tensors with its fake arguments' values, and note the values of its results `out`."""
+        """Repeat a call with real tensors in place of its fake arguments, to learn the values of its result `out`."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None
@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Note the values of a call's result if they do not depend on the arguments' values, or `RULES` guess them."""
+        """Note the values of a call's result `out` if `RULES` can tell or guess them without the arguments' values."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
@@ -195,7 +195,7 @@ class KnownValues:
         self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor's values in host memory. Unknown values are 1, which is listed in `assumed`."""
+        """Return a copy of a tensor's values in host memory. Unknown values are assumed to be 1; see `assumed`."""
         known = self.of(tensor)
         with without_dispatch_modes(), torch.no_grad():
             values = torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
@@ -207,7 +207,7 @@ class KnownValues:
         return values
 
     def without_masks(self, indices: Iterable[Any], holds_nothing: Callable[[Tensor], bool]) -> Iterator[Any]:
-        """Yield indices, with each mask that holds no values replaced by the indices that it selects."""
+        """Yield `indices`, but replace each mask without data by the index tensors of the elements it selects."""
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in _FLAGS and holds_nothing(index):
                 yield from self.places(index).unbind(1)
@@ -215,7 +215,7 @@ class KnownValues:
                 yield index
 
     def places(self, mask: Tensor) -> Tensor:
-        """Return the positions that a mask selects, one per row, as a tensor on the mask's device."""
+        """Return the positions that a mask selects, one per row. A mask with unknown values is taken as all True."""
         known = self.of(mask)
         if known is None:
             self.assume("a mask that is not known selects everything")
@@ -231,14 +231,14 @@ class KnownValues:
         return self.new(places, mask, is_assumed=self.is_assumed(mask))
 
     def new(self, values: Tensor, like: Tensor, *, is_assumed: bool = False) -> Tensor:
-        """Return a new tensor with these values on the device of `like`."""
+        """Return a new tensor on the device of `like`, and note that it has these values."""
         made = torch.empty(values.shape, dtype=values.dtype, device=like.device)
         if not is_too_large(made):
             self.know(made, values, is_assumed=is_assumed)
         return made
 
     def know(self, tensor: Tensor, values: Tensor, *, is_assumed: bool) -> None:
-        """Note that a tensor has these values, which are kept without a copy if their layout allows it."""
+        """Note that a tensor has these values. They are kept without a copy if their memory layout is the tensor's."""
         key = _key_of(tensor)
         if key is None:
             return
@@ -262,7 +262,7 @@ class KnownValues:
         self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
     def assume(self, what: str) -> int:
-        """Add an assumption to `assumed`, with the line of code that is running. Return how often it was made there."""
+        """Count an assumption in `assumed`, at the line of code that is running. Return how often it was made there."""
         # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
         if in_backward() or calling_package() in LIGHTNING_PACKAGES:
             return 0
@@ -324,9 +324,9 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call whose output shape depends on values. `stand_in` makes up unknown values.
+    """Return the result of a call whose shape depends on its arguments' values. `stand_in` makes up unknown ones.
 
-    `what` describes the assumption to list; if it is empty, none is listed.
+    `what` describes the assumption that `stand_in` makes, for the report; "" to report none.
     """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
@@ -361,7 +361,7 @@ def _repeated(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
-    """Return the loss of each sequence, and the log-alpha table, sized by the longest target (cuda/LossCTC.cu)."""
+    """Return ctc_loss's results: each sequence's loss, and the log-alpha table, as wide as the longest target needs."""
     log_probs, lengths = call.args[0], call.args[3]
     known = values.read(lengths) if isinstance(lengths, Tensor) else lengths
     with without_dispatch_modes():
@@ -376,7 +376,7 @@ def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return what `lstsq` returns with "gels", its only driver on CUDA: rank and singular values are empty."""
+    """Return the result of `lstsq` with the driver "gels", the only one on CUDA: rank and singular values are empty."""
     left, right = call.args[:2]
     if not isinstance(left, FakeTensor):  # PyTorch's own code runs
         return NotImplemented
@@ -410,7 +410,7 @@ def _apart(boxes: Tensor) -> Tensor:
 
 
 def _compared(name: str, values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess the result of comparing floats: assume that all are finite, and that a single unknown number is 1."""
+    """Guess the result of comparing floats. All are assumed to be finite, and an unknown scalar to be 1."""
     if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return None
     first, second = args[:2]
@@ -434,7 +434,7 @@ def _in_order(at: int, _values: KnownValues, args: Any, out: Tensor) -> Any:
 
 
 def _below(bound: Callable[[Any], Any], _values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess a single random number to be just below its bound, so that `int(uniform(0, n))` is a valid index."""
+    """Guess that a single random number is just below its upper bound, so that `int(uniform(0, n))` is in range."""
     if out.numel() != 1:
         return None
     return bound(args) - (torch.finfo(out.dtype).eps * abs(bound(args)) if out.is_floating_point() else 1)
@@ -448,10 +448,10 @@ class Rule(NamedTuple):
     """Defines how to run an operator or function without tensor values, or which values its result has.
 
     Attributes:
-        answer: Returns the result of a call in place of the operator; NotImplemented if the call needs no values.
-        result: Returns the result's values when those of the arguments are unknown; None if they are unknown too.
+        answer: Replaces the call and returns its result; NotImplemented if the call can run without tensor values.
+        result: Returns the values of the call's result without knowing the arguments' values; None if it cannot.
         is_guess: True if `result` assumes something.
-        of_second: True if `result` is about the second output of the call.
+        of_second: True if `result` gives the values of the second output of the call.
     """
 
     answer: Callable[[KnownValues, FollowedCall], Any] | None = None
@@ -527,7 +527,7 @@ _UNDEFINED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty
 
 @cache
 def _kind_of(func: Any) -> tuple[bool, bool, tuple[tuple[int, str], ...]]:
-    """Return whether an operator makes views, whether its result is random or unset, and which arguments it writes."""
+    """Return (makes views, result is random or uninitialized, arguments that are written to) for an operator."""
     if not isinstance(func, OpOverload):
         return False, True, ()
     schema = operator_schema(func)
@@ -545,7 +545,7 @@ _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}  # functions; th
 
 
 def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
-    """Compute a call on values in host memory, and return the result; None if it fails, as without a CPU kernel."""
+    """Run a call on the CPU, with `values` as its tensors, and return the result; None if it raises."""
     given = iter(values)
     with without_dispatch_modes(), torch.no_grad():
         if getattr(func, "__name__", "") in _MOVES:
@@ -566,7 +566,7 @@ def is_too_large(tensor: Tensor) -> bool:
 
 
 def _covers_storage(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor fill its storage completely, without sharing places."""
+    """Return whether the elements of a tensor fill its storage completely, with no two at the same address."""
     is_expanded = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return not is_expanded and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
@@ -591,9 +591,9 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Within this context, track the values of a step's tensors, and hide fake tensors from transformers' `is_tracing`.
+    """Context manager: track the values of a step's tensors, and make transformers' `is_tracing` ignore fake tensors.
 
-    If `is_tracing` finds fake tensors, transformers creates attention masks without reading values.
+    Otherwise transformers would take the step for a trace, and create attention masks without reading values.
     """
     around = _VALUES.get()
     if around is not None:
@@ -613,7 +613,7 @@ def values_known() -> Iterator[KnownValues]:
 
 
 def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make `as_subclass` return fake tensors unchanged, so that for instance a torchvision Image stays plain."""
+    """Make `as_subclass` return fake tensors unchanged, so that they never become, for example, torchvision Images."""
     return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
 
 

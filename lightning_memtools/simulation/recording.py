@@ -20,7 +20,7 @@ WORKSPACE = len(Category)
 
 @dataclass(slots=True)
 class Allocation:
-    """One block, from its allocation until it is freed. Events (allocations and frees) are numbered from 0.
+    """One block of memory, from allocation to free. Events (allocations and frees) are numbered from 0.
 
     Attributes:
         size: Its size in bytes, as the allocator rounds it.
@@ -28,8 +28,8 @@ class Allocation:
         step: The step that allocated it, from 0; -1 before the first.
         phase: The phase of the step.
         operation: The operator that allocated it; None if no operator did.
-        kind: The last known `Category`, or `WORKSPACE`.
-        module: The module that it is charged to.
+        kind: The last known `Category` of its contents, or `WORKSPACE`.
+        module: The name of the module that the memory is attributed to.
         node_number: In backward, the sequence number of the autograd node that was running.
         line: The line of code that asked for it; None if it is not known.
         died: The event that freed it; None if it was never freed.
@@ -58,11 +58,11 @@ class AllocationRecorder(DeviceListener):
         step: The current step, from 0; -1 before the first.
         phase: The current phase.
         operation: The current operator.
-        allocations: All allocations, by their number in the allocator.
+        allocations: All allocations, by the id that the allocator gave the block.
         allocated: Bytes allocated after each event.
         marks: The first event of each phase: (event, step, phase).
-        lines: Notes which line of code made each optimizer. A context manager, to be entered together with the device.
-        stop_at: The file whose first frame ends the search for the line that asked for memory.
+        lines: A context manager, entered together with the device, that notes which line of code made each optimizer.
+        stop_at: A file name. The search up the stack for the line that asked for memory ends at a frame of this file.
     """
 
     def __init__(self, allocator: CachingAllocator, stop_at: str = "") -> None:
@@ -96,7 +96,7 @@ class AllocationRecorder(DeviceListener):
         self.operation = operator
 
     def on_module(self, place: str) -> None:
-        """Record that another module begins to run, to which the operators that follow belong."""
+        """Record that another module begins to run; the operators that follow belong to it."""
         number = autograd_sequence_number()
         if self._numbers and self._numbers[-1] == number:
             self._places[-1] = place
@@ -128,7 +128,7 @@ class AllocationRecorder(DeviceListener):
         self.allocated.append(self._allocator.allocated)
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
-        """Record that a block was freed, with the last category and module that were known."""
+        """Record that a block was freed, and the last known category and module of its contents."""
         allocation = self.allocations[block_id]
         allocation.died = len(self.allocated)
         allocation.kind, allocation.module = WORKSPACE if category is None else category, module

@@ -55,7 +55,7 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Makes fake results from the cached shapes of an equal earlier call. Enter it directly within a FakeTensorMode.
+    """Makes fake results from the cached shapes of earlier, equal calls. Enter it right after a FakeTensorMode.
 
     An operator that changes its first argument returns that argument. An operator that changes other arguments or
     depends on values is left to the FakeTensorMode.
@@ -118,10 +118,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return an operator's result, but give one-pixel images from an elementwise operator contiguous strides.
+        """Return the result `out`; if it is images of one pixel from an elementwise operator, make it contiguous.
 
-        Real kernels do so (TensorIterator.cpp) in either memory format. With other strides, operators that enlarge
-        such images would seem to work in channels-last format.
+        Real kernels do so (TensorIterator.cpp) in either memory format. With channels-last strides, operators that
+        later enlarge such images would seem to return channels-last tensors.
         """
         if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
             return out
@@ -136,7 +136,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return found[0] if is_one else tuple(found)
 
     def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
-        """Return the result of an operator on a scalar tensor whose value is known; None in any other case.
+        """Return the result of an operator whose first argument is a scalar tensor with a known value; else None.
 
         Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
         often take more time than the rest of the step.
@@ -178,7 +178,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a cache key of everything that an operator's result depends on; None if it may depend on more."""
+    """Return a cache key of all that an operator's result depends on; None if no key can cover that."""
     found: list[Any] = [func, torch.get_default_dtype()]
     if not all(_note(one, found) for one in args):
         return None
@@ -219,7 +219,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def _note(value: Any, found: list[Any]) -> bool:
-    """Append to `found` all properties of an argument that affect a result; return False if others might, too."""
+    """Append to `found` all properties of an argument that affect a result; return False if the list is incomplete."""
     kind = type(value)
     if kind is FakeTensor:
         found += (value.shape, value.stride(), value.dtype, value.fake_device)
@@ -232,7 +232,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Describe a result so that it can be made again; None unless its tensors are new and dense, or it is args[0]."""
+    """Return what it takes to make a result again; None unless its tensors are new and dense, or it is `args[0]`."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)
@@ -248,7 +248,7 @@ def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known
 
 
 def _is_dense(one: Tensor) -> bool:
-    """Return whether `torch.empty_strided` would create the same tensor from its shape and strides."""
+    """Return whether `torch.empty_strided`, given the shape and strides of a tensor, would create an equal one."""
     if one.layout is not torch.strided or one.storage_offset() or one.is_conj() or one.is_neg():
         return False
     return one.untyped_storage().nbytes() == span(one) * one.element_size()

@@ -26,20 +26,20 @@ class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
     Nothing is logged. The batches are already on the device, so no batch-transfer hooks run. The step sees a Trainer
-    whose counters and settings are those in `facts`. Everything else comes from the run's Trainer: metrics, data module
-    and callbacks (whose hooks are not called).
+    with the counters and settings in `facts`. Metrics, data module and callbacks are those of the run's Trainer; no
+    hooks of the callbacks are called.
 
     Args:
         module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
         original: The Trainer of the run; None if the step was read from a file.
-        facts: Values for attributes of the Trainer, by name.
+        facts: The values that attributes of the Trainer have in the replay, by attribute name.
         optimizers: The optimizers; None to call `configure_optimizers`.
         schedulers: Lightning's configurations of the schedulers.
         accumulate: The number that losses are divided by.
         scale: The number that the gradient scaler multiplies losses by; None without one.
         forward: Returns the context manager within which training_step runs.
         on_loss: Called with each loss before its backward pass, after the scaler has multiplied it.
-        before_update: Called instead of each update by an optimizer; returns whether the step ends there.
+        before_update: Called in place of each optimizer update; returns True to end the step there.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to a module that had no Trainer before, with optimizers from `configure_optimizers`."""
+        """Undo the changes to the module. Only for one that had no Trainer before, and if no optimizers were passed."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():
@@ -115,7 +115,7 @@ class ReplayLoop(StepListener):
         return self._batch
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch, which is on the device already."""
+        """Return the batch unchanged, since it is already on the device."""
         del move
         return batch
 
@@ -152,7 +152,7 @@ class _ReplayHooks(Callback):
 
 
 class _SilentCallback:
-    """Stands in for a callback of the run in a replay: the user's code can read it, but none of its hooks run."""
+    """Replaces a callback of the run during a replay: the user's code can read its attributes, but no hooks run."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -166,5 +166,5 @@ class _SilentCallback:
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:
-    """Return the batch unchanged, because the hooks that change it have run already."""
+    """Return the batch unchanged, because the hooks that change it have already run."""
     return batch

@@ -34,10 +34,10 @@ aten = torch.ops.aten
 
 
 def _clone(call: Call) -> Any:
-    """Return a clone of a sparse tensor that keeps the number of values; FakeTensorMode's own clone has none.
+    """Return a clone of a sparse tensor with as many values; FakeTensorMode's own clone would have none.
 
-    Autograd stores a new sparse gradient without a copy if nothing else refers to it. For a fake tensor autograd
-    cannot tell and calls clone; this clone then copies nothing.
+    Autograd stores a new sparse gradient without a copy if nothing else refers to it. For a fake tensor it cannot
+    tell, and calls clone; in that case the clone made here shares the memory of the original.
     """
     source = call.args[0]
     if source.layout is not torch.sparse_coo:
@@ -51,9 +51,9 @@ def _clone(call: Call) -> Any:
 
 
 def _skip(call: Call) -> Any:
-    """Skip an in-place foreach operator, which makes no tensor: this halves the time of a fake optimizer's step.
+    """Skip an in-place foreach operator on fake tensors, which has no effect. This halves the time of optimizer steps.
 
-    Step counters are not skipped: they are fake tensors with values, by which optimizers divide.
+    Operators on step counters are not skipped: these are fake tensors with values, by which optimizers divide.
     """
     tensors = call.args[0]
     is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
@@ -74,13 +74,13 @@ _FAKE_RULES: dict[Any, Rule] = {
 
 @contextmanager
 def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
-    """Within this context, make a module's tensors fakes on a virtual device; on exit, undo what its steps changed.
+    """Context manager: make a module's tensors fakes on a virtual device; on exit, undo what its steps changed.
 
     A model that FSDP 2 shards is unsharded within the context.
 
     Args:
-        model: The module; it is put on the device.
-        device: The device. A device that is active already is suspended meanwhile.
+        model: The module, which is put on the device.
+        device: The virtual device. If another one is active, that is suspended in the meantime.
         exchange: Makes the fakes.
         cuda: True to allocate what CUDA kernels allocate (the device must be ``cuda_like``); False for CPU kernels.
     """

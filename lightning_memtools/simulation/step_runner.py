@@ -48,12 +48,12 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Settings of the Trainer whose loops run the steps.
+    """Settings of the Trainer that a StepRunner creates to run steps.
 
     Attributes:
         stage: "train", or a stage without gradients: "val", "test" or "predict".
-        precision: The precision, by Lightning's name or as a plugin; None to use the precision of the Trainer whose
-            step is repeated.
+        precision: The precision, by Lightning's name or as a plugin; None to use that of the Trainer passed to the
+            StepRunner.
         steps: The number of optimizer steps; in a stage without gradients, the number of batches.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
@@ -67,7 +67,7 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of parameters and floating-point inputs; None to leave them as they are."""
+        """The dtype to convert parameters and floating-point inputs to; None to leave them as they are."""
         return _TRUE_PRECISIONS.get(self.precision)
 
 
@@ -99,19 +99,19 @@ class StepRunner:
         module: A LightningModule, or any other module if `step` is given.
         recipe: The settings of the Trainer.
         listener: Provides the batches, and is called when a phase begins.
-        device: The device, or its type: "cuda" for PyTorch's CUDA code, "cpu" for fake tensors.
+        device: The device, or its type: "cuda" to run PyTorch's CUDA code, "cpu" to run fake tensors.
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
             this is None.
         trainer: The Trainer of a run whose step is repeated. Counters, precision, clipping and the data module are
             taken from it, and so are attributes that the new Trainer lacks.
         callbacks: Callbacks for the new Trainer.
-        replay: Values for the Trainer's attributes, to replay a saved step. The hooks at the start of a fit do not run.
+        replay: To replay a saved step: values of the Trainer's attributes. Hooks at the start of a fit then do not run.
 
     Attributes:
         module: The LightningModule whose steps run.
         trainer: The Trainer.
-        around_step: Makes a context in which each step runs.
+        around_step: Returns a context manager; each step runs within one.
         n_losses: The number of training steps that have returned a loss.
     """
 
@@ -177,7 +177,7 @@ class StepRunner:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers; if there are none, Lightning's placeholder, which does nothing."""
+        """The optimizers; if there are none, the placeholder that Lightning uses, which does nothing."""
         return [*self.trainer.strategy.optimizers, *getattr(self.module, "others", ())]
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
@@ -187,7 +187,7 @@ class StepRunner:
         ]
 
     def run(self) -> None:
-        """Run the recipe's optimizer steps; in evaluation, run its batches and the hooks at the start and end.
+        """Run the recipe's optimizer steps; in evaluation, its batches, with the hooks at the start and end.
 
         Raises:
             TypeError: A training step returned no loss.
@@ -205,13 +205,13 @@ class StepRunner:
             loops[recipe.stage].run()
 
     def run_batch(self, index: int | None = None) -> None:
-        """Run one training batch. `index` sets the batch's index in its epoch; None to continue from the last."""
+        """Run one training batch. `index` is its index in the epoch; None for the one after the previous batch."""
         with quiet():
             self.advance(index)
             self.trainer.fit_loop.epoch_loop.on_advance_end(self._fetcher)
 
     def advance(self, index: int | None) -> None:
-        """Run one training batch, without the validation and the counting of steps that follow it."""
+        """Run one training batch, but not the validation that may follow, and without counting it as a step."""
         loop = self.trainer.fit_loop.epoch_loop
         if index is not None:
             loop.batch_progress.current.ready = loop.batch_progress.current.completed = index
@@ -219,7 +219,7 @@ class StepRunner:
 
     @property
     def is_automatic(self) -> bool:
-        """True under automatic optimization."""
+        """True if the module uses automatic optimization."""
         return bool(self.module.automatic_optimization)
 
     def _batches(self) -> Iterator[Any]:
@@ -239,7 +239,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Return the LightningModule with its step and optimizers replaced if given, or a plain module wrapped as one."""
+    """Return a LightningModule: `module` with the given step and optimizers, or a plain module wrapped as one."""
     if not is_lightning_module(module):
         assert step is not None
         return PlainModule(module, step, make)
@@ -305,20 +305,20 @@ class PlainModule(LightningModule):
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule. Raise for one of the other package (pytorch_lightning or lightning)."""
+    """Return whether this is a LightningModule; raise if it is of the other package (lightning, pytorch_lightning)."""
     refuse_other_package(model)
     return isinstance(model, LightningModule)
 
 
 def has_step(module: nn.Module, name: str) -> bool:
-    """Return whether a LightningModule defines this step. Of Lightning's own steps, only predict_step counts."""
+    """Return whether a LightningModule overrides the step `name`. `predict_step` need not be overridden."""
     step = getattr(module, name, None)
     inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
     return step is not None and (name == "predict_step" or not inherited)
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return an uninitialized copy of a batch on the CPU. Its floating-point tensors have `dtype`, if that is given."""
+    """Return a copy of a batch on the CPU, with uninitialized values. Floating-point tensors get `dtype`, if given."""
     return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
 
@@ -332,7 +332,7 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _has_loss(out: Any) -> bool:
-    """Return whether the result of a training step has a loss. If the result is None, Lightning skips the step.
+    """Return whether the result of a training step has a loss. It may be None, with which Lightning skips the step.
 
     Raises:
         TypeError: The result is neither None nor a loss.

@@ -33,14 +33,14 @@ class TracedStep:
 
     Attributes:
         model: The model, which is not changed.
-        batch: The input of the step, tensors in any nesting; it is not changed either.
+        batch: The input of the step: tensors, nested or not. It is not changed either.
         forward: Runs the forward pass; None for the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
         cuda: True to trace CUDA's operators; False to trace the CPU's, under the active `VirtualDevice`, if any.
-        trainer: The Trainer of a LightningModule. If it accumulates gradients of several batches, the traced step is
-            the last of these.
+        trainer: The Trainer of a LightningModule. If it accumulates gradients over several batches, the
+            last of these is traced.
         batch_idx: The index of the batch in its epoch.
-        held_bytes: The bytes that anything else keeps allocated throughout, such as averages of the weights.
+        held_bytes: The bytes that other things, such as averages of the weights, keep allocated throughout the step.
     """
 
     model: nn.Module
@@ -65,7 +65,7 @@ class StepCost:
         peak_bytes: The peak of allocated memory.
         static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch,
             and the workspaces of libraries.
-        gradient_bytes: The part of `static_bytes` for dense gradients, which every step allocates again.
+        gradient_bytes: The bytes of dense gradients, a part of `static_bytes`. Every step frees and reallocates them.
         operations: The floating-point operations of matrix products and convolutions, plus one for each element that
             any other operator returned.
         flops: The operations of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
@@ -84,7 +84,7 @@ class StepCost:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes that are allocated throughout the step: the static bytes, without those of gradients."""
+        """The bytes that are allocated throughout the step: the static bytes less the gradients."""
         return self.static_bytes - self.gradient_bytes
 
 
@@ -126,7 +126,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 class StepTrace(FakeBatches):
-    """Runs a step, whose model holds fake tensors on a virtual device, in Lightning's own loop.
+    """Runs a step in Lightning's own loop. Its model holds fake tensors on a virtual device.
 
     Attributes:
         model: The model.
@@ -172,8 +172,8 @@ class StepTrace(FakeBatches):
     ) -> StepCost:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer.
 
-        The first call allocates the gradients, the optimizers' state and the workspaces of libraries, and so brings the
-        allocator into the state that later steps find. To measure a typical step, use the result of a later call.
+        The first call also allocates what later steps find allocated: gradients, the optimizers' state and the
+        workspaces of libraries. To measure a typical step, use the result of a later call.
 
         Raises:
             NoLossError: The step of a LightningModule returned no loss.
@@ -201,7 +201,7 @@ class StepTrace(FakeBatches):
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
     def _index(self) -> int:
-        """Return the first batch index, starting from the batch's own, that ends a gradient accumulation."""
+        """Return the batch's index, or the next larger one with which an optimizer step ends."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
@@ -214,7 +214,7 @@ class StepTrace(FakeBatches):
         self._gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """Count the operations of forward and backward passes only."""
+        """Note that a phase begins. Operations are counted in the forward and backward phases only."""
         del step
         self.counted.pauses = phase not in {"forward", "backward"}
         if phase == "backward":
@@ -230,9 +230,9 @@ class StepTrace(FakeBatches):
 
 @contextmanager
 def tracing(step: TracedStep) -> Iterator[StepTrace]:
-    """Within this context, give a step's model fake tensors on a new virtual device. Yield a StepTrace that runs it.
+    """Context manager: give a step's model fake tensors on a new virtual device. Yield a StepTrace that runs the step.
 
-    Inside, a checkpointing plan that was applied to the model is off, and a model that FSDP 2 shards is unsharded.
+    Meanwhile a checkpointing plan applied to the model has no effect, and a model sharded by FSDP 2 is unsharded.
     """
     active = VirtualDevice.current()
     is_cuda_like = step.cuda or (active is not None and active.cuda_like)
@@ -268,7 +268,7 @@ def _workspace_of_cuda() -> int:
 
 
 def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
-    """Return the scalar to run backward from: the loss or the sum of all outputs; None if none requires a gradient."""
+    """Return the scalar to run backward from: the loss, or the sum of all outputs; None if no gradient is needed."""
     tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

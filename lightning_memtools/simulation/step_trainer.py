@@ -19,7 +19,7 @@ _BATCHES_OF_EPOCH = 1000
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within this context, silence Lightning's messages, and warnings that the user's real training shows anyway.
+    """Context manager: silence Lightning's messages, and warnings that the user's real training shows anyway.
 
     Torch's logger for fake tensors is silenced too: on a wrong shape it logs a traceback above the user's error.
     """
@@ -80,7 +80,7 @@ class PhaseHooks(Callback):
         self._begin = begin
 
     def on_before_backward(self, *_: Any) -> None:
-        """Report that backward begins."""
+        """Report that the backward phase begins."""
         self._begin("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -90,7 +90,7 @@ class PhaseHooks(Callback):
             self._begin("forward")
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        """Report that clipping begins, if gradients are clipped."""
+        """Report that the phase "clip" begins, if gradients are clipped."""
         if trainer.gradient_clip_val is not None:
             self._begin("clip")
 
@@ -121,8 +121,8 @@ class StepTrainer(Trainer):
         clip: The norm to which gradients are clipped; None for no clipping.
 
     Attributes:
-        facts: In a replay, values for attributes of this Trainer, by name. Other attributes are read from `original`,
-            except those that Lightning's loop uses itself.
+        facts: In a replay, the values of attributes of this Trainer, by name. Other attributes are read from
+            `original`, except those that Lightning's loop itself uses.
     """
 
     callbacks: list[Any]

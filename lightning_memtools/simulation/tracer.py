@@ -44,14 +44,14 @@ class StepRequest:
 
     Attributes:
         model: Any module.
-        batch: The batch. Only its shapes matter, and the values of small tensors, which the user's code may read.
+        batch: The batch. Only its shapes matter, and the values of its small tensors if the user's code reads them.
         recipe: The settings of the loop that runs the step.
         step: Computes the loss of a batch; None to run a LightningModule's own step.
         optimizer: An optimizer, a list of them, a class, a function from parameters to an optimizer, or None.
         trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: A memory size, or the name of the GPU whose kernels are simulated. Otherwise this is an A100.
+        capacity: The memory size of the GPU, or its name. The kernels simulated are those of the named GPU, or an A100.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ class Traced:
         recorder: The record of all allocations on it.
         shapes: The output shapes of each module's first forward.
         n_parameters: The number of elements of the parameters; shared parameters count once.
-        n_gradients: The number of elements of the parameters that got a gradient.
+        n_gradients: The number of elements of those parameters that got a gradient.
         parameter_bytes: The bytes of parameters and buffers.
         notes: Remarks on how the steps ran.
     """
@@ -97,7 +97,7 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch in fake host memory: the same shapes and, for tracing, the same values."""
+        """Return a copy of the batch: fake CPU tensors of the same shapes. Their values are noted if they are known."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
@@ -127,7 +127,7 @@ class _Recording(FakeBatches):
 
 
 def trace(request: StepRequest) -> Traced:
-    """Run the requested steps on fake tensors; nothing is computed and the user's objects stay as they are."""
+    """Run the requested steps on fake tensors. Nothing is computed, and the user's objects are left unchanged."""
     recipe, gpu = request.recipe, GpuShape.of(find_gpu(request.capacity))
     workspace = cublas_workspace_bytes(compute_capability=gpu.compute_capability) if request.cuda else 0
     device = VirtualDevice(
@@ -168,7 +168,7 @@ def _count_parameters(model: nn.Module, result: Traced) -> None:
 
 
 def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
-    """Return optimizers for the model's fake parameters: copies of given ones, or made by a given class or function.
+    """Return optimizers for the fake `parameters`: copies of given optimizers, or made by a given class or function.
 
     Raises:
         TypeError: The function returns something other than an optimizer.
@@ -183,7 +183,7 @@ def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parame
 
 @contextmanager
 def noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
-    """Within this context, write the output shapes of each module's first forward into `shapes`."""
+    """Context manager: write the output shapes of each module's first forward into `shapes`."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def note(module: nn.Module, _args: Any, out: Any) -> None:

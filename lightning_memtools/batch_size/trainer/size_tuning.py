@@ -60,7 +60,7 @@ class SizeTuning:
 
         Args:
             trainer: The Trainer, in `on_fit_start`.
-            later: The callbacks whose `on_fit_start` Lightning has not called yet; each trial begins by calling it.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet. Each trial calls these hooks first.
         """
         if not _can_start(trainer):
             return None
@@ -87,7 +87,7 @@ class SizeTuning:
             forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
-        """Undo the changes to how the loops get their loaders. Attributes keep the found sizes. Idempotent."""
+        """Make loops get their loaders as before. Attributes such as `batch_size` keep the found sizes. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = self.cache_releaser = None
@@ -95,11 +95,11 @@ class SizeTuning:
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
     ) -> BatchSizeResult:
-        """Search for the sizes of those stages that have data, apply and report them, and return the result.
+        """Search for a batch size for each stage that has data, apply and report the sizes, and return the result.
 
         Raises:
             RuntimeError: Not even the smallest size fits.
-            ValueError: No attribute holds the size, or the loaders ignore it.
+            ValueError: No attribute holds the batch size, or the loaders ignore the attribute that does.
         """
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
@@ -202,7 +202,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Write the found sizes to their attributes, and recreate loaders, optimizers and schedulers for them."""
+        """Set attributes and loaders to the found sizes, and recreate the optimizers and schedulers."""
         for stage in stages:
             # Attributes that several stages share get training's size.
             has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
@@ -306,7 +306,7 @@ def _can_start(trainer: Trainer) -> bool:
 
 @contextmanager
 def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Exclude the allocation retries and out-of-memory errors within this context from the counts callbacks log."""
+    """Context manager: callbacks do not count the allocation retries and out-of-memory errors within the block."""
     before = MemoryStats() if reader is None else reader.stats()
     try:
         yield

@@ -31,8 +31,8 @@ class StageSizes:
     under the same name. DataLoaders that were passed to the Trainer are replaced by resized copies.
 
     Args:
-        trainer: The Trainer, within a call of `fit`.
-        names: The attributes' names. A name that begins with a stage, such as `val_batch_size`, is for that stage only.
+        trainer: The Trainer, during `fit`.
+        names: The names of batch size attributes. One that begins with a stage (`val_batch_size`) is for that stage.
 
     Attributes:
         configured: The size of each stage before any change. Stages whose size is unknown are left out.
@@ -72,12 +72,12 @@ class StageSizes:
             )
 
     def names_for(self, stage: Stage) -> list[str]:
-        """Return the names that begin with the stage's name; if there are none, those without such a prefix."""
+        """Return the attribute names that begin with the stage's name; if there are none, those without a prefix."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
 
     def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
-        """Write a stage's size to its attributes and hyperparameters; with `for_loggers`, also for what is logged.
+        """Set a stage's attributes and hyperparameters to `size`; with `for_loggers`, also those that are logged.
 
         Raises:
             AttributeError: An attribute cannot be set, such as a property without a setter.
@@ -132,7 +132,7 @@ class StageSizes:
         return batch_size_of(loaders[0]) if loaders else None
 
     def _holders(self, name: str) -> Iterator[Any]:
-        """Yield those of the model, the data module and their hyperparameters that have the attribute `name`."""
+        """Yield each object that has the attribute `name`, among the model, data module and their hyperparameters."""
         for owner in self._owners.values():
             yield from (one for one in (getattr(owner, "hparams", None), owner) if hasattr(one, name))
 
@@ -149,7 +149,7 @@ class _SizedHook:
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:
-    """Return True if a stage has loaders, and the Trainer's limits leave it at least one batch."""
+    """Return True if a stage has loaders, and settings such as `limit_val_batches` allow at least one batch."""
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
     return bool(trainer.enable_validation if stage == "val" else trainer.limit_train_batches != 0)

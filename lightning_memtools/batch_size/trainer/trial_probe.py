@@ -56,7 +56,7 @@ class TrialProbe(EitherCallback):
         stage: The stage that is running.
         peaks: The peaks of allocated and of reserved memory in each stage.
         batch: The peak of training up to the end of backward, without the memory of the optimizer's step.
-        base_allocated: The bytes allocated before each stage's latest batch, not counting the first batch.
+        base_allocated: For each stage, the bytes allocated besides the batch at its latest batch (from the second on).
         batch_shapes: The shapes of each stage's batches, without the batch dimension.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
@@ -100,7 +100,7 @@ class TrialProbe(EitherCallback):
             self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the batch's shapes and the other allocated memory, and begin to measure the peak the batch causes."""
+        """Note the batch's shapes and how much other memory is allocated; begin to measure the batch's peak."""
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
@@ -116,7 +116,7 @@ class TrialProbe(EitherCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raise TrialOver once each optimizer has stepped twice (also after validation) and memory no longer grows."""
+        """Raise TrialOver if enough optimizer steps have run and reserved memory no longer grows."""
         self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False
@@ -144,7 +144,7 @@ class TrialProbe(EitherCallback):
         self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        """Note the batch's shapes, and the bytes that are allocated for anything else."""
+        """Note the batch's shapes, and how much other memory is allocated."""
         self._inspect(batch)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
@@ -163,7 +163,7 @@ class TrialProbe(EitherCallback):
                 self.base_allocated[stage] = max(allocated - bytes_in(batch), 0)
 
     def _is_complete(self, trainer: Trainer) -> bool:
-        """Return True once every optimizer has stepped twice, and two more steps have followed any validation."""
+        """Return True if every optimizer has stepped twice and, if validation is part of the trial, twice after it."""
         if any(self._stepped.get(id(optimizer), 0) < STEPS for optimizer in trainer.optimizers):
             return False
         # A gradient scaler that still looks for its scale skips every step.
@@ -187,7 +187,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Release cached segments, and start the measurement of training again."""
+        """Release cached segments, and restart the measurement of training."""
         assert self._reader is not None
         self.end()
         self._has_released = True
@@ -199,7 +199,7 @@ class TrialProbe(EitherCallback):
 def failure_of(  # noqa: PLR0911, one return for each reason
     probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
 ) -> str:
-    """Return why a trial failed; "" if it succeeded. The text names the stage if it is not the one being tuned.
+    """Return why a trial failed; "" if it succeeded. The reason names the stage that failed, unless it was being tuned.
 
     Args:
         probe: The probe that watched the trial.

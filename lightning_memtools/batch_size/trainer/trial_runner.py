@@ -87,7 +87,7 @@ class CacheReleaser(EitherCallback):
             self._has_validated = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache when training resumes after validation; earlier, the last batch would not be freed yet."""
+        """Empty the cache when training resumes after validation: by now the last validation batch has been freed."""
         if self._reader is not None and self._has_validated:
             self._reader.empty_cache()
             self._has_validated = False
@@ -103,14 +103,14 @@ class TrialRunner:
         trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
         batch_sizes: Sets the batch sizes of the Trainer's loaders.
-        per_rank: Samples per optimizer step and rank, kept constant by gradient accumulation; None for any number.
+        per_rank: The samples that each rank needs per optimizer step, reached by gradient accumulation; None for any.
         hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
         not_restored: The type of the objects that are not restored after a trial, since they keep its results.
 
     Attributes:
         sizes: The batch size of each stage in the next trial. A stage that is missing keeps the size of its loaders.
-        sample_sizes: The sizes of samples, by stage and the loader's position in it.
+        sample_sizes: The sizes of each loader's samples, by stage and the loader's index in the stage.
         batch_shapes: The shapes of each stage's batches, without the batch dimension.
         doing: A phrase on what the runner is doing, for progress messages.
     """
@@ -160,7 +160,7 @@ class TrialRunner:
         Args:
             stage: The stage that is tuned.
             size: The batch size.
-            limits: The allowed sizes. Their attributes that depend on the data are set here.
+            limits: The allowed sizes. This call sets the attributes that depend on the data, such as `n_samples`.
             is_bound: True if a smaller size has run. Then any error counts as a failure of this size, since an index or
                 a kernel's grid may be too large. If False, errors that are not about memory are raised.
             configured: The size that was set before the search.
@@ -231,7 +231,7 @@ class TrialRunner:
     def _readings_of_ranks(
         self, mine: RankReading, error: BaseException | None, *, is_bound: bool
     ) -> list[RankReading]:
-        """Gather the readings of all ranks, by a collective. Raise this rank's `error`, or that of another rank."""
+        """Return the readings of all ranks. Raise `error` if given; unless `is_bound`, raise other ranks' errors."""
         readings: list[RankReading] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -311,7 +311,7 @@ class TrialRunner:
         trainer.limit_val_batches, trainer.val_check_interval = limit, interval
 
     def _take_largest(self, stage: Stage) -> None:
-        """Replace a stage's loaders by copies whose batches hold the largest samples of this rank's share."""
+        """Replace a stage's loaders by copies whose batches hold the largest of this rank's samples."""
         position = itertools.count()
 
         def change(loader: Any) -> Any:
@@ -341,7 +341,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Limit the size to that observed, if all data sets are iterable and gave smaller batches than requested."""
+        """Limit the size to `observed` if all data sets are iterable and gave fewer samples than requested."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
@@ -360,7 +360,7 @@ class TrialRunner:
 
 
 def _may_depend_on_size(error: BaseException | None) -> bool:
-    """Return True for an error that a smaller batch may avoid; not for a CUDA error, after which no kernel can run."""
+    """Return True if a smaller batch may avoid an error; False for CUDA errors, after which no kernel can run."""
     never = CollectiveInTrialError | CannotResizeError | torch.AcceleratorError
     return isinstance(error, Exception) and not isinstance(error, never)
 
