@@ -114,7 +114,7 @@ class LossSpikes(WatchingCallback):
         return self._run is not None and self._run.judge(step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the training state to host memory, so that a rollback never goes back beyond the start of this epoch."""
+        """With action="rollback", copy the training state: no rollback goes back beyond the start of an epoch."""
         if self._run is not None:
             self._run.begin_epoch()
 

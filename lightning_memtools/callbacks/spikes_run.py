@@ -122,7 +122,7 @@ class SpikesRun:
                 self._take_point(n_steps)
 
     def begin_epoch(self) -> None:
-        """Copy the training state to host memory, so that a rollback never goes back beyond the start of this epoch."""
+        """With action="rollback", copy the training state: no rollback goes back beyond the start of an epoch."""
         self._take_point(training_step(self._trainer))
 
     def _take_point(self, n_steps: int) -> None:
