@@ -81,8 +81,8 @@ def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
 def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """Return the L2 norm of each tensor as 0-dim tensors, in the order given: one fused kernel per device and dtype.
 
-    A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
-    100 values of 1e20 have an infinite norm.
+    The norm of a tensor with NaN or Inf is not finite. That of large finite values may overflow, as with 100 float32
+    values of 1e20; `exact` prevents this by squaring in float64.
     """
     kinds, norms = list(map(_PLACE, tensors)), list(tensors)
     for kind in set(kinds):
