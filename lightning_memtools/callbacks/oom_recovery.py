@@ -163,7 +163,7 @@ class OOMRecovery(EitherCallback, Neighbour):
 
     @property
     def memory_remark(self) -> str:
-        """Return a line for MemoryMonitor's summary that lists the recoveries on this rank and known ones elsewhere."""
+        """Return a line for MemoryMonitor's summary on the recoveries of this rank and those known of other ranks."""
         others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
@@ -183,7 +183,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         log_scalars(trainer, scalars | {"memory/oom_skipped_batches": mine.n_skipped}, training_step(trainer))
 
     def _others(self) -> list[tuple[int, str, int]]:
-        """Return (rank, summary line, number of recoveries) of each other rank whose recoveries are known by now."""
+        """Return (rank, summary line, number of recoveries) of each other rank that has reported recoveries so far."""
         if self._posts is None:
             return []
         mine, posted = self._posts.rank, enumerate(self._posts.read())

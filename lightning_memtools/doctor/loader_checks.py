@@ -137,7 +137,7 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if an epoch's last gradient accumulation has fewer batches than `accumulate`."""
+    """Return a finding if an epoch's last optimizer step accumulates gradients over fewer batches than the others."""
     n_batches, accumulate = case.n_train_batches or 0, case.accumulate
     n_last = n_batches % accumulate
     if not n_last:

@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return the values `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
+        """Return `before` and the norm of each gradient in one tensor, with the results of `over_ranks` if needed."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:

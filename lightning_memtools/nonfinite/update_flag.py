@@ -110,8 +110,8 @@ def over_ranks(
     """Return `numbers` followed by four results over all ranks. Runs one collective; does not wait for the device.
 
     `numbers` is the result of `measure` on this rank, or None; its gradient norms follow the first `n_before` values.
-    The four results are: the norm over the gradients of all ranks, which is right if they are sharded; the largest mean
-    loss of a rank; 1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
+    The four results are: the norm over the gradients of all ranks, for sharded gradients; the largest of the ranks'
+    mean losses; 1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:
