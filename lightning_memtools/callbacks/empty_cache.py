@@ -58,12 +58,12 @@ class EmptyCache(WatchingCallback):
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
     skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run pays for two
     or three, at its start. A collection that takes over half a second (0.05 s if it cannot free enough to be worth
-    releasing) is postponed until its time is a small share of the time since the last one, or a warning is due. Every
+    releasing) is postponed until it takes little of the time since the last one, or until a warning is due. Every
     rank decides for itself; none waits for another.
 
     Args:
         stages: The stages to release memory around: "val" (with the sanity check), "test", "predict".
-        min_reclaimable: The least memory that is worth releasing: a share of the device (of the reserved memory, if
+        min_reclaimable: The least memory that is worth releasing: a fraction of the device (of reserved memory, if
             the capacity is not known), or a size such as "512MiB". With 0, everything releasable is released.
         ledger: Whether to log the retained memory of fit and to warn of growth.
         warn_after: The number of epochs of growth in a row before the warning. If the run has fewer epochs,

@@ -58,11 +58,11 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     | `<log_dir>/memtools/checkpoint_plan.md` | the same text |
     | console, rank 0 | what is recomputed, bytes, peaks |
 
-    After the third step the measured peak is written beside the predicted one. In the first step every recomputed range
+    After the third step the measured peak is written beside the predicted one. In the first step every recomputed part
     runs two more times, to prove that it gives the same values bit for bit. A layer that does not is left out.
 
     Forward hooks on recomputed layers fire again in backward. Under FSDP 2 (ModelParallelStrategy) every recomputed
-    range lies within one sharded module, and a budget has to be a share. Compiled models, and models under FSDP 1 and
+    part lies within one sharded module, and a budget has to be a fraction. Compiled models, and models under FSDP 1 and
     DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:

@@ -29,7 +29,7 @@ class HaltOnNaN(WatchingCallback):
 
     Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of
     every micro-batch. At a bad step all ranks raise `NonFiniteError` with a diagnosis; weights, optimizer state and
-    buffers are bit for bit those of before the step, and no checkpoint holds NaN or Inf.
+    buffers are as they were before the step, bit for bit, and no checkpoint holds NaN or Inf.
 
     | logged | when |
     | --- | --- |

@@ -267,7 +267,7 @@ class HaltRun:
         return bad
 
     def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
-        """Run the step again to explain it. If `is_known`, it is known to be the bad one: also write it to a file."""
+        """Run the step again to explain it. If `is_known` (this rank's step is the bad one), write it to a file."""
         if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
             why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
@@ -323,7 +323,7 @@ class HaltRun:
         return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
 
     def _release_checkpoints(self) -> None:
-        """Stop checking checkpoints before they are written."""
+        """Let checkpoints be written without a check from now on."""
         if self._undo:
             self._undo[-1]()
 

@@ -47,7 +47,7 @@ class OOMReport(WatchingCallback):
 
     Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, and its Python stack
     where memory may run out (3 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s
-    of CPU time and allocates nothing on the device; it names the changes that were not tried within 8 s of that.
+    of CPU time and allocates nothing on the device. No change is tried after 8 s: the report names those left out.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.

@@ -93,13 +93,13 @@ def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def note_free_memory(case: TrainingCase, _: Any) -> None:
-    """Record in `case` the free bytes of shared memory, before workers use it."""
+    """Record in `case` how many bytes of shared memory are free before the DataLoader workers use it."""
     limits = (free_shared_memory(), free_in_container())
     case.free_shared = min((limit for limit in limits if limit is not None), default=None)
 
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if the batches that workers prefetch need more than the free shared memory."""
+    """Return a finding if the batches that DataLoader workers prefetch need more shared memory than is free."""
     loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
     if not loaders or case.free_shared is None:
         return []

@@ -68,7 +68,7 @@ def _norm_counts(case: TrainingCase) -> list[NormCounts]:
 def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding on frozen BatchNorm layers whose running statistics the training steps have changed.
 
-    Layers whose weights have changed too are skipped: they follow another model, as in a momentum encoder.
+    Layers whose weights have changed too are skipped, since they follow another model, as in a momentum encoder.
     """
     moved = [
         name

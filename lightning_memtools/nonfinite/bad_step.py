@@ -348,7 +348,7 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return a phrase: the named tensors held NaN or Inf before the step, and which settings may be the cause."""
+    """Return a phrase that says that the tensors `names` were bad before the step, and the reason if known."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
@@ -364,7 +364,7 @@ def huge_weights(model: Module) -> str:
 
 
 def what_grew(bad: BadStep) -> str:
-    """Return a phrase: what grew before the step (the loss, the gradient norm or weights); "" if nothing did."""
+    """Return a phrase that names what grew before the step: the gradient norm, the loss or weights; "" if nothing."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
@@ -377,7 +377,7 @@ def what_grew(bad: BadStep) -> str:
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """Return the BadStep of the rank to blame; None if no rank can be blamed.
 
-    This is the first rank with a bad loss, else with a bad batch, else whose step was bad when it was run again alone.
+    Blame the first rank with a bad loss, else one with a bad batch, else one whose step is bad when it is run alone.
     """
     if len(everyone) == 1:
         return everyone[0]

@@ -28,7 +28,7 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step, with the values that it had then."""
+    """A tensor that existed before the step: its kind, its name, and whether Inf is intended in it."""
 
     origin: ValueOrigin  # the kind of tensor
     name: str
@@ -60,7 +60,7 @@ class PriorTensors:
                 self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
 
     def __call__(self, key: int) -> PriorTensor:
-        """Return the tensor whose storage has this key; `UNKNOWN` if it is not one of these tensors."""
+        """Return the tensor whose storage has this key; `UNKNOWN` if none of the tensors has it."""
         return self._known.get(key, UNKNOWN)
 
 

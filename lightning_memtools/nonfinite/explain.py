@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again and store the results, with `explains` also the cause, in `bad`; return gradient hashes."""
+    """Run a bad step again; record the results, and the cause if `explains`, in `bad`. Return gradient hashes."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -212,7 +212,7 @@ def n_samples_of(batch: Any) -> int | None:
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Return the batch with `samples` overwritten by a good one, and that one's index; None if none is good."""
+    """Overwrite `samples` in the batch with a good sample. Return the batch and the index of that sample, or None."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:

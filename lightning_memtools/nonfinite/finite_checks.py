@@ -167,7 +167,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return the tensors that hold NaN or Inf. `measured` has (name, values, norm); a finite norm saves reading."""
+    """Return the tensors with NaN or Inf, given (name, values, norm). Values with a finite norm are not read."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

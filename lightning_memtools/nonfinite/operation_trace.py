@@ -111,7 +111,7 @@ def kinds_of(tensor: Tensor) -> BadKinds:
 def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
     """Return a description of a tensor; None if it has no floating-point values.
 
-    `weight` is the name of the weight if the tensor was computed from that alone. With `only_nan`, Inf is not bad.
+    `weight` is the name of the weight if the tensor was computed from that alone. With `only_nan`, Inf is fine.
     """
     floats = floats_of(tensor)
     if floats is None:

@@ -86,7 +86,7 @@ def step_as_plain(
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if `torch.load(weights_only=True)` returns the value unchanged."""
+    """Return True if a file with the value can be loaded with `weights_only=True`, and the value is unchanged."""
     if isinstance(value, Tensor):
         is_sparse = value.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
         return type(value) in {Tensor, nn.Parameter} and (is_sparse or is_in_memory(value))
@@ -194,7 +194,7 @@ class Replay:
 
 
 def replay(path: str | Path, *, model: Any) -> Replay:
-    """Run a step again that HaltOnNaN wrote to a file, and compare losses and gradients with the original.
+    """Run again a step that HaltOnNaN wrote to a file, and compare losses and gradients with the original.
 
     The weights come from the checkpoint beside that file. On the machine that wrote it, losses and gradients are the
     same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both files are

@@ -85,8 +85,8 @@ class StepGuard:
     `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
     `max_skips` and `amp_patience` are as in HaltOnNaN. With `records`, random states are recorded for a rerun.
-    `gradients` says which gradients a rank has: all, as the only rank (whole), the same as all ranks (replicated),
-    or only a part (sharded). `mark_loop` is called at the start of each step, and returns a function that resets
+    `gradients` is "whole" if there is one rank, "replicated" if all ranks have the same gradients, and "sharded" if
+    each has a part. `mark_loop` is called at the start of each step, and returns a function that resets
     the caller's counters, for `undo`. `watch` is called with each finite step.
 
     Attributes:

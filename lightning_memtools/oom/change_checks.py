@@ -157,7 +157,7 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
 
 
 def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
-    """Return the action completed by what the changed step's peak saves, whether it fits, and what it costs."""
+    """Return the action with the result of its trial: the new peak, the bytes saved, whether it fits, the price."""
     saved = trials.saving(peak)
     if not saved:
         return replace(action, outcome=Outcome.USELESS, detail="It does not lower the peak", peak=peak)

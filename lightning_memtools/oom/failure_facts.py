@@ -54,7 +54,7 @@ def split_memory(
 ) -> dict[str, int]:
     """Split the allocated bytes into categories: parameters, gradients, activations and so on.
 
-    All else counts as activations if it was allocated after the batch began, and as "other" if before.
+    Memory of neither model, optimizers nor batch is "other" if it was allocated before the batch, else activations.
 
     Args:
         allocated: The bytes allocated now; the categories add up to them.
@@ -62,7 +62,7 @@ def split_memory(
         optimizers: Their state is counted.
         on_device: Returns whether a tensor is on the device; others are not counted.
         batch: Its tensors are counted as inputs.
-        before: The memory when the batch began. None counts all memory of no other category as activations.
+        before: The memory when the batch began. Without it, nothing counts as "other".
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     older = 0
@@ -235,7 +235,7 @@ class FailureFacts:
 
     @property
     def unusable(self) -> int | None:
-        """Reserved bytes that were free but too fragmented to use: whole free segments had been released before."""
+        """Reserved bytes that were free but too fragmented to use. Whole free segments had been released already."""
         if self.stats.reserved is None or self.stats.allocated is None:
             return None
         return self.stats.reserved - (self.stats.active or self.stats.allocated)

@@ -102,7 +102,7 @@ class StepTrials:
 
     @property
     def limit(self) -> int | None:
-        """The bytes available to the step's tensors; None if the unchanged step fits in simulation, or if unknown."""
+        """The bytes available to the step's tensors; None if unknown, or if the unchanged step fits in simulation."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
@@ -144,5 +144,5 @@ class StepTrials:
 
 
 def why_not_checked(error: Exception) -> str:
-    """Return an error's message as one line, without the final period, as the reason why a change was not checked."""
+    """Return the reason why a change was not checked: the error's message in one line, without the final period."""
     return (str(error) if isinstance(error, NotCheckedError) else in_one_line(error)).rstrip(".")

@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients of the parts over the ranks, unless the batch is one of those that only accumulate."""
+        """Average the gradients over the ranks. Do nothing if no optimizer update follows this batch."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync

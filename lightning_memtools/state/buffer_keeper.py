@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """Where a buffer is (its module's dict and its name), and the tensor and version last seen there."""
+    """The place of a buffer (its module's dict and its name), with the tensor and version last seen there."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -129,7 +129,7 @@ class BufferKeeper:
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if, since all buffers were copied, one was added or removed, or one that was None was set."""
+        """Return True if a buffer was added or removed, or one that was None was set, after the last copy of all."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 

@@ -29,7 +29,7 @@ class RandomState:
 
     @classmethod
     def now(cls, *, device: torch.device | None = None) -> RandomState:
-        """Read the states of all generators, or on GPUs only that of `device`. Does not wait for a device."""
+        """Read the states of the host and of `device` (if None, of all devices). Does not wait for a device."""
         cuda: Any = torch.cuda
         return cls(
             python=random.getstate(),
