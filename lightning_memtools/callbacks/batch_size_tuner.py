@@ -41,7 +41,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         batch_arg_name: The name, or names, of the attribute or hyperparameter of the model or the data module that the
             `*_dataloader` hooks read. A name that begins with a stage ("val_batch_size") is for that stage alone.
             DataLoaders passed to the Trainer need no name: they are rebuilt with the new size.
-        margin: The device memory to leave free: a share of the capacity, or a size such as "1GiB".
+        margin: The device memory to leave free: a fraction of the capacity, or a size such as "1GiB".
         init_val: The first size to try; None for the configured one.
         max_val: The largest size to try; None for no limit.
         multiple_of: Only multiples of this are tried.
@@ -95,7 +95,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             trainer.callbacks = [*others[: finders[0]], self, *others[finders[0] :]]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search for the batch sizes, or use those that the checkpoint of a resumed run holds."""
+        """Search for the largest batch sizes, unless the run resumes from a checkpoint that holds them."""
         put_on_device(pl_module, trainer.optimizers)
         callbacks = callbacks_of(trainer)
         try:
@@ -113,12 +113,12 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             raise end_the_call()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache before the first training batch after a validation."""
+        """Empty the allocator's cache before the first training batch after a validation."""
         if self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the cache before validation."""
+        """Empty the allocator's cache before validation."""
         if self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
 

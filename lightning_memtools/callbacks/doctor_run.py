@@ -73,7 +73,7 @@ class DoctorRun:
         self._examination.tell("start")
 
     def tell(self, trainer: Trainer, event: Event, argument: Any = None) -> bool:
-        """Pass a hook's event to the checks; report the findings after the first step and after the last watched step.
+        """Pass the event of a Lightning hook to the checks. Report after the first step and the last watched one.
 
         Returns:
             True once nothing is left to watch.
@@ -106,7 +106,7 @@ class DoctorRun:
         return all(n_evaluated for _, n_evaluated in every)
 
     def publish_own(self, trainer: Trainer) -> DoctorReport:
-        """Report only the findings of this rank, after training has failed, since other ranks may never answer."""
+        """Report only this rank's findings. Called when training has failed and other ranks may not answer."""
         self._examination.tell("end")
         self.report = self._examination.report()
         self._write(trainer)

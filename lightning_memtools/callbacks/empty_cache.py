@@ -44,7 +44,7 @@ class _ReleasingRun:
 
 
 class EmptyCache(WatchingCallback):
-    """Releases cached memory at the start and end of evaluation and at the end of fit, and names what piles up.
+    """Releases cached GPU memory around evaluation and at the end of fit, and warns of tensors that accumulate.
 
     PyTorch caches the memory that it has requested once, in blocks sized for training. Evaluation with other shapes
     may then not fit beside this cache. At each of these boundaries unreachable objects are collected, and segments
@@ -58,12 +58,12 @@ class EmptyCache(WatchingCallback):
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
     skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run pays for two
     or three, at its start. A collection that takes over half a second (0.05 s if it cannot free enough to be worth
-    releasing) is postponed until its time is a small share of the time since the last one, or a warning is due. Every
+    releasing) is postponed until it takes little of the time since the last one, or until a warning is due. Every
     rank decides for itself; none waits for another.
 
     Args:
         stages: The stages to release memory around: "val" (with the sanity check), "test", "predict".
-        min_reclaimable: The least memory that is worth releasing: a share of the device (of the reserved memory, if
+        min_reclaimable: The least memory that is worth releasing: a fraction of the device (of reserved memory, if
             the capacity is not known), or a size such as "512MiB". With 0, everything releasable is released.
         ledger: Whether to log the retained memory of fit and to warn of growth.
         warn_after: The number of epochs of growth in a row before the warning. If the run has fewer epochs,
@@ -121,17 +121,17 @@ class EmptyCache(WatchingCallback):
             self._release(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the retained memory for the first time, as the baseline of later readings."""
+        """Measure the retained memory for the first time, as the baseline of later measurements."""
         put_on_device(pl_module, trainer.optimizers)
         self._warn_of_leak(trainer, self._collect(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Release memory after a mid-epoch validation. In on_validation_end, Lightning still holds the last batch."""
+        """Release memory after a mid-epoch validation: in on_validation_end, Lightning still held the last batch."""
         if self._run is not None and self._run.has_evaluated:
             self._end_evaluation(trainer, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory if an evaluation has just ended, and read the retained memory of the epoch."""
+        """Release memory if an evaluation has just ended, and measure the memory that is retained after the epoch."""
         run = self._run
         if run is None:
             return
@@ -147,7 +147,7 @@ class EmptyCache(WatchingCallback):
         run.epoch_has_evaluation = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory. A strategy that moves the model to the host after training has done so by now."""
+        """Release memory. By now, a strategy that moves the model to the CPU after training has done so."""
         self._release(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,7 +188,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _release(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Collect garbage and empty the cache if worthwhile; log and return what is retained besides `inputs`."""
+        """Collect garbage and empty the cache if worthwhile. Log and return the memory retained besides `inputs`."""
         if self._run is None:
             return None
         releaser, detector = self._run.releaser, self._run.releaser.leak_detector
@@ -209,7 +209,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
-        """Pass a reading to the leak detector, and warn if it reports a leak."""
+        """Pass the retained memory to the leak detector, and warn if it finds a leak."""
         run = self._run
         report = None if run is None or retained is None else run.releaser.find_leak(retained)
         if run is None or report is None:
@@ -226,7 +226,7 @@ class EmptyCache(WatchingCallback):
             write_report_or_warn(run.directory, "leak.md", text)
 
     def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
-        """Return True if a leak warning can wait: memory would last until the run ends, growing at this rate."""
+        """Return True if the leak warning can wait: at this growth rate, memory suffices for the rest of the run."""
         if trainer.max_epochs is None or trainer.max_epochs < 0 or self._counts_evaluations(trainer):
             return False
         n_left = trainer.max_epochs - trainer.current_epoch - 1
@@ -234,7 +234,7 @@ class EmptyCache(WatchingCallback):
         return n_left > 0 and not trainer.should_stop and room is not None and n_left * bytes_per_epoch < room
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
-        """Return True if the run has so few epochs that the leak search compares evaluations instead."""
+        """Return True if the run has so few epochs that growth is counted from evaluation to evaluation instead."""
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
             return trainer.max_epochs < self.warn_after
         batches = trainer.max_steps * trainer.accumulate_grad_batches
@@ -246,7 +246,7 @@ class EmptyCache(WatchingCallback):
 
 
 def _checked_stages(stages: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """Return the stages as a tuple; they may be given in any order, also by a generator.
+    """Return the stages as a tuple. Any iterable is accepted, in any order.
 
     Raises:
         ValueError: `stages` is not a list of "val", "test" and "predict".

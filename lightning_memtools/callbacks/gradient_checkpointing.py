@@ -58,19 +58,19 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     | `<log_dir>/memtools/checkpoint_plan.md` | the same text |
     | console, rank 0 | what is recomputed, bytes, peaks |
 
-    After the third step the measured peak is written beside the predicted one. In the first step every recomputed range
+    After the third step the measured peak is written beside the predicted one. In the first step every recomputed part
     runs two more times, to prove that it gives the same values bit for bit. A layer that does not is left out.
 
     Forward hooks on recomputed layers fire again in backward. Under FSDP 2 (ModelParallelStrategy) every recomputed
-    range lies within one sharded module, and a budget has to be a share. Compiled models, and models under FSDP 1 and
+    part lies within one sharded module, and a budget has to be a fraction. Compiled models, and models under FSDP 1 and
     DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
         segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
             `torch.utils.checkpoint.checkpoint_sequential` does. "auto" takes the plan with the lowest product of
             activation memory and operations, with at most a third more operations than the plain step.
-        memory_budget: A float is the share of the plain step's activation memory that the plan may have; a size such
-            as "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
+        memory_budget: A float is the fraction of the plain step's activation memory that may remain; a size such as
+            "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit.
         include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
@@ -108,13 +108,13 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._run: _CheckpointingRun | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo the plan of an earlier fit, if it is still applied, and prepare for a new plan."""
+        """Undo the checkpoint plan of an earlier fit, if it is still applied, and prepare for a new one."""
         self._undo()
         if stage == "fit":
             self._run = _CheckpointingRun(trainer, self._options)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Make and apply a plan on the first batch that gives a loss. Begin to measure the peak of a later step."""
+        """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step."""
         if self._run is not None:
             self._run.is_in_trial = self.is_in_trial
             self._run.begin_step(pl_module, batch, batch_idx)
@@ -123,17 +123,17 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the measured peak beside the predicted one, once it is known."""
+        """Write the measured peak beside the predicted one in the plan, once it is known."""
         if self._run is not None:
             # For a step that gives no loss, which Lightning skips, it has no outputs.
             self._run.end_step(gave_loss=bool(outputs) or not pl_module.automatic_optimization)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo the plan."""
+        """Undo the checkpoint plan, so that the model is as it was."""
         self._undo()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo the plan."""
+        """Undo the checkpoint plan, so that the model is as it was."""
         self._undo()
 
     def _undo(self) -> None:
@@ -151,7 +151,7 @@ class _CheckpointingRun:
 
     Attributes:
         plan: The plan of this fit; None until one is made.
-        is_in_trial: True in a trial of BatchSizeTuner. Its batch may be too small for any plan to meet a budget share.
+        is_in_trial: True in a trial of BatchSizeTuner, whose batch may be too small for a plan to meet the budget.
     """
 
     def __init__(self, trainer: Trainer, options: CheckpointOptions) -> None:
@@ -165,9 +165,9 @@ class _CheckpointingRun:
         self.is_in_trial = False
 
     def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Make and apply a plan on the first batch that gives a loss. Begin to measure the peak of a later step.
+        """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step.
 
-        Collective until there is a plan: every rank has to call it.
+        Every rank has to call this: until there is a plan, it communicates with the other ranks.
 
         Raises:
             CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
@@ -189,7 +189,7 @@ class _CheckpointingRun:
                 self._window.resume()
 
     def end_step(self, *, gave_loss: bool) -> None:
-        """Write the measured peak beside the predicted one, once it is known."""
+        """Write the measured peak beside the predicted one in the plan, once it is known."""
         self._steps += gave_loss
         if self._window is None or self.plan is None:
             return
@@ -211,7 +211,7 @@ class _CheckpointingRun:
         self._applied = self._window = None
 
     def _drop_what_failed(self, applied: AppliedPlan) -> None:
-        """If a recomputed layer or the chunked loss failed its check, undo the plan and have one made without it."""
+        """Undo the plan if a recomputed layer or the chunked loss failed its check; the next plan leaves that out."""
         differing = self._options.differing | applied.differing.keys()
         loss_head = "keep" if any(head.is_off for head in applied.heads.values()) else self._options.loss_head
         options = replace(self._options, differing=differing, loss_head=loss_head)
@@ -252,9 +252,9 @@ class _CheckpointingRun:
             warnings.warn(text, DegradedWarning, stacklevel=2)
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
-        """Make a plan on this rank. Return the plan, or an error to raise, or the reason for any other failure as text.
+        """Make a plan on this rank. Return the plan, an error to raise, or a string that describes any other error.
 
-        Errors of the user's own classes are returned as text, since they may not survive pickling to other ranks.
+        Errors of the user's own classes are returned as strings, since they may not survive pickling to other ranks.
         """
         step = TracedStep(
             module,

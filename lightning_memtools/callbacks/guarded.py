@@ -25,7 +25,7 @@ _ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
-    """Wrap a hook of a WatchingCallback, so that an error in it switches the callback off."""
+    """Wrap a hook of a WatchingCallback, named `name`, so that an error in it switches the callback off."""
     name = name or hook.__name__
     # Here it is not too slow to ask whether another rank has switched the callback off.
     is_rare = hasattr(Callback, name) and "batch" not in name and not name.startswith(("on_before_", "on_after_"))
@@ -76,7 +76,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
     @watched
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin a run: the callback is on again."""
+        """Begin a run with the callback switched on, even if an earlier run switched it off."""
 
     def stop_watching(self) -> None:
         """Release all tensors and undo all changes to the run. Idempotent. Subclasses override it."""
@@ -92,7 +92,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
         Args:
             error: The reason.
-            notes_on: An error that is being raised anyway. It gets the text as a note, instead of a warning.
+            notes_on: An error that is being raised anyway. The message is added to it as a note, instead of a warning.
         """
         self.is_off = True
         why = error if isinstance(error, str) else in_one_line(error)
@@ -110,7 +110,7 @@ class WatchingCallback(EitherCallback, Neighbour):
             notes_on.add_note(text)
 
     def is_off_elsewhere(self) -> bool:
-        """Return True if another rank has switched this callback off, after switching it off here too."""
+        """Return True if another rank has switched this callback off. If so, switch it off here too."""
         read = [] if self._posts is None else self._posts.read()
         if reasons := [rank.values["off"] for rank in read if "off" in rank.values]:
             self.switch_off(f"on another rank, {reasons[0]}")
@@ -118,7 +118,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
-    """Log the error that ended a call, once, for the Memory tab. KeyboardInterrupt is not logged."""
+    """Log the error that ended a Trainer run, once, for the Memory tab. KeyboardInterrupt is not logged."""
     if isinstance(error, Exception) and trainer not in _ENDED:
         _ENDED.add(trainer)
         with suppress(Exception):
@@ -126,7 +126,7 @@ def _log_ending(trainer: Trainer, error: BaseException) -> None:
 
 
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """Return `work()`. If that raises, return `otherwise(text)`, where `text` describes the error.
+    """Return `work()`. If that raises, return `otherwise(message)`, where `message` describes the error.
 
     Wrap the work between two collective calls in this, so that a rank that fails still takes part in the next one.
     """

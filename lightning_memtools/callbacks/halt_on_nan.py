@@ -29,7 +29,7 @@ class HaltOnNaN(WatchingCallback):
 
     Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of
     every micro-batch. At a bad step all ranks raise `NonFiniteError` with a diagnosis; weights, optimizer state and
-    buffers are bit for bit those of before the step, and no checkpoint holds NaN or Inf.
+    buffers are as they were before the step, bit for bit, and no checkpoint holds NaN or Inf.
 
     | logged | when |
     | --- | --- |
@@ -113,15 +113,15 @@ class HaltOnNaN(WatchingCallback):
         self._opened().check_before_saving()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the batch, and copy the buffers if it begins a step."""
+        """Keep the batch for a diagnosis. If it is the first of an optimizer step, copy the buffers."""
         self._opened().begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Note the loss."""
+        """Record the loss, which is checked with the gradients."""
         self._opened().note_loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Check the step."""
+        """Check the step's losses and gradients for NaN and Inf."""
         self._opened().check(optimizer)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class HaltOnNaN(WatchingCallback):
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo a bad step that was not read yet, since a checkpoint may be written after the error; stop watching."""
+        """Undo a bad step whose check was not read yet, as a checkpoint may be written after the error. Then stop."""
         if self._run is not None and not isinstance(exception, NonFiniteError):
             self._run.leave_clean_state()
         self.stop_watching()
@@ -164,7 +164,7 @@ class HaltOnNaN(WatchingCallback):
         self._run = None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
-        """Switch off for the rest of the run. If ranks exchange results in each step, tell the other ranks first."""
+        """Switch off for the rest of the run. Tell the other ranks first, if they exchange check results."""
         guard = self._run.guard if self._run is not None and self._run.is_training else None
         if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
             super().switch_off(error, notes_on=notes_on)

@@ -125,7 +125,7 @@ class LossCurves(WatchingCallback):
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the mean of a new validation run."""
+        """Start averaging the losses of a new validation run."""
         self._val.clear()
         if self._val_names is not None:
             self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
@@ -139,7 +139,7 @@ class LossCurves(WatchingCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add the losses that the step returns; a logged metric may replace them in on_validation_end."""
+        """Add the losses that validation_step returned. In on_validation_end, a logged metric may replace them."""
         if not trainer.sanity_checking:
             suffix = loader_suffixes(trainer)[dataloader_idx]
             for name, loss, weight in returned_losses(outputs, batch, self._val_names):
@@ -163,15 +163,15 @@ class LossCurves(WatchingCallback):
             self._val.warn_of_missing("val", logged)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop the values that are still on the device, which may have failed, and do not wait for other ranks."""
+        """Drop values that are still on the device, as reading them may fail. Do not wait for other ranks."""
         self.stop_watching()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write what is left, and release all tensors."""
+        """Write the values that are not yet logged, and release all tensors."""
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that arrive within `patience_s` seconds, and release all tensors. Idempotent."""
+        """Write the values that arrive within `patience_s` seconds, then release all tensors. Idempotent."""
         end = time.monotonic() + patience_s
         for curves in self._curves:
             curves.finish(patience_s=max(end - time.monotonic(), 0.0))

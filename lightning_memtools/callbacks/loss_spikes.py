@@ -114,7 +114,7 @@ class LossSpikes(WatchingCallback):
         return self._run is not None and self._run.judge(step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the state that a rollback restores, so that no rollback goes back beyond the start of the epoch."""
+        """With action="rollback", copy the training state: no rollback goes back beyond the start of an epoch."""
         if self._run is not None:
             self._run.begin_epoch()
 
@@ -124,13 +124,13 @@ class LossSpikes(WatchingCallback):
             self._run.end_batch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release everything."""
+        """Release the copies of the training state, and stop watching."""
         if self._own is not None:
             self._own.on_exception(trainer, pl_module, exception)
         self._leave(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release everything."""
+        """Release the copies of the training state, and stop watching."""
         if self._own is not None:
             self._own.teardown(trainer, pl_module, stage)
         self._leave(trainer)
@@ -144,5 +144,5 @@ class LossSpikes(WatchingCallback):
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Release the copies. Idempotent."""
+        """Release the copies of the training state. Idempotent."""
         self._run = None

@@ -42,7 +42,7 @@ _IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
-    """Logs allocated and reserved memory, their peaks and their composition, for every stage, to every logger.
+    """Logs allocated and reserved memory, its peaks and what it consists of, for every stage, to every logger.
 
     With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
     spike is never lost between two points; other readers of `torch.cuda.max_memory_allocated` see the peak since then
@@ -101,12 +101,12 @@ class MemoryMonitor(WatchingCallback):
         self._summary_step = -1
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract the retries and failures of a trial from the counts. BatchSizeTuner calls this."""
+        """Subtract the allocation retries and OOMs of a trial from those counted. BatchSizeTuner calls this."""
         if self._run is not None:
             self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the device, and warn if it keeps no statistics or no peaks."""
+        """Find the device, and warn if it has no memory statistics or does not track peaks."""
         self.stop_watching()
         device = self._device = trainer.strategy.root_device
         reader = reader_for(device)
@@ -129,7 +129,7 @@ class MemoryMonitor(WatchingCallback):
             self._warn(trainer, self._run.shortcoming)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the model as allocated on a VirtualDevice."""
+        """On a VirtualDevice, count the model's memory as allocated."""
         put_on_device(pl_module, trainer.optimizers)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,7 +143,7 @@ class MemoryMonitor(WatchingCallback):
         log_scalars(trainer, {"time/sanity_check_ms": elapsed_ms}, training_step(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the train stage."""
+        """Begin to measure the train stage."""
         put_on_device(pl_module, trainer.optimizers)  # the sanity check may have been skipped
         between: Phase | None = None if pl_module.automatic_optimization else "forward"
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
@@ -162,7 +162,7 @@ class MemoryMonitor(WatchingCallback):
         self._begin_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward phase."""
+        """Stop measuring the backward phase."""
         self._running.leave_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -189,17 +189,17 @@ class MemoryMonitor(WatchingCallback):
             self._log(trainer, "train", last)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the train stage."""
+        """Stop measuring the train stage."""
         self._running.leave("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an evaluation stage."""
+        """Begin to measure an evaluation stage."""
         if not trainer.sanity_checking:
             put_on_device(pl_module, trainer.optimizers)
             self._running.enter(running_stage(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the evaluation's point, and end its stage."""
+        """Log a point for the evaluation, and stop measuring its stage."""
         if not trainer.sanity_checking:
             self._log(trainer, running_stage(trainer), training_step(trainer))
             self._running.leave(running_stage(trainer))
@@ -208,11 +208,11 @@ class MemoryMonitor(WatchingCallback):
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the summary of all ranks whose figures have arrived."""
+        """Write the summary, over all ranks whose values have arrived."""
         self._end(trainer, has_failed=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the summary without waiting for other ranks: they may have failed too."""
+        """Write the summary without waiting for other ranks, since they may have failed too."""
         self._end(trainer, has_failed=True)
 
     def stop_watching(self) -> None:

@@ -47,7 +47,7 @@ class OOMRecovery(EitherCallback, Neighbour):
     | `memory/oom_skipped_batches` | the number of batches that were skipped so far |
 
     Args:
-        loss: "mean" or "sum" over the samples of the batch. It has no default: a wrong one makes wrong gradients.
+        loss: "mean" or "sum" over the samples of the batch. There is no default: a wrong value gives wrong gradients.
         loss_weight: A function of a batch, for a loss that is a mean over something other than samples, such as tokens:
             it returns how many of them the batch has. A part for which it returns 0 is skipped.
         max_splits: The maximum number of micro-batches per batch.
@@ -144,31 +144,31 @@ class OOMRecovery(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the recoveries and skips of this batch."""
+        """Log whether this batch was recovered or skipped after running out of memory."""
         self._tell(trainer, elsewhere=self._told[2])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the recoveries on this rank and, as far as they are known by now, on the others."""
+        """Log the recoveries on this rank, and those on other ranks that are known by now."""
         self._tell(trainer, elsewhere=sum(n for *_, n in self._others()))
 
     on_train_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the replaced steps."""
+        """Restore the training loop's original step."""
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the replaced steps."""
+        """Restore the training loop's original step."""
         self._stop()
 
     @property
     def memory_remark(self) -> str:
-        """Return a line for MemoryMonitor's summary: the recoveries here and, as far as known, on other ranks."""
+        """Return a line for MemoryMonitor's summary on the recoveries of this rank and those known of other ranks."""
         others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log new recoveries, tell the other ranks, and warn. At the first one, have OOMReport write its report."""
+        """Log new recoveries, tell the other ranks, and warn. Let OOMReport write a report on the first recovery."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, mine.n_skipped, elsewhere)
         if self._told == before or self._posts is None:
@@ -183,7 +183,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         log_scalars(trainer, scalars | {"memory/oom_skipped_batches": mine.n_skipped}, training_step(trainer))
 
     def _others(self) -> list[tuple[int, str, int]]:
-        """Return (rank, summary line, number of recoveries) of each other rank whose recoveries are known by now."""
+        """Return (rank, summary line, number of recoveries) of each other rank that has reported recoveries so far."""
         if self._posts is None:
             return []
         mine, posted = self._posts.rank, enumerate(self._posts.read())

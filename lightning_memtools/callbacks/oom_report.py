@@ -47,7 +47,7 @@ class OOMReport(WatchingCallback):
 
     Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, and its Python stack
     where memory may run out (3 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s
-    of CPU time and allocates nothing on the device; it names the changes that were not tried within 8 s of that.
+    of CPU time and allocates nothing on the device. No change is tried after 8 s: the report names those left out.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.
@@ -80,7 +80,7 @@ class OOMReport(WatchingCallback):
         self._reporter: OOMReporter | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to observe the device."""
+        """Register with the device to be called when it runs out of memory."""
         self.stop_watching()
         directory = report_directory(trainer, self._reports_to)
         board = None
@@ -95,42 +95,42 @@ class OOMReport(WatchingCallback):
     # --- following the run
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the model on a VirtualDevice."""
+        """On a VirtualDevice, count the model's memory as allocated."""
         put_on_device(pl_module, trainer.optimizers)
 
     on_train_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the model on a VirtualDevice, and note when the evaluation begins."""
+        """On a VirtualDevice, count the model's memory as allocated. Record when the evaluation begins."""
         put_on_device(pl_module, trainer.optimizers)
         self._follow(FailureCapture.begin_evaluation)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the batch."""
+        """Record which batch is about to run."""
         self._follow(lambda capture: capture.begin_batch("train", batch, batch_idx, "forward"))
 
     def on_before_backward(self, *args: Any) -> None:
-        """Note that backward begins."""
+        """Record that the backward pass begins."""
         self._enter_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that backward has ended."""
+        """Record that the backward pass has ended."""
         self._enter_phase("optimizer step" if pl_module.automatic_optimization else "forward")
 
     def on_before_optimizer_step(self, *args: Any) -> None:
-        """Note that the optimizer's step begins."""
+        """Record that the optimizer's step begins."""
         self._enter_phase("optimizer step")
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the batch."""
+        """Release the batch."""
         self._follow(FailureCapture.end_batch)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note the batch."""
+        """Record which batch is about to run."""
         self._follow(lambda capture: capture.begin_batch(stage_of(trainer), batch, batch_idx))
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -147,7 +147,7 @@ class OOMReport(WatchingCallback):
     # --- reporting
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report if memory ran out, here or on another rank."""
+        """Write a report if the error is that memory ran out, here or on another rank."""
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None:
             return
@@ -175,7 +175,7 @@ class OOMReport(WatchingCallback):
 
     @watched
     def report_recovered(self, trainer: Trainer, done: str) -> None:
-        """Report a step that ran out of memory and was run again; OOMRecovery calls this for the first one.
+        """Write a report on a step that ran out of memory and was run again. OOMRecovery calls this for the first.
 
         Args:
             trainer: The Trainer.

@@ -30,13 +30,13 @@ def stage_of(trainer: Trainer) -> str:
 
 
 def place_of(trainer: Trainer) -> FailureMoment:
-    """Return where in the run the Trainer is now; batch and phase are left out, as the Trainer does not know them."""
+    """Return the place in the run: stage, step, rank, hook. The Trainer does not know the batch and phase."""
     stage, rank, n_ranks = stage_of(trainer), trainer.global_rank, trainer.world_size
     return FailureMoment(stage, training_step(trainer), rank=rank, world_size=n_ranks, hook=running_hook())
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
-    """Return what the checks behind the advice need to know of the run. `batch` is the failed batch, or its sizes."""
+    """Return the properties of a failed run that the advice depends on. `batch` is the failed batch, or its sizes."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization
@@ -61,7 +61,7 @@ def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
 
 
 def _recovery_for(trainer: Trainer, batch: Any) -> str:
-    """Return code for an OOMRecovery that could split this batch; "" if it could not be split, or the run has one."""
+    """Return code for an OOMRecovery that could split this batch; "" if none could, or the run already has one."""
     module = trainer.lightning_module
     is_there = any(isinstance(one, Neighbour) and one.max_splits > 1 for one in callbacks_of(trainer))
     is_refused = why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))

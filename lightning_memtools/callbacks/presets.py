@@ -18,18 +18,18 @@ _DEFAULT = {cls.__name__: cls for cls in (MemoryMonitor, LossCurves, EmptyCache,
 
 
 def default_callbacks(**options: Mapping[str, Any] | bool) -> list[Callback]:
-    """Return the callbacks that only watch and protect: `Trainer(callbacks=default_callbacks())`.
+    """Return the callbacks that only watch and protect, for `Trainer(callbacks=default_callbacks())`.
 
     Callbacks that change how training runs (gradient checkpointing, batch size) are not among them: add those yourself.
 
     Args:
         options: For a callback's name, a mapping of its arguments, or False to leave the callback out:
-            `default_callbacks(HaltOnNaN={"max_skips": 3}, TrainingDoctor=False)`. A YAML file can hold these plain
-            values.
+            `default_callbacks(HaltOnNaN={"max_skips": 3}, TrainingDoctor=False)`. These values can also come from
+            a YAML file.
 
     Raises:
-        TypeError: A name is not that of a default callback, a value is neither a mapping nor a bool, or a callback
-            does not take an argument.
+        TypeError: A name is not that of a default callback, a value is neither a mapping nor a bool, or an argument
+            in a mapping is not one of the callback's.
     """
     for name, given in options.items():
         if name not in _DEFAULT:

@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """Finds loss spikes in one fit and reports, skips or undoes them. Create one per rank."""
+    """Finds loss spikes in one fit, and reports, skips or rolls back their steps. Every rank creates one."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options
@@ -59,7 +59,7 @@ class SpikesRun:
         self._goes_back = False
 
     def judge(self, step: GuardedStep) -> bool:
-        """Report a spike if the step has one, and return whether to hold the step's update back.
+        """Check a step for a spike, report it if there is one, and return whether to hold the step's update back.
 
         Raises:
             LossSpikeError: The step has a spike after `max_actions` spikes were skipped or rolled back.
@@ -122,7 +122,7 @@ class SpikesRun:
                 self._take_point(n_steps)
 
     def begin_epoch(self) -> None:
-        """Save the training state, so that no rollback goes back beyond the beginning of the epoch."""
+        """With action="rollback", copy the training state: no rollback goes back beyond the start of an epoch."""
         self._take_point(training_step(self._trainer))
 
     def _take_point(self, n_steps: int) -> None:
@@ -141,7 +141,7 @@ class SpikesRun:
         )
 
     def _tell(self, spike: LossSpike) -> LossSpike:
-        """Write the report and warn, on rank 0. Return the spike with the report's path, on every rank."""
+        """On rank 0, write the report on a spike and warn. On every rank, return the spike with the report's path."""
         name, written = f"loss-spike-step{spike.step}-report.md", self._directory
         if self._trainer.is_global_zero:
             written = write_report(self._directory, name, spike.markdown())

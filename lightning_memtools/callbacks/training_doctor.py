@@ -82,23 +82,23 @@ class TrainingDoctor(WatchingCallback):
             self._run.begin(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at the batch."""
+        """Pass the batch to the checks."""
         self._tell(trainer, "batch_start", batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Look at the graph of the loss."""
+        """Pass the loss to the checks, which examine its autograd graph."""
         self._tell(trainer, "loss", loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at which parameters have gradients."""
+        """Let the checks see which parameters have gradients."""
         self._tell(trainer, "gradients")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Let the checks look at the gradients before the update."""
+        """Let the checks read the gradients before the update."""
         self._tell(trainer, "update", optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """End the step."""
+        """Tell the checks that the training step has ended."""
         self._tell(trainer, "batch_end")
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -108,7 +108,7 @@ class TrainingDoctor(WatchingCallback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **_named: Any
     ) -> None:
-        """Look for graphs in the outputs that the step returned."""
+        """Check whether the outputs of the evaluation step hold autograd graphs."""
         self._tell(trainer, "evaluation_end", outputs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

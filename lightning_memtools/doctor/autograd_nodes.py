@@ -15,7 +15,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 
 def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]:
-    """Yield at most `limit` nodes of an autograd graph, from a node back toward the leaves, nearest first.
+    """Yield up to `limit` nodes of an autograd graph, from `node` back toward the leaves, the nearest first.
 
     AccumulateGrad nodes belong to parameters and outlive the step: they are included only with `leaves=True`.
     """
@@ -36,12 +36,12 @@ def inputs_of(node: Any) -> list[Any]:
 
 
 def operator_of(node: Any) -> str:
-    """Return the name of a node's operator, such as "Sub" for SubBackward0."""
+    """Return the name of the operator that created an autograd node, such as "Sub" for SubBackward0."""
     return str(node.name()).partition("Backward")[0]
 
 
 def place_of(node: Any) -> str:
-    """Return a text that names a node's operator and, if anomaly mode recorded it, the user's line that ran it."""
+    """Return the operator of an autograd node as a string, with the user's line that ran it if anomaly mode is on."""
     for frame in reversed(node.metadata.get("traceback_", ())):
         match = _FRAME.search(frame)
         if match is not None and owner_of(match[1]) == "user":

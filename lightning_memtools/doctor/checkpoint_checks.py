@@ -18,7 +18,7 @@ _STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 def load_and_compare(model: nn.Module, path: str) -> list[Finding]:
-    """Load a checkpoint, of Lightning or a plain script, into the model. Return findings on keys that do not match.
+    """Load a checkpoint of Lightning or of a plain script into the model; return findings on mismatched keys.
 
     The caller has to restore the model afterwards. No code in the file is executed (`weights_only=True`).
 

@@ -59,10 +59,10 @@ def diagnose(
             list of tensors is one batch.
         optimizer: One or several optimizers. None calls configure_optimizers of a LightningModule. Without any
             optimizer, only gradients are computed.
-        step: Returns the loss of a batch. Needed for a plain module; a LightningModule has its training_step.
+        step: A function that returns the loss of a batch. Needed unless the model is a LightningModule.
         val_dataloader: Yields evaluation batches; without it, evaluation is not examined.
-        evaluate: Runs an evaluation batch as your own loop does, with or without no_grad. None runs a
-            LightningModule's validation_step, without gradients as Lightning does.
+        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. None
+            runs a LightningModule's validation_step under no_grad, as Lightning does.
         checkpoint: The path of a checkpoint, whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
@@ -124,7 +124,7 @@ class _RealSteps(StepListener, Callback):
         self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
 
     def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
-        """Run `steps` training steps, and then up to `steps` evaluation batches with `evaluate` or validation_step."""
+        """Run `steps` training steps, then `evaluate` or validation_step on at most `steps` evaluation batches."""
         model, tell = self._case.model, self._examination.tell
         if not model.training:
             model.train()
@@ -147,7 +147,7 @@ class _RealSteps(StepListener, Callback):
     # --- called by the runner
 
     def next_batch(self) -> Any:
-        """Return the next batch."""
+        """Return the next batch that the loop is to run."""
         return self._batches.pop(0)
 
     def place(self, batch: Any, *_: Any) -> Any:
@@ -155,7 +155,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Store the optimizers, except the mock that Lightning creates for a model without optimizers."""
+        """Store the optimizers. Leave out the mock that Lightning creates if the model has none."""
         names = self._case.parameter_names()
         groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
         self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]
@@ -168,7 +168,7 @@ class _RealSteps(StepListener, Callback):
         self._examination.tell("loss", arguments[-1])
 
     def on_after_backward(self, *_: Any) -> None:
-        """Tell the examination that gradients exist."""
+        """Tell the examination that gradients have been computed."""
         self._examination.tell("gradients")
 
     def on_before_optimizer_step(self, *arguments: Any) -> None:

@@ -90,7 +90,7 @@ class Examination:
 
     Attributes:
         findings: The findings so far.
-        failures: The errors that the checks' functions raised, each with the check's name.
+        failures: Messages of the errors that checks raised, each with the check's name.
         n_evaluated: The number of evaluation batches that were watched.
         is_concluded: True once the training steps have been watched.
     """

@@ -16,7 +16,7 @@ _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mistake, with the measurement or trial that shows it.
+    """A training mistake that a check found, with the measurement or trial that shows it.
 
     Attributes:
         check: The name of the check.
@@ -37,7 +37,7 @@ class Finding:
 
     @property
     def is_serious(self) -> bool:
-        """True for warnings and errors."""
+        """True if the severity is "warning" or "error"."""
         return self.severity != "info"
 
     def __str__(self) -> str:
@@ -60,13 +60,13 @@ class DoctorReport:
 
     @classmethod
     def of(cls, findings: Sequence[Finding], checks: Sequence[str], steps: int) -> DoctorReport:
-        """Return a report of these findings without duplicates."""
+        """Create a report from findings, leaving out duplicates."""
         ordered = sorted(dict.fromkeys(findings), key=lambda finding: _ORDER[finding.severity])
         return cls(tuple(ordered), tuple(checks), steps)
 
     @property
     def serious(self) -> tuple[Finding, ...]:
-        """The warnings and errors."""
+        """The findings that are warnings or errors."""
         return tuple(finding for finding in self.findings if finding.is_serious)
 
     def table(self, findings: Sequence[Finding] | None = None) -> Table:
@@ -78,7 +78,7 @@ class DoctorReport:
         return Table(("severity", "evidence and effect", "fix"), rows, align="lll")
 
     def summary(self) -> str:
-        """Return the numbers of checks, steps and findings as one line."""
+        """Return one line that says how many checks were run, steps were watched and mistakes were found."""
         steps = counted(self.steps, "training step", "training steps")
         found = (
             f"Findings: {len(self.findings)}, serious: {len(self.serious)}." if self.findings else "Nothing was found."

@@ -26,7 +26,7 @@ _IN_A_ROW = 6
 
 
 def mark_graph(case: TrainingCase, loss: Tensor) -> None:
-    """Attach an object to the nodes of a step's first graph, to see later whether the graph is still alive."""
+    """Attach an object to the autograd graph of a step's first loss, to see later if the graph is still alive."""
     if len(case.marks) <= case.n_steps:
         mark: set[Any] = set()  # of the plain objects, sets can be referred to weakly
         for node in nodes_below(loss.grad_fn, _MARKED_NODES):
@@ -57,7 +57,7 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the variable or attribute that holds graphs older than the last two steps, and a phrase on its tensors."""
+    """Return the variable or attribute that holds graphs older than two steps, and a phrase on the tensors in it."""
     numbers = range(case.clocks[0], case.clocks[-2])
     held = [
         tensor

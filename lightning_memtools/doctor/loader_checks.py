@@ -34,7 +34,7 @@ def note_shapes(case: TrainingCase, batch: Any) -> None:
 def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
     """Return a finding if BatchNorm layers will raise because the last batch of an epoch has only one sample.
 
-    These are the layers that get one value per channel and sample in the first step: one value has no variance.
+    Affected are layers that get one value per channel and sample: with one sample, there is no variance.
     """
     norms = [module for module in case.model.modules() if isinstance(module, AnyBatchNorm) and module.training]
     # SyncBatchNorm counts the samples of all ranks.
@@ -73,9 +73,9 @@ def _ends_with_one(case: TrainingCase) -> bool:
 
 
 def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if all workers of an IterableDataset yield the same batches, which are thus used repeatedly.
+    """Return a finding if all workers of an IterableDataset yield the same batches, so that data is repeated.
 
-    Only with such a loader, the host waits for the device in the first steps.
+    If the data set is iterable and has several workers, the host waits for the device in the first steps.
     """
     n_workers = getattr(case.train_loader, "num_workers", 0)
     is_iterable = n_workers > 1 and isinstance(case.train_loader.dataset, IterableDataset)
@@ -93,13 +93,13 @@ def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def note_free_memory(case: TrainingCase, _: Any) -> None:
-    """Record in `case` the free bytes of shared memory, before workers use it."""
+    """Record in `case` how many bytes of shared memory are free before the DataLoader workers use it."""
     limits = (free_shared_memory(), free_in_container())
     case.free_shared = min((limit for limit in limits if limit is not None), default=None)
 
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if the batches that workers prefetch need more than the free shared memory."""
+    """Return a finding if the batches that DataLoader workers prefetch need more shared memory than is free."""
     loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
     if not loaders or case.free_shared is None:
         return []
@@ -120,7 +120,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return findings on schedulers that step once per epoch although their length counts updates, or vice versa."""
+    """Return findings on schedulers that are stepped per epoch but sized for updates, or the other way round."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
@@ -137,7 +137,7 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if each epoch's last gradient accumulation window has fewer batches than the others."""
+    """Return a finding if an epoch's last optimizer step accumulates gradients over fewer batches than the others."""
     n_batches, accumulate = case.n_train_batches or 0, case.accumulate
     n_last = n_batches % accumulate
     if not n_last:

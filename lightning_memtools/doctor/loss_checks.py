@@ -37,7 +37,7 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """Return the shapes of a prediction and of the result of broadcasting it by mistake in this node, or None.
+    """If this node broadcasts a prediction by mistake, return its shape and that of the result; else None.
 
     It is a mistake under three conditions. The other input has no gradient, so it is a target. A tensor of the batch
     has the prediction's shape, apart from dimensions of size 1. The prediction was not unsqueezed, as it would be to
@@ -57,13 +57,13 @@ def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
 
 
 def note_sums(case: TrainingCase, loss: Tensor) -> None:
-    """Find the sums over the batch in the first loss, and register hooks that record the gradients leading to them."""
+    """Find the terms of the first loss that sum over the batch, and register hooks that record their gradients."""
     if case.batch_size > 1 and not case.computes_nothing:
         case.sums = _sums(case.batch_size, loss.grad_fn, ())
 
 
 def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[SumOverBatch]:
-    """Return the terms of the loss that sum over the batch, up to factors; `way` has the gradients above `node`."""
+    """Return the terms below `node` that sum over the batch. `way` holds the recorded gradients of nodes above."""
     gradients: list[Tensor] = []
     node.register_prehook(lambda arriving: gradients.extend(one.detach() for one in arriving if one is not None))
     way = (*way, gradients)
@@ -85,8 +85,8 @@ def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[Sum
 def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding if the loss is a sum over the batch that is never divided by the batch size.
 
-    Between the loss and the sum, each node changes the gradient by the factor that multiplies the sum there. Integers
-    and 0.5 count as constants; any other factor counts as a division by a number of samples, elements or tokens.
+    The recorded gradients show by which factor each node between the loss and the sum multiplies it. Integers and 0.5
+    count as constants; any other factor counts as a division by a number of samples, elements or tokens.
     """
     for one in case.sums:
         arrived = [float(gradients[0]) for gradients in one.way if gradients]

@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
 
 
 def finding(mistake: str, place: str, evidence: str, **fields: Any) -> Finding:
-    """Return a Finding for the mistake at a key of `MISTAKES`; `fields` fill in the placeholders of its texts."""
+    """Return a Finding for the entry `mistake` of `MISTAKES`; `fields` fill in the placeholders of its strings."""
     severity, effect, fix = MISTAKES[mistake]
     check = mistake.partition("/")[0]
     return Finding(check, severity, place, evidence, effect.format(**fields), fix.format(**fields))

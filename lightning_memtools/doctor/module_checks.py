@@ -40,7 +40,7 @@ def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_start(case: TrainingCase, _: Any) -> None:
-    """Record in `case` the weights of frozen BatchNorm layers, and how often their statistics were written."""
+    """Record in `case` the weights of frozen BatchNorm layers, and how often their running statistics were written."""
     case.norms_at_start = [
         (name, norm, _weights_of(norm), n_counter)
         for name, norm, n_counter in _norm_counts(case)
@@ -49,7 +49,7 @@ def note_start(case: TrainingCase, _: Any) -> None:
 
 
 def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Record in `case`, before an evaluation batch, how often BatchNorm statistics were written."""
+    """Record in `case`, before an evaluation batch, how often BatchNorm running statistics were written."""
     case.norms_before = _norm_counts(case)
 
 
@@ -68,7 +68,7 @@ def _norm_counts(case: TrainingCase) -> list[NormCounts]:
 def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding on frozen BatchNorm layers whose running statistics the training steps have changed.
 
-    Layers whose weights have changed too are skipped: they follow another model, as in a momentum encoder.
+    Layers whose weights have changed too are skipped, since they follow another model, as in a momentum encoder.
     """
     moved = [
         name
@@ -94,7 +94,7 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if gradient checkpointing is on in modules trained in eval mode, where it has no effect."""
+    """Return a finding if modules with gradient checkpointing are trained in eval mode, which turns it off."""
     idle = [
         name or type(case.model).__name__
         for name, part in case.model.named_modules()

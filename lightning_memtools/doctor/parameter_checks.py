@@ -23,7 +23,7 @@ _MIN_UPDATES = 5
 
 
 def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on parameters with gradients that are in no optimizer: nothing uses or zeroes the gradients."""
+    """Return a finding on parameters that get gradients but are in no optimizer, so they are never updated."""
     if case.sharded or not case.optimizers or case.n_steps < _MIN_UPDATES:
         return []
     held = {id(p) for optimizer in case.optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -43,7 +43,7 @@ def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
-    """Record in `case` the norms of an optimizer's gradients, and of its weights that have weight decay.
+    """Record in `case` the norm of each gradient of an optimizer, and of each of its weights with weight decay.
 
     The norms stay on their devices. Those of weights are recorded only at the first and the fifth update.
     """
@@ -71,7 +71,7 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
 
 
 def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return (names, norms) of tensors, with the norms in one tensor per device and dtype to save memory."""
+    """Return the names and norms of tensors. The norms of one device and dtype are in one tensor, to save memory."""
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
     for name, norm in zip(tensors, l2_norm_of_each(list(tensors.values()), None) if tensors else (), strict=True):
         alike[norm.device, norm.dtype][name] = norm.detach()
@@ -79,14 +79,14 @@ def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
 
 
 def _values_of(norms: list[tuple[list[str], Tensor]]) -> Iterable[tuple[str, float]]:
-    """Return (name, norm) pairs, with norms as floats. The host waits for the device once per tensor of norms."""
+    """Return (name, norm) pairs with the norms as floats. The host waits once for each tensor of norms."""
     return (one for names, values in norms for one in zip(names, values.tolist(), strict=True))
 
 
 def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
     """Return findings on parameters whose gradient was None or zero at every update.
 
-    They also say how much weight decay shrank the parameters. The host waits for the device to read the norms.
+    The findings also say how much weight decay shrank these parameters. The host waits to read the norms.
     """
     n_updates, n_moved, weights = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
     for update in case.updates:
@@ -118,7 +118,7 @@ def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def symmetric_weights(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on weights whose rows are all equal, as are those of their first gradient: they stay equal.
+    """Return a finding on weights whose rows are all equal and get equal gradients, so that they stay equal.
 
     The host waits for the device once per weight.
     """

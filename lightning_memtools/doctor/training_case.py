@@ -18,7 +18,7 @@ NormCounts = tuple[str, Any, int]
 
 
 class SumOverBatch(NamedTuple):
-    """A term of the loss that sums over the batch, with the gradients at the nodes between the loss and the sum."""
+    """A term of the loss that is a sum over the batch, with the gradients on the way from the loss to the sum."""
 
     place: str
     shape: Shape
@@ -26,7 +26,7 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Norms of gradients and weights just before an optimizer's update, with parameter names, on their devices."""
+    """Parameter names and norms of gradients and weights before an optimizer's update. Norms stay on the device."""
 
     optimizer: Optimizer
     held: list[str]
@@ -37,7 +37,7 @@ class UpdateNorms(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """The objects and settings of a training run, which an examination only reads, and what its checks recorded."""
+    """The objects and settings of a training run that the checks read, and the values that they recorded."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
@@ -70,11 +70,11 @@ class TrainingCase:
 
     @property
     def computes_nothing(self) -> bool:
-        """True in a dry run, where values are meaningless and are not checked."""
+        """True in a dry run, where nothing is computed and values must not be checked."""
         return computes_nothing(self.device)
 
     def parameter_names(self) -> dict[int, str]:
-        """Return the names of the model's parameters, by the parameters' `id`."""
+        """Return a dict from the `id` of each of the model's parameters to its name."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
 

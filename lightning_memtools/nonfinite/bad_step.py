@@ -30,7 +30,7 @@ _MOST_ROWS = 8
 
 @dataclass(slots=True, kw_only=True)
 class BadStep:
-    """All that one rank knows about a step with NaN or Inf: plain values only, since ranks send it to each other."""
+    """All that one rank knows about a step with NaN or Inf. Holds only plain values, so that ranks can exchange it."""
 
     rank: int = 0
     step: int = 0  # the training step, counted as the x axis of the logs counts
@@ -80,7 +80,7 @@ class BadStep:
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
-        """Return a BadStep made of the values that StepGuard has already read; no tensor is read again."""
+        """Create a BadStep from the values that StepGuard has already read. No tensor is read again."""
         indices = [micro.index for micro in step.micro for _ in micro.losses]
         return cls(
             step=step.number,
@@ -99,12 +99,12 @@ class BadStep:
 
     @property
     def dirty(self) -> list[BadInput]:
-        """The tensors of the batches that hold NaN or Inf, except those that look like masks (only -Inf)."""
+        """Tensors of the batches that hold NaN or Inf, except likely masks, in which only -Inf occurs."""
         return [bad for bad in self.inputs if not bad.is_mask]
 
     @property
     def first_bad_batch(self) -> int | None:
-        """The index of the first batch with NaN or Inf in its loss or inputs; if there is none, of the last batch."""
+        """The index of the first batch whose loss or inputs hold NaN or Inf; the last batch if there is none."""
         bad = [index for index, loss in self.losses if not math.isfinite(loss)]
         bad += [each.batch_idx for each in self.dirty]
         return next(iter([*bad, *reversed(self.batches)]), None)
@@ -125,7 +125,7 @@ class BadStep:
         return f"{what} at step {self.step} ({place}, {f'rank {self.rank}' if self.is_culprit else unknown})."
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return everything known about the step as (name, value) rows of the report."""
+        """Return all that is known about the step, as (name, value) rows for the report."""
         kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
@@ -158,20 +158,20 @@ class BadStep:
 
     @property
     def next(self) -> str:
-        """A sentence that says what to do next, with the command that runs the step again."""
+        """A sentence on what to do next, with the command that runs the step again."""
         if self.step_path is None:
             return self.advice
         command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
         return f"{self.advice} Run the step again: {command}"
 
     def message(self) -> str:
-        """Return the text of the error, which can be read without the report."""
+        """Return the message of the error, which is complete without the report."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
     def markdown(self) -> str:
-        """Return the report: the message as a table, and the first bad gradients."""
+        """Return the report as markdown: the message as a table, and a list of the first bad gradients."""
         rows = [("Next", self.next), *self.facts()]
         amounts = [(each.name, each.amount) for each in self.gradients[:_MOST_ROWS]]
         tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
@@ -199,17 +199,17 @@ class BadStep:
 class NonFiniteError(RuntimeError):
     """Raised when a loss, a gradient, a weight or a loss logged in evaluation is NaN or Inf.
 
-    The message is the same on every rank, and says everything; the attributes are for programs.
+    The message is complete and the same on every rank; the attributes are for programs.
 
     Attributes:
         step: The training step, counted as the x axis of `self.log` counts.
         batch_idx: The index of the batch within its epoch; None if unknown.
-        rank: The rank whose loss or batch was bad; None if only the gradients were, which all ranks share.
+        rank: The rank whose loss or batch was bad; None if only the gradients, which all ranks share, were bad.
         stage: train, val or test.
         cause: The kind of cause, one of the values of `NonFiniteCause`; None in evaluation.
-        losses: The losses of the last steps (at most 20, on this rank), oldest first, ending with the bad step's.
-        parameters: The parameters whose gradients held NaN or Inf, or that held NaN or Inf themselves.
-        norms: The gradient norms of the same steps.
+        losses: The losses of the last steps on this rank (at most 20), the bad step last.
+        parameters: The parameters that held NaN or Inf, or whose gradients did.
+        norms: The gradient norms of the steps in `losses`.
         path: The report file, if it could be written.
         checkpoint_path: The checkpoint of the last good state, if one was written.
         step_path: The file from which `replay` runs the step again, if one was written.
@@ -242,7 +242,7 @@ def examine(
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
-    """Return what this rank knows about a bad step; call it after the step was undone.
+    """Return what this rank knows about a bad step. Call this after the step was undone.
 
     `bad_at_start` has the names of the weights and optimizer states that held NaN or Inf before training.
     """
@@ -261,7 +261,7 @@ def examine(
 
 
 def _module_name(kind: type) -> str:
-    """Return the name by which to import the module that defines a class: for `__main__`, the script's name."""
+    """Return the name by which to import a class's module. For `__main__`, this is the name of the script."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if kind.__module__ != "__main__" or file is None:
@@ -291,7 +291,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
-    """Return which optimizer settings may have made the `bad` weights NaN or Inf, and advice; ("", "") if unknown."""
+    """Return the optimizer settings that may have made the `bad` weights bad, and advice; ("", "") if unknown."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
@@ -324,7 +324,7 @@ _HUGE = 100.0  # The root mean square of a matrix of weights stays below this in
 
 
 def infer(bad: BadStep) -> None:
-    """Set the most likely cause from the evidence in `bad`. A rerun of the step may find the actual cause later."""
+    """Set the bad step's most likely cause from the evidence. A rerun of the step may find the real cause later."""
     grown = what_grew(bad)
     if bad.dirty and not bad.has_bad_loss:
         bad.cause, bad.advice = NonFiniteCause.LATE_MASK, ADVICE["late mask"]
@@ -348,12 +348,12 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return a text that says that the named tensors were bad before the step, and which settings may be the cause."""
+    """Return a phrase that says that the tensors `names` were bad before the step, and the reason if known."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
 def huge_weights(model: Module) -> str:
-    """Return a text that names a weight matrix whose values are too large for healthy training; "" if none are."""
+    """Return a phrase that names a weight matrix with values too large for healthy training; "" if there is none."""
     trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
     matrices = {name: floats for name, floats in trained if floats is not None}
     for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
@@ -364,7 +364,7 @@ def huge_weights(model: Module) -> str:
 
 
 def what_grew(bad: BadStep) -> str:
-    """Return a text that says that the loss, the gradient norm or weights grew before the step; "" if none did."""
+    """Return a phrase that names what grew before the step: the gradient norm, the loss or weights; "" if nothing."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
@@ -375,9 +375,9 @@ def what_grew(bad: BadStep) -> str:
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
-    """Return the BadStep of the rank to blame: the first with a bad loss, else a bad batch, else one bad on its own.
+    """Return the BadStep of the rank to blame; None if no rank can be blamed.
 
-    Return None if no rank can be blamed, because all share the bad gradients. With one rank, return its BadStep.
+    Blame the first rank with a bad loss, else one with a bad batch, else one whose step is bad when it is run alone.
     """
     if len(everyone) == 1:
         return everyone[0]
@@ -393,7 +393,7 @@ def state_error(
     suspects: tuple[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error for a checkpoint that would have held NaN or Inf; `everyone` lists the bad tensors per rank.
+    """Return the error for a checkpoint that would have held NaN or Inf. `everyone` has the bad tensors of each rank.
 
     `finite_at` is the last step at which all tensors were finite. `suspects` is what `suspects_of_update` returned.
     """
@@ -420,7 +420,7 @@ def state_error(
 def evaluation_error(
     everyone: Sequence[Mapping[str, float]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
 ) -> NonFiniteError:
-    """Return the error for an evaluation that logged bad losses; `everyone` has a dict of them for each rank."""
+    """Return the error for an evaluation that logged bad losses. `everyone` has a dict of each rank's bad losses."""
     bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
     lines = [
         f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",
@@ -432,7 +432,7 @@ def evaluation_error(
 
 
 def named(bad: Sequence[BadTensor]) -> str:
-    """Return a text that lists the first bad tensors and counts the others; "none" if there are none."""
+    """Return a string that lists the first bad tensors and counts the others; "none" if there are none."""
     return first_of(bad, 5) or "none"
 
 

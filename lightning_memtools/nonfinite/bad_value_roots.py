@@ -28,7 +28,7 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step, and that no operation of the step had written."""
+    """A tensor that existed before the step: its kind, its name, and whether Inf is intended in it."""
 
     origin: ValueOrigin  # the kind of tensor
     name: str
@@ -60,7 +60,7 @@ class PriorTensors:
                 self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
 
     def __call__(self, key: int) -> PriorTensor:
-        """Return the tensor whose storage has this key; `UNKNOWN` if it is not one of these tensors."""
+        """Return the tensor whose storage has this key; `UNKNOWN` if none of the tensors has it."""
         return self._known.get(key, UNKNOWN)
 
 
@@ -73,7 +73,7 @@ class BadValueRoot:
 
     @property
     def is_benign(self) -> bool:
-        """True for an intended infinity: a constant in the code, or part of a mask or bound."""
+        """True if this is an intended infinity: a constant in the code, or part of a mask or bound."""
         if self.leaf is not None:
             return self.leaf.may_be_infinite
         return self.event.constant and not self.event.gives_nan
@@ -101,12 +101,12 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
 
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
-    """Return True if all bad values in the storages `start` were multiplied by a mask that is 0 wherever NaN is."""
+    """Return True if the code multiplied all bad values by a mask that is 0 wherever NaN is (NaN * 0 is NaN)."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
-    """Return `event`, or if it only copies its inputs, the first later operation that computes with the copy."""
+    """Return `event`, unless it only copies its inputs: then return the first later operation that uses the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
         made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
@@ -127,7 +127,7 @@ def _masks(event: BadOperation) -> bool:
 
 
 class _BackwardSlice:
-    """Follows bad values in the storages `start` back through the operations that passed them on, to their roots."""
+    """Traces the bad values in the storages `start` back through operations, to where they first appeared."""
 
     def __init__(
         self, events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf, *, ends_at_masks: bool = False
@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Return (index, whether to look for NaN) of each event that wrote a bad input of the event at `index`."""
+        """Find the events that wrote the bad inputs of an event. Return (index, whether to look for NaN) of each."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []

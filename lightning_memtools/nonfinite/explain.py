@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again and store the results in `bad`, with the cause if `explains`. Return gradient hashes."""
+    """Run a bad step again; record the results, and the cause if `explains`, in `bad`. Return gradient hashes."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -50,7 +50,7 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
 
 
 def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
-    """Return the reasons why a rerun may differ from the step, one sentence each."""
+    """Return the reasons why a rerun may differ from the original step, one sentence each."""
     doubts = []
     if bad.unrestored:
         doubts.append(
@@ -63,10 +63,10 @@ def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
-    """Find the operation that made the first NaN or Inf of a step. Write the operation and the cause into `bad`.
+    """Find the operation that made the first NaN or Inf of a step. Store the operation and the cause in `bad`.
 
-    `plain` is the outcome of a rerun without tracing. Raise CannotRerunError if the step cannot be run again, or if
-    no operation is found.
+    `plain` is the result of a rerun without tracing. CannotRerunError is raised if the step cannot be run again or no
+    operation is found.
     """
     if plain.is_finite:
         _not_reproducible(rerun, bad)
@@ -124,7 +124,7 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
     """Return the position of the first micro-batch with a bad loss.
 
-    If all losses are finite, return that of the first bad batch if NaN or Inf came from a batch, else of the last.
+    If all losses are finite: that of the first batch that holds NaN or Inf, if they came from a batch, else the last.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
@@ -155,7 +155,7 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
-    """Return the finding for a bad value that came from a tensor of the batch."""
+    """Return the cause, evidence and advice for a bad value that came from a tensor of the batch."""
     if root.is_benign:  # nothing else is bad
         return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
     its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))
@@ -180,7 +180,7 @@ def _of_domain(event: BadOperation) -> tuple[str, str]:
 def _weight_at_fault(event: BadOperation) -> str:
     """Return the parameter or buffer whose finite values make an operation undefined; "" if unknown.
 
-    It is known if all inputs of the operation with zeros, or else with negative values, come from this one weight.
+    All inputs of the operation that hold zeros, or else all with negative values, have to come from this weight.
     """
     if event.inputs:
         return ""
@@ -206,13 +206,13 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
 
 
 def n_samples_of(batch: Any) -> int | None:
-    """Return the length of dimension 0 that all tensors of the batch share; None if they share none."""
+    """Return the size of dimension 0 if it is the same in all tensors of the batch, else None."""
     lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Return the batch with `samples` replaced by a good sample, and that sample's index; None if there is none."""
+    """Overwrite `samples` in the batch with a good sample. Return the batch and the index of that sample, or None."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:
@@ -229,7 +229,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 
 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
-    """Return the indices of the bad samples, if dimension 0 of the operation's tensors is the batch's; else ()."""
+    """Return the indices of the bad samples; () if dimension 0 of the operation's tensors is not that of the batch."""
     micro = rerun.micro[position]
     n_samples = n_samples_of(micro.batch)
     for facts in (*root.event.gave, *root.event.took):

@@ -16,7 +16,7 @@ from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
-    """Return at most `most` indices along dimension 0 whose rows have a True element. Waits for the device."""
+    """Return the indices along dimension 0 at which any element is True, at most `most`. Waits for the device."""
     rows = marked.flatten(1).any(1) if marked.dim() > 1 else marked
     positions: list[int] = rows.nonzero()[:most, 0].tolist()
     return positions
@@ -81,8 +81,8 @@ def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
 def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
     """Return the L2 norm of each tensor as 0-dim tensors, in the order given: one fused kernel per device and dtype.
 
-    A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
-    100 values of 1e20 have an infinite norm.
+    The norm of a tensor with NaN or Inf is not finite. That of large finite values may overflow, as with 100 float32
+    values of 1e20; `exact` prevents this by squaring in float64.
     """
     kinds, norms = list(map(_PLACE, tensors)), list(tensors)
     for kind in set(kinds):
@@ -100,7 +100,7 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
 
     Returns:
         The losses, then the norms, in one 1-D tensor; None if there is neither a gradient nor a loss. With `exact`,
-        a finite gradient always has a finite norm.
+        the norm of a finite gradient never overflows.
     """
     numbers = [*losses, *norms_of(gradients, exact=exact)]
     if not numbers:
@@ -120,7 +120,7 @@ _FEW_ELEMENTS = 2**16
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
     """Return the losses and gradient norms of `measure` as a list of floats. Waits for the device.
 
-    If all values are finite, there may be only one norm, over all gradients, in place of one for each gradient.
+    If all values are finite, the list may hold one norm over all gradients instead of one for each gradient.
     """
     is_small = all(map(_IS_CPU, gradients)) and sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS
     if is_small and len(set(map(_DTYPE, gradients))) == 1:
@@ -135,7 +135,7 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor that holds NaN or Inf, with counts of these elements; for a sharded tensor, in this rank's shard."""
+    """A tensor with NaN or Inf, and how many elements they are. If it is sharded, only this rank's shard is counted."""
 
     name: str  # the parameter's or buffer's name
     n_nan: int | None  # the number of elements that are NaN; None where only the norm is known
@@ -145,7 +145,7 @@ class BadTensor:
 
     @property
     def amount(self) -> str:
-        """The number of bad elements, as text."""
+        """A string that gives the number of NaN and Inf elements."""
         if self.n_nan is None or self.n_inf is None:
             return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
@@ -157,7 +157,7 @@ class BadTensor:
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
-    """Return the tensors that hold NaN or Inf, in the order given. A norm that overflows does not make a tensor bad."""
+    """Return the tensors that hold NaN or Inf, in the order given. Finite values whose norm overflows are not bad."""
     pairs = [(name, floats) for name, tensor in named if (floats := floats_of(tensor)) is not None]
     if not pairs:
         return []
@@ -167,7 +167,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return the tensors with NaN or Inf among (name, values, norm). Tensors with a finite norm are not read."""
+    """Return the tensors with NaN or Inf, given (name, values, norm). Values with a finite norm are not read."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

@@ -38,16 +38,16 @@ class MicroBatch:
     is_copied: bool = False  # whether the step has tensors of its own, so that it cannot write to these
 
     def move_to_host(self) -> None:
-        """Replace the batch's tensors with copies in host memory. On a GPU the copies are queued, and nothing waits."""
+        """Replace the batch's tensors by copies in host memory. On a GPU the copies are asynchronous."""
         if not self.was_moved:
             with host_memory():
                 self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
 
 
 class BatchKeeper:
-    """Keeps each batch as training_step got it, in new containers, since a step may change its batch.
+    """Keeps each batch as training_step got it, in new dicts and lists, since a step may change its batch.
 
-    Once one of the first two steps has written to a tensor of its batch, the tensors are copied too.
+    If one of the first two steps writes to a tensor of its batch, the tensors of all later batches are copied too.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BatchKeeper:
         self._n_watched, self._counts = 0, list[tuple[Tensor, int]]()
 
     def keep(self, batch: Any) -> Any:
-        """Return the copy of a batch to keep. Call it before training_step gets the batch."""
+        """Return a copy of a batch, which a step cannot change. Call this before training_step gets the batch."""
         if self.copies:
             return map_tensors(batch, _copied)
         self._n_watched += 1
@@ -64,7 +64,7 @@ class BatchKeeper:
         return in_new_containers(batch)
 
     def end_batch(self) -> None:
-        """Check whether the step has written to its batch."""
+        """Check whether the step has written to the tensors of its batch."""
         self.copies = self.copies or any(write_count_or_none(tensor) != count for tensor, count in self._counts)
         self._counts = []
 
@@ -104,7 +104,7 @@ UNREAD = StepReading(math.nan, ())
 
 @dataclass(slots=True, eq=False)
 class GuardedStep:
-    """One optimizer step, from its first micro-batch to its update, with what was read of it."""
+    """One optimizer step, from its first micro-batch to its update, with its losses, gradients and norms."""
 
     number: int  # the training step, counted as the x axis of the logs counts
     # puts the caller's counters back to the start of this step; None while that is not known yet
@@ -156,13 +156,13 @@ class BadInput:
 
 
 def list_samples(samples: Sequence[int]) -> str:
-    """Return text such as "sample 3" or "samples 3, 4"."""
+    """Return a string such as "sample 3" or "samples 3, 4"."""
     more = ", ..." if len(samples) > MAX_SAMPLES else ""
     return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """Return the batch's tensors that hold NaN or Inf. Waits for the device, so call it only after a bad step."""
+    """Return the tensors of a batch that hold NaN or Inf. Slow, since it waits for the device."""
     inputs = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
@@ -177,7 +177,7 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
-    """Return the 0-dim loss as training_step returned it, before division for accumulation and before scaling."""
+    """Undo the division for accumulation and the scaling of a loss, and return it as a 0-dim tensor."""
     value = loss.detach()
     if divided_by != 1 or scale is not None or value.dtype != torch.float32:
         # A float64 loss may be finite beyond float32's range.

@@ -13,7 +13,7 @@ SpikeAction = Literal["report", "skip", "rollback"]
 
 
 class LossSpikeError(RuntimeError):
-    """Raised by LossSpikes at the first spike after `max_actions` of them. `spike` is the spike that raised it."""
+    """Raised by LossSpikes at a spike after `max_actions` of them. The attribute `spike` describes the spike."""
 
     def __init__(self, message: str, spike: LossSpike) -> None:
         super().__init__(message)
@@ -29,8 +29,8 @@ class LossSpike:
         batches: The indices of the step's batches within the epoch.
         loss: The mean of the step's losses; with several ranks, the largest of the ranks' means. NaN without a loss.
         norm: The norm over all gradients, before clipping.
-        loss_spike: The comparison of the loss with earlier losses, if the loss is the spike.
-        norm_spike: The comparison of the norm with earlier norms, if the norm is the spike.
+        loss_spike: If the loss spiked, the comparison of the loss with earlier losses.
+        norm_spike: If the norm spiked, the comparison of the norm with earlier norms.
         learning_rates: The learning rates of the optimizer.
         is_late: True if the update had been made before the loss and norm were read.
         done: The action taken: "report" (nothing), "skip", "rollback" or "halt".
@@ -69,7 +69,7 @@ class LossSpike:
         return "Nothing was changed." if self.is_late else "Nothing was changed: its update is made."
 
     def lines(self) -> list[str]:
-        """Return everything known about the spike, as lines of the report."""
+        """Return all that is known about the spike, as lines for the report."""
         lines = [self.headline(), self.action()]
         for name, value, spike in (("Loss", self.loss, self.loss_spike), ("Gradient norm", self.norm, self.norm_spike)):
             if spike is not None:

@@ -44,7 +44,7 @@ _NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A description of a tensor that an operation took or returned: shape, dtype, zeros, bad samples."""
+    """A description of an input or output of an operation: its shape, dtype, number of zeros and bad samples."""
 
     text: str  # such as ``"[8] float32 (1 of 8 is 0, largest magnitude 5.59)"``; of a good number, its value
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class BadUse:
-    """A tensor with NaN or Inf that an operation took or returned."""
+    """An input or output of an operation that holds NaN or Inf."""
 
     key: int  # the key of its memory; see `StorageKeys`
     kinds: BadKinds  # those of NaN, Inf and -Inf that it holds
@@ -92,7 +92,7 @@ class BadOperation:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardOperation:
-    """The forward operation that created a node of the autograd graph."""
+    """The forward operation that created an autograd node, with the module and line of code that ran it."""
 
     operation: str
     module: str
@@ -111,7 +111,7 @@ def kinds_of(tensor: Tensor) -> BadKinds:
 def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
     """Return a description of a tensor; None if it has no floating-point values.
 
-    `weight` names the one weight that the tensor was computed from, if so. `only_nan`: Inf does not make samples bad.
+    `weight` is the name of the weight if the tensor was computed from that alone. With `only_nan`, Inf is fine.
     """
     floats = floats_of(tensor)
     if floats is None:
@@ -132,7 +132,7 @@ def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> Ten
 
 
 class StorageKeys:
-    """Gives each tensor's storage a key. During a trace no key is used twice, even after a storage was freed."""
+    """Assigns a key to the storage of each tensor. A key is never reused, even after its storage was freed."""
 
     def __init__(self) -> None:
         self._alive: dict[int, StorageWeakRef] = {}
@@ -154,7 +154,7 @@ class StorageKeys:
 
 
 class OperationTrace(DispatchMode):
-    """Records the operations whose outputs hold NaN or Inf. It reads every output, which waits for the device."""
+    """Records the operations whose outputs hold NaN or Inf. Slow: it reads every output and waits for the device."""
 
     def __init__(self, model: Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ class OperationTrace(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record operations inside the context. Global hooks track which module runs; modules stay unchanged."""
+        """Return a context manager that records operations. Global hooks tell which module runs."""
         self._running.clear()
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._names.get(id(module), ""))),
@@ -236,10 +236,10 @@ class OperationTrace(DispatchMode):
                 yield use
 
     def _note_nodes(self, func: Any, *, backward: bool) -> None:
-        """Note which forward operation created the autograd nodes that are new since the last call.
+        """Record which forward operation created the autograd nodes that are new since the last call.
 
-        Under torch.func.grad an operation makes one node per level. A backward pass with create_graph makes nodes too:
-        these count for the forward operation whose backward is running.
+        Under torch.func.grad, an operation creates one node per level. Nodes that backward creates (create_graph) are
+        assigned to the forward operation whose backward is running.
         """
         if get_ident() != self._thread:  # on a GPU backward has a thread of its own, which counts from 0
             return
@@ -259,7 +259,7 @@ class OperationTrace(DispatchMode):
 
     @property
     def _module_now(self) -> str:
-        """The name of the innermost module that runs now; "" outside of all modules, as in training_step itself."""
+        """The name of the innermost running module; "" if training_step itself is running."""
         return next((name for name in reversed(self._running) if name), "")
 
     def _note(
@@ -325,14 +325,14 @@ def _hold_nan(uses: Sequence[BadUse]) -> bool:
 def _line_here(*, in_backward: bool) -> CodeLine | None:
     """Return the innermost line of the stack that is in the user's code or a library, except torch and this package.
 
-    In backward, only lines that run within backward count: those of a torch.autograd.Function or of a recomputation.
-    If there is none, return None.
+    In backward, only lines that backward itself runs count, in a torch.autograd.Function or a recomputed layer. Return
+    None if there is no such line.
     """
     return line_on_stack(stop_at=_NOT_IN_BACKWARD if in_backward else _NOT_IN_STEP)
 
 
 def _is_view(func: Any) -> bool:
-    """Return True if an operation only makes a view, and so writes no memory."""
+    """Return True if an operation only returns views, and so writes no memory."""
     returns = operator_schema(func).returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 

@@ -45,10 +45,10 @@ class StepFileError(RuntimeError):
 def step_as_plain(
     bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
-    """Return the content of a step's file: values that `torch.load(weights_only=True)` accepts.
+    """Return what to write to the file of a bad step, as values that `torch.load(weights_only=True)` accepts.
 
-    `parameters` are the names of the parameters with gradients in the step. `checkpoint` is the name of the file in the
-    same folder that holds the weights. Raise StepFileError if a batch holds other values.
+    `parameters` names the parameters with gradients in the step. `checkpoint` is the name of the file with the weights,
+    in the same folder. StepFileError is raised if a batch holds values that cannot be loaded this way.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
@@ -86,7 +86,7 @@ def step_as_plain(
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if `torch.load(weights_only=True)` returns the value unchanged."""
+    """Return True if a file with the value can be loaded with `weights_only=True`, and the value is unchanged."""
     if isinstance(value, Tensor):
         is_sparse = value.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
         return type(value) in {Tensor, nn.Parameter} and (is_sparse or is_in_memory(value))
@@ -96,14 +96,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage holds only its own elements, since torch.save writes whole storages."""
+    """Return the tensor in a storage of its own size, since torch.save writes the whole storage."""
     tensor = tensor.detach()
     is_whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes
     return tensor if is_whole else tensor.clone()
 
 
 def read_step(path: Path) -> dict[str, Any]:
-    """Return the content of a step's file, with tensors on the CPU. No code that the file names is run.
+    """Return the content of a step's file, with tensors on the CPU. Loading it cannot run any code.
 
     Raises:
         StepFileError: The file is missing, incomplete, or of another version.
@@ -145,10 +145,10 @@ class Replay:
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
         gradients: The gradient of each parameter, by name, as the optimizer would get it.
         is_finite: Whether all losses and gradients are finite in this run.
-        mismatches: The differences between this run and the original step, one sentence each.
+        mismatches: The differences between this run and the original step, in one sentence each.
         doubts: The reasons why this run may differ from the original step, one sentence each.
         explanation: The step, with the operation that made the first NaN or Inf; None if that was not found.
-        text: HaltOnNaN's message about the step.
+        text: The message in which HaltOnNaN reported the step.
         model: The module, in its state when the step began.
         batches: The batches of the step.
     """
@@ -167,11 +167,11 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """True if losses and gradients equal those of the original step bit for bit, NaN and Inf included."""
+        """True if losses and gradients equal those of the original step bit for bit, including NaN and Inf."""
         return not self.mismatches
 
     def summary(self) -> str:
-        """Return a text that says whether the run was exact, its losses, and what made the first NaN or Inf."""
+        """Return a string that tells whether the run was exact, its losses, and what made the first NaN or Inf."""
         n_bad, bad = len(find_bad(self.gradients.items())), self.explanation
         lines = [
             f"Step {self.step} of {self.path}, run again.",
@@ -194,11 +194,11 @@ class Replay:
 
 
 def replay(path: str | Path, *, model: Any) -> Replay:
-    """Run a step that HaltOnNaN wrote to a file again, and compare every bit of its losses and gradients.
+    """Run again a step that HaltOnNaN wrote to a file, and compare losses and gradients with the original.
 
     The weights come from the checkpoint beside that file. On the machine that wrote it, losses and gradients are the
     same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both files are
-    opened with ``weights_only=True``: no code that they name is run.
+    opened with ``weights_only=True``, so that they cannot run any code.
 
     Args:
         path: The file, ``nonfinite-step<n>-rank<r>.pt``.
@@ -287,7 +287,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return the module that `model` is or makes, with the weights of a checkpoint loaded."""
+    """Return the module that `model` is, or that it creates, with the weights of the checkpoint loaded."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
@@ -313,7 +313,7 @@ def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
 
 
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the saved buffers to their values at the start of the step, including those not in the checkpoint."""
+    """Set buffers to their values at the start of the step, including buffers that checkpoints leave out."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
@@ -321,7 +321,7 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.d
 
 
 def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
-    """Return the settings under which the step ran. Only plain values and names of dtypes are taken from the file."""
+    """Return the settings under which the step ran, from its file. Only plain values and dtypes are accepted."""
     conditions = StepConditions(**saved)
     for name in filter(None, (conditions.autocast, conditions.default_dtype)):
         if not isinstance(getattr(torch, name, None), torch.dtype):

@@ -46,14 +46,14 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """A function that is called with each finite step, and may hold back the step's update."""
+    """A function that is called with each finite step and may hold back the step's update."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
     read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
 
 
 class Verdict(Enum):
-    """The possible decisions on a step."""
+    """The decisions that are possible after a step was checked."""
 
     GOOD = auto()  # its update is made
     LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal` tells that the gradient scaler may still skip steps normally."""
+    """Return the verdict on a step. `is_scaler_normal`: the gradient scaler may still skip steps, as is normal."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:
@@ -71,11 +71,11 @@ def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_l
 
 
 class ExchangedError(RuntimeError):
-    """Raised on all ranks, in the same check, if one rank could not read its losses and gradients."""
+    """Raised in the same check on all ranks if one rank could not read its losses and gradients."""
 
 
 class StepGuard:
-    """Checks every optimizer step between backward and update.
+    """Checks the losses and gradients of every optimizer step for NaN and Inf, between backward and update.
 
     There are two ways to check. Either the host reads the losses and gradient norms before the update, and waits for
     them. Or, with a fused optimizer on a GPU, no gradient scaler and no skips, a flag on the device holds the update of
@@ -84,15 +84,15 @@ class StepGuard:
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
     `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
 
-    `max_skips` and `amp_patience` are HaltOnNaN's. With `records`, each batch's random state is recorded for a rerun.
-    `gradients` tells how the gradients of ranks relate: one rank has them all (whole), all have the same (replicated),
-    or each has a part (sharded). `mark_loop` is called at the start of each step, and returns a function that resets
+    `max_skips` and `amp_patience` are as in HaltOnNaN. With `records`, random states are recorded for a rerun.
+    `gradients` is "whole" if there is one rank, "replicated" if all ranks have the same gradients, and "sharded" if
+    each has a part. `mark_loop` is called at the start of each step, and returns a function that resets
     the caller's counters, for `undo`. `watch` is called with each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_gradients: True once a gradient was seen. Gradients that are not in p.grad cannot be checked.
+        saw_gradients: True once a parameter had a gradient. Only gradients in `p.grad` can be checked.
         carries_losses: True if a bad loss makes gradients NaN, so that other ranks learn of it.
         is_sharded: True if no rank has all weights and gradients.
         exchanges: True if all ranks take part in a collective in each check.
@@ -129,7 +129,7 @@ class StepGuard:
         self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
-        """Note a batch before its forward pass. `first` says that it is the first micro-batch of step `number`."""
+        """Store a batch before its forward pass. `first`: it is the first micro-batch of step `number`."""
         kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
         micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
         self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
@@ -144,12 +144,12 @@ class StepGuard:
                 micro.move_to_host()
 
     def end_batch(self) -> None:
-        """Drop the batch; the current step still holds it until the step has been checked."""
+        """Release the batch. Until the current step has been checked, the step still holds it."""
         self._batch = MicroBatch(self._batch.index, None)
         self._batches.end_batch()
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
-        """Record a loss before its backward pass. `divided_by` and `scaler` say how it was scaled, which is undone."""
+        """Record a loss before its backward pass, without the scaling that `divided_by` and `scaler` describe."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
@@ -158,10 +158,10 @@ class StepGuard:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
-        """Check the step before its update; return a bad step, or None. `reopen`: more updates may follow in the batch.
+        """Check the step before its update; return a bad step or None. `reopen`: further steps may use the same batch.
 
         Raises:
-            ExchangedError: This rank or another cannot go on. All ranks raise it.
+            ExchangedError: A rank could not read its losses and gradients. All ranks raise it.
         """
         self._has_exchanged = False
         try:
@@ -191,7 +191,7 @@ class StepGuard:
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Make the update of a skipped step do nothing. Call it last: clipping and hooks need the gradients."""
+        """Remove the gradients if the step is skipped, so that its update does nothing. Call it after all hooks."""
         if self._to_skip is optimizer:
             self._to_skip = None
             hide_gradients(optimizer)
@@ -201,7 +201,7 @@ class StepGuard:
         return self._read_flags(wait=True)
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
-        """Restore buffers, optimizer settings and the caller's counters; return the names of what was not restored."""
+        """Restore buffers, optimizer settings and the caller's counters. Return the names of what was not restored."""
         for step in reversed((bad, *bad.later)):
             step.restore_settings()
         unrestored = self._buffers.unrestored()
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return the values `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
+        """Return `before` and the norm of each gradient in one tensor, with the results of `over_ranks` if needed."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
@@ -367,7 +367,7 @@ class StepGuard:
         return reading
 
     def _note_good(self, step: GuardedStep) -> bool:
-        """Add a finite step to the history. Return True if `watch` says to hold its update back."""
+        """Add a finite step to the history. Return True if `watch` asks to hold back the step's update."""
         self._remember(step)
         try:
             return self._watch is not None and self._watch.read(step) and not step.late
@@ -389,7 +389,7 @@ class HiddenGradientsError(ValueError):
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return whether the ranks' gradients are whole, replicated or sharded; raise HiddenGradientsError if hidden."""
+    """Return whether a rank's gradients are whole, replicated or sharded; HiddenGradientsError if inaccessible."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
         raise HiddenGradientsError(

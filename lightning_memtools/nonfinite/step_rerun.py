@@ -51,7 +51,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return torch's current settings, those attributes of the Trainer that are plain values, and `given`."""
+        """Return the current settings of torch, plain-valued attributes of the Trainer, and the values in `given`."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
@@ -67,7 +67,7 @@ class StepConditions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Set autocast and the default dtype inside the context, as training_step had them."""
+        """Return a context manager that sets autocast and the default dtype as they were in training_step."""
         default = torch.get_default_dtype()
         casting: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
@@ -101,14 +101,14 @@ class StepOutcome:
 
 @dataclass(eq=False)
 class StepRerun:
-    """Runs a step any number of times, each time from the same state, and restores everything on exit.
+    """Runs a step any number of times from the same state. As a context manager, it restores everything on exit.
 
     The step runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. Its prints and warnings
     are not shown.
 
     Attributes:
-        written: The names of tensors other than buffers that the step writes: parameters, and tensors in attributes and
-            in the batch. The original step wrote them too, so a rerun does not start from the same values.
+        written: The names of parameters, and of tensors in attributes and in the batch, that the step writes. The
+            original step wrote them too, so a rerun does not start from the original values.
     """
 
     module: Module  # the LightningModule, with the weights and buffers that the step began with
@@ -154,7 +154,7 @@ class StepRerun:
         self._losses = []
 
     def reset(self) -> None:
-        """Restore everything to what it was on entry."""
+        """Restore everything to its state when the context was entered."""
         self._snapshot.restore()
 
     def run(
@@ -163,8 +163,8 @@ class StepRerun:
         """Run the step from its start, and return its losses and gradients.
 
         Args:
-            within: A context for forward and backward, such as a dispatch mode.
-            batches: Batches to use instead of the step's own, by position.
+            within: A context manager for forward and backward, such as a dispatch mode.
+            batches: Batches to use instead of those of the step, by position.
 
         Raises:
             CannotRerunError: The step raised an error or used a collective.
@@ -214,7 +214,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Count an update of the batch. Return True if the rerun ends here: at the update of the step itself."""
+        """Count an update that the batch makes. Return True at the update of the step itself, where the rerun ends."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
@@ -222,7 +222,7 @@ class StepRerun:
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return, by name, a value that changes whenever a parameter, attribute tensor or batch tensor is written."""
+        """Return, for each parameter, attribute tensor and batch tensor, a value that changes when it is written."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
             plain_name(name): (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
@@ -243,7 +243,7 @@ def _quiet() -> Iterator[None]:
 
 
 def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
-    """Return the optimizers of a LightningModule's configure_optimizers, and Lightning's configs of its schedulers."""
+    """Call configure_optimizers; return the optimizers, and the schedulers as Lightning's configurations."""
     with _quiet(), torch.enable_grad():
         loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
         loop.detach()
@@ -263,7 +263,7 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
-    """Return how a rerun differs from the step, one sentence each; [] if it is equal bit for bit. NaN equals NaN."""
+    """Return how a rerun differs from the original step, in one sentence each; [] if every bit is equal."""
     now, gradients = [float(loss) for loss in again.losses], digests_of(again.gradients)
     differences = []
     if list(map(repr, now)) != list(map(repr, losses)):  # the text of a float tells every bit

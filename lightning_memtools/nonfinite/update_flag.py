@@ -15,8 +15,8 @@ from lightning_memtools.nonfinite.guarded_step import GuardedStep
 class UpdateFlag:
     """Decides on the device whether a step may change weights. The host reads the decision later, without waiting.
 
-    `flag` is a 0-dim float32 tensor for `optimizer.found_inf`: 1 if the update is held back. It is sticky: after the
-    first bad step it stays 1, so that it does not matter how late the host learns of that step.
+    `flag` is a 0-dim float32 tensor for `optimizer.found_inf`: 1 if the update is held back. After a bad step it stays
+    1, so that it does not matter how late the host reads it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class UpdateFlag:
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
-        """Hold back this step's update and all later ones if one of `numbers[deciding]` is NaN or Inf."""
+        """If any of `numbers[deciding]` is NaN or Inf, hold back the step's update and all later ones."""
         numbers = numbers.to(self.flag.device, non_blocking=True)
         bad = ~torch.isfinite(numbers[deciding]).all()
         # Exactly 0 or 1: the kernels subtract it from the step count.
@@ -41,7 +41,7 @@ class UpdateFlag:
         return self._sent.notes()
 
     def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
-        """Return the steps whose results have arrived, oldest first; with `wait`, all of them.
+        """Return the results that have reached the host, the oldest step first. With `wait`, return all results.
 
         Returns:
             For each step: the step, whether its update was held back, and the numbers that were checked.
@@ -71,21 +71,21 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return True if the next update creates optimizer state. Fused SGD leaves that unfilled if it is held back."""
+    """Return True if the next update creates optimizer state, which fused SGD leaves unset in a held-back update."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
 
 
 def hide_gradients(optimizer: Optimizer) -> None:
-    """Make the next update do nothing: optimizers skip parameters without a gradient, and create no state for them."""
+    """Set all gradients to None, so that the next update skips every parameter and creates no state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that restores the optimizer's settings, such as learning rates, to their current values."""
+    """Return a function that restores the optimizer's current settings, such as learning rates."""
     kept = [
         {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -110,8 +110,8 @@ def over_ranks(
     """Return `numbers` followed by four results over all ranks. Runs one collective; does not wait for the device.
 
     `numbers` is the result of `measure` on this rank, or None; its gradient norms follow the first `n_before` values.
-    The four results are: the norm over the gradients of all ranks, which is right if they are sharded; the largest mean
-    loss of a rank; 1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
+    The four results are: the norm over the gradients of all ranks, for sharded gradients; the largest of the ranks'
+    mean losses; 1 if a number of any rank is NaN or Inf; 1 if a rank could not read its step.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:
@@ -130,7 +130,7 @@ def over_ranks(
 def poison(loss: Tensor) -> None:
     """Make all gradients of this backward pass NaN if the loss is NaN or Inf; otherwise leave every bit unchanged.
 
-    Under data parallelism every rank sees the mean of all gradients, but only its own loss. The NaN tells all ranks of
+    Under data parallelism, every rank gets the mean of all gradients but only its own loss. This way all ranks learn of
     a bad loss without a collective or a wait.
     """
     if not loss.requires_grad:

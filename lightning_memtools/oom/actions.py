@@ -36,7 +36,7 @@ class Outcome(IntEnum):
 
     @classmethod
     def of(cls, *, fits: bool | None) -> Outcome:
-        """Return the outcome of a change that frees memory; `fits` is None if tracing the step cannot tell."""
+        """Return the outcome of a change that frees memory. `fits` is None if it is unknown whether the step fits."""
         return {True: cls.ENOUGH, False: cls.NOT_ENOUGH, None: cls.MAY_BE_ENOUGH}[fits]
 
 
@@ -51,9 +51,9 @@ class Action:
         detail: The result in sentences, without the last period.
         code: The code or setting that makes the change.
         saved: The number of bytes that the change frees.
-        cause: The cause of the failure, if the change removes it, as a sentence without the period; otherwise "".
+        cause: If the change removes the cause of the failure, a sentence on that cause, without period; else "".
         peak: The peak of the changed step in bytes; None if no step was traced.
-        price: The extra computation that the change costs, in words; "" for none.
+        price: The extra computation that the change costs, such as "5% more computation"; "" for none.
     """
 
     kind: ActionKind
@@ -68,7 +68,7 @@ class Action:
 
     @property
     def helps(self) -> bool:
-        """True if the change frees memory, whether or not that is enough."""
+        """True if the change frees memory, even if not enough."""
         return self.outcome <= Outcome.NOT_ENOUGH
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ class Action:
 
 
 def ranked(actions: Iterable[Action]) -> list[Action]:
-    """Return the actions, the most useful first.
+    """Return the suggested changes, the most useful first.
 
-    Actions that remove the cause come first. Next are those that make the step fit, the least intrusive first; then
-    those that only free memory, the most bytes first; and last the useless ones.
+    Changes that remove the cause come first, then those that make the step fit, the least intrusive first. Changes
+    that only free memory follow, the most bytes first, and useless ones are last.
     """
 
     def rank(action: Action) -> tuple[bool, bool, int, int, int]:

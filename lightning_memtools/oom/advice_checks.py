@@ -22,7 +22,7 @@ _LARGE_STATE = 0.2  # of a step's peak
 
 
 class AdviceCheck(NamedTuple):
-    """A change to try: its name, a function that returns whether a failed step needs it, and one that tries it."""
+    """A change to suggest: its name, a test whether a failed step may need it, and a function that tries it."""
 
     name: str
     applies: Callable[[FailedStep], bool]
@@ -34,7 +34,7 @@ def _is_training(failed: FailedStep) -> bool:
 
 
 def _grows_unseen(failed: FailedStep) -> bool:
-    """Return True if memory grows from batch to batch and known holders explain less than half of the growth."""
+    """Return True if memory grows from batch to batch, and the known holders explain less than half of that."""
     grown, held = failed.facts.grown, failed.held
     piles = sum(holding.n_bytes for holding in held.found if holding.piles_up) + held.garbage_bytes
     return grown is not None and 2 * piles < grown.n_bytes
@@ -68,13 +68,13 @@ OF_CHANGES = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The result of all checks of a report, as far as the time allowed.
+    """The suggested changes and other results of the checks for a report, as far as time allowed.
 
     Attributes:
         actions: The actions found, the best first.
-        unchecked: For each reason why some changes could not be checked, a sentence that names these changes.
+        unchecked: Sentences that name the changes that could not be checked, and why; one for each reason.
         modules: Bytes of activations that the traced step keeps, by module, largest first.
-        lines: Bytes at the peak of the traced step that no module or optimizer owns, by line of code.
+        lines: Bytes at the peak of the traced step that were allocated outside of modules, by line of code.
         notes: Further remarks.
     """
 
@@ -86,7 +86,7 @@ class Advice:
 
 
 def advice_for(failed: FailedStep, seconds: float) -> Advice:
-    """Return the advice for a failed step: try all suitable changes, but start none after `seconds` of CPU time."""
+    """Try all changes that may help a failed step; return the advice. No trial starts after `seconds` of CPU time."""
     actions: list[Action] = []
     reasons: dict[str, list[str]] = {}
     # Warnings that the step gives while it is traced were given while it ran.
@@ -108,7 +108,7 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
-    """Return activation bytes by module, largest first: kept for backward in training, at the peak in evaluation."""
+    """Return activation bytes by module, largest first: saved for backward, or in evaluation those at the peak."""
     in_training = trials.failed.stage == "train"
     sizes = [
         (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)

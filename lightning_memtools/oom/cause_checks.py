@@ -22,7 +22,7 @@ _MOST_SHAPES = 3
 
 
 def _freed(trials: StepTrials, action: Action, n_bytes: int, how: str, cause: str) -> Action:
-    """Return the action with `how` and `cause`, the `n_bytes` that it frees, and whether the step then fits."""
+    """Return the action with its result: `n_bytes` are freed, and the step then fits or not. `how` explains it."""
     fits = trials.fits_with(n_bytes)
     if trials.why_not:
         whether = f"Whether the step then fits is not known: it could not be traced ({trials.why_not})"
@@ -34,7 +34,7 @@ def _freed(trials: StepTrials, action: Action, n_bytes: int, how: str, cause: st
 
 
 def release(trials: StepTrials) -> list[Action]:
-    """Suggest releasing memory held by objects other than the model and its optimizers, with an action per holder."""
+    """Suggest releasing memory that objects other than the model and optimizers hold: one action for each object."""
     held, allocated = trials.failed.held, trials.failed.facts.stats.allocated or 0
     least = _LEAST_SHARE * allocated
     actions = []
@@ -78,7 +78,7 @@ def growth(trials: StepTrials) -> list[Action]:
 
 
 def odd_batch(trials: StepTrials) -> list[Action]:
-    """Suggest running a batch in parts, if it is larger in a dimension than any earlier one, and the others fit."""
+    """Suggest running an unusually large batch in parts, if batches of the usual size fit."""
     facts, recovery = trials.failed.facts, trials.failed.run.recovery
     before, fits, detail = facts.before, None, ""
     if not trials.why_not:
@@ -103,7 +103,7 @@ def odd_batch(trials: StepTrials) -> list[Action]:
 
 
 def expandable_segments(trials: StepTrials) -> list[Action]:
-    """Suggest expandable segments, if both the failed request and the whole step would have fit with them."""
+    """Suggest expandable segments, if the failed request and the whole step fit with them in a replay."""
     failed = trials.failed
     if failed.history is None:
         raise NotCheckedError("no history of allocations was recorded")
@@ -131,7 +131,7 @@ def expandable_segments(trials: StepTrials) -> list[Action]:
 
 
 def processes(trials: StepTrials) -> list[Action]:
-    """Suggest stopping other processes, unless `set_per_process_memory_fraction` is what limits this one."""
+    """Suggest stopping other processes, unless this process's own memory fraction is what limits it."""
     others, facts, capacity = trials.failed.processes, trials.failed.facts, trials.failed.facts.stats.capacity or 0
     if isinstance(others, str):
         raise NotCheckedError(f"the other processes are {others}")

@@ -19,7 +19,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
-    """Suggest the largest batch size that fits, or half of the failed batch's if a trace cannot tell what fits."""
+    """Suggest the largest batch size that fits; half of the failed size if it is unknown what fits."""
     size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:
@@ -36,7 +36,7 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
 
 
 def accumulation(trials: StepTrials) -> list[Action]:
-    """Suggest gradient accumulation with the largest batch size that fits and divides the effective batch size."""
+    """Suggest gradient accumulation with the largest batch size that fits and keeps the effective batch size."""
     size, effective = trials.size, trials.size * trials.failed.run.accumulate
     most = size // 2 if trials.limit is None else min(trials.largest_batch, size - 1)
     for smaller in range(most, 0, -1):
@@ -64,7 +64,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
 
 
 def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
-    """Return the action for a batch size that fits. If a checkpoint plan is applied, it also sets a memory budget."""
+    """Complete the action for a batch size that fits. If a checkpoint plan is applied, add a memory budget."""
     detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
@@ -78,8 +78,8 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Suggest GradientCheckpointing, with the checkpoint plan that it would make for the available memory.
 
-    The budget leaves room for as much reserved but unused memory as the unchanged step has. The changed step may need
-    more of it: if the plan does not fit, the plan with the lowest peak is tried.
+    The budget for the plan leaves out as much memory as the unchanged step reserves without using it. If the step still
+    does not fit, because it reserves more, the plan with the lowest peak is tried.
     """
     trials.check_time()
     budget = None
@@ -99,7 +99,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
-    """Return the checkpoint plan for a budget in MiB and the budget as text, which is increased if no plan fits it."""
+    """Return the checkpoint plan for a budget in MiB, and the budget as a string. If no plan fits, raise the budget."""
     given = None if budget is None else f"{budget}MiB"
     try:
         return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given
@@ -108,7 +108,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Try a checkpoint plan, and return it as an action to advise; [] if it recomputes nothing. `given`: the budget."""
+    """Try a checkpoint plan made for the budget `given`, and suggest it; return [] if it recomputes nothing."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]
@@ -157,7 +157,7 @@ def larger_gpu(trials: StepTrials) -> list[Action]:
 
 
 def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
-    """Return the action with the changed step's peak, the bytes that it saves, whether it fits, and its `price`."""
+    """Return the action with the result of its trial: the new peak, the bytes saved, whether it fits, the price."""
     saved = trials.saving(peak)
     if not saved:
         return replace(action, outcome=Outcome.USELESS, detail="It does not lower the peak", peak=peak)

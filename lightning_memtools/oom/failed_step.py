@@ -31,14 +31,14 @@ from lightning_memtools.simulation.tracer import StepRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """The facts about a failed run that the checks need, read from its Trainer.
+    """The properties of a failed run on which advice depends, read from its Trainer.
 
     Attributes:
         model: The model.
         optimizers: Its optimizers.
         trainer: The Trainer; None if there is none.
         forward: Runs the training step's forward pass if there is no Trainer.
-        precision: Lightning's name for the precision.
+        precision: The precision, as Lightning names it, such as "16-mixed".
         accumulate: The number of batches per optimizer step.
         can_accumulate: True if the number of batches per optimizer step can be changed.
         clip: The norm to which gradients are clipped; None for no clipping.
@@ -64,20 +64,20 @@ class FailedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStep:
-    """The facts of a failed step that the checks need. Sizes in bytes.
+    """A step that ran out of memory, with all that advice depends on. Sizes are in bytes.
 
     Attributes:
         facts: The facts captured when memory ran out.
-        run: The facts read from the Trainer.
+        run: The properties of the run, read from its Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
         cuda: True to trace CUDA operators, False to trace CPU operators.
-        gpu: The name of this GPU, or of one whose cuBLAS workspace is as large; None for the default size.
+        gpu: The name of this GPU, or of a known one with an equally large cuBLAS workspace; None for the default size.
         config: The allocator's settings.
         history: The allocator's recorded history; None if none was recorded.
         evaluation_began: The time, on the history's clock, at which the evaluation began; None in training.
         processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
-        held: The holders of memory that the step does not need.
+        held: The objects that hold device memory the step does not need.
     """
 
     facts: FailureFacts
@@ -99,13 +99,13 @@ class FailedStep:
 
     @property
     def precision(self) -> PrecisionName | None:
-        """The precision; None if it cannot be simulated."""
+        """The name of the precision; None if steps in that precision cannot be simulated."""
         name: Any = self.run.precision
         return name if name in get_args(PrecisionName) else None
 
     @property
     def usable(self) -> int | None:
-        """The bytes of device memory that are available to a trace of the step; None if unknown."""
+        """The bytes of device memory that a traced step may use; None if unknown."""
         facts, capacity = self.facts, self.facts.stats.capacity
         if capacity is None or facts.split is None:
             return None
@@ -113,7 +113,7 @@ class FailedStep:
 
     @property
     def untraced(self) -> int:
-        """The bytes that this process holds but that a trace of the step does not show."""
+        """The bytes that this process has allocated but that do not appear in a trace of the step."""
         names = ["other"] if self.stage == "train" else ["other", "gradients", "optimizer"]
         return 0 if self.facts.split is None else sum(self.facts.split[name] for name in names)
 
@@ -136,7 +136,7 @@ class FailedStep:
         accumulate: int | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
-        """Return an estimate for the failed step with another batch, precision, accumulation or checkpoint plan.
+        """Return a memory estimate for the step, with another batch, precision, accumulation or checkpoint plan.
 
         `size` is the number of samples that the failed batch is cut or extended to.
 
@@ -172,7 +172,7 @@ class FailedStep:
             return estimate_step(request)
 
     def step(self) -> TracedStep:
-        """Return the training step for which checkpoints can be planned."""
+        """Return the step as a TracedStep, from which a checkpoint plan can be made."""
         return TracedStep(
             self.run.model,
             self.facts.batch,
@@ -187,7 +187,7 @@ class FailedStep:
 def failed_step(
     run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
-    """Return the failed step, built from the run, the captured facts, the memory snapshot and the memory holders."""
+    """Create a FailedStep from the run, the captured facts, the memory snapshot and the holders of memory."""
     device, virtual = capture.device, capture.virtual
     config = virtual.settings if virtual is not None else config_of(snapshot or {})
     config = replace(config, per_process_memory_fraction=facts.fraction)
@@ -209,7 +209,7 @@ def failed_step(
 
 
 def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuProcess] | str | None:
-    """Return the other processes on the device, or the reason why they are not known; None without a GPU."""
+    """Return the other processes on the device, or why they are not known as a string; None without a GPU."""
     if capture.virtual is not None:
         others = (facts.used_by_others or 0) - capture.virtual.context_bytes
         return [GpuProcess(0, "others (simulated)", others)] if others > 0 else []
@@ -217,7 +217,7 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of the GPU if it is known, or that of one whose cuBLAS workspace is as large; else None."""
+    """Return the name of the GPU, or if it is unknown, of one with as large a cuBLAS workspace; None for others."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes

@@ -66,7 +66,7 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
 
 
 def _attach() -> bool:
-    """Attach this process's only CUDA observer, unless it already is, and return whether it is attached now."""
+    """Attach the one CUDA observer of this process, if it is not yet attached. Return False if that is impossible."""
     global _attached  # noqa: PLW0603, see `_listeners`
     if not _attached:
         # Initialising CUDA makes the allocators that it is attached to.
@@ -86,18 +86,18 @@ def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
 
 
 class FailureCapture:
-    """Follows one fit, validate, test or predict call, and captures the facts when memory runs out.
+    """Follows one fit, validate, test or predict call, and records the state of memory when it runs out.
 
     Args:
         device: The device that the run puts its tensors on.
         model: The model.
-        place: Returns the current place in the run, to which this class adds batch and phase.
+        place: Returns the current stage, step and rank of the run; this class adds batch and phase.
         optimizers: Returns the optimizers; none before they are configured.
         snapshot: Whether to record the allocator's history.
 
     Attributes:
-        reader: Reads the device; None if it keeps no statistics.
-        virtual: The reader, if it is a simulated device.
+        reader: Reads the device's memory statistics; None if it has none.
+        virtual: The VirtualDevice, if the device is simulated; else None.
         on_device: Returns whether a tensor is on the device.
         recording: The recording of the allocator's history; None if there is none.
         batch: The batch that is running; None between batches.
@@ -155,11 +155,11 @@ class FailureCapture:
     # --- following the run
 
     def begin_evaluation(self) -> None:
-        """Note the time at which an evaluation begins."""
+        """Record the time at which an evaluation begins."""
         self.evaluation_began = None if self.recording is None else self.recording.now()
 
     def begin_batch(self, stage: str, batch: Any, batch_idx: int, phase: str = "") -> None:
-        """Record that a batch is on the device, and the state of memory before its step."""
+        """Record the batch, and how much memory is allocated before its step."""
         if stage != self._stage:
             self._stage, self._n_batches, self._first = stage, 0, {}
         self.batch_began = None if self.recording is None else self.recording.now()
@@ -183,7 +183,7 @@ class FailureCapture:
             self._first.setdefault((before.had_gradients, before.had_state), (before, self._n_batches))
 
     def end_batch(self) -> None:
-        """Drop the batch, and add its sizes to those of earlier batches."""
+        """Release the batch, and add its sizes to those of earlier batches."""
         self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
@@ -191,7 +191,7 @@ class FailureCapture:
     # --- when memory runs out
 
     def facts_of(self, error: BaseException) -> FailureFacts:
-        """Return the facts captured when memory first ran out in this step; if none were, capture them now."""
+        """Return the facts captured when memory first ran out in this step. If there are none, capture them now."""
         # Observers are only called for these: what was captured before an error of another kind is about another one.
         is_observed = any(isinstance(cause, torch.OutOfMemoryError) for cause in error_chain(error))
         if self.captured is None or not is_observed:

@@ -28,7 +28,7 @@ _LEAST_BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryAtBatchStart:
-    """The memory at the start of a batch: everything above it was allocated during the batch.
+    """The memory at the start of a batch, to tell what was allocated during the batch.
 
     Attributes:
         allocated: Bytes allocated.
@@ -52,17 +52,17 @@ def split_memory(
     batch: Any = None,
     before: MemoryAtBatchStart | None = None,
 ) -> dict[str, int]:
-    """Return the allocated bytes by category: what model, optimizers and batch own, activations, and other.
+    """Split the allocated bytes into categories: parameters, gradients, activations and so on.
 
-    Memory without an owner counts as activations if it was allocated after the batch began, else as "other".
+    Memory of neither model, optimizers nor batch is "other" if it was allocated before the batch, else activations.
 
     Args:
         allocated: The bytes allocated now; the categories add up to them.
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
-        on_device: Returns whether a tensor is on the device, and so counts.
-        batch: The inputs.
-        before: The memory when the batch began. Without it, all memory without an owner counts as activations.
+        on_device: Returns whether a tensor is on the device; others are not counted.
+        batch: Its tensors are counted as inputs.
+        before: The memory when the batch began. Without it, nothing counts as "other".
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
     older = 0
@@ -120,13 +120,13 @@ class MemoryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class BatchesBefore:
-    """The sizes of the batches of a stage before the failed batch.
+    """The sizes of the batches that ran in a stage before the failed batch.
 
     Attributes:
         n: The number of these batches.
         most: The largest size of each dimension, by tensor name, such as `batch["boxes"]`.
         n_elements: The number of elements of the largest batch.
-        largest: The batch with the most elements, on the meta device.
+        largest: The batch with the most elements, as meta tensors without values.
     """
 
     n: int = 0
@@ -146,9 +146,9 @@ class BatchesBefore:
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return (name, shape, usual shape) of tensors that are far larger in a dimension than in any earlier batch.
+        """Find tensors of a batch with a dimension far larger than before. Return (name, shape, usual shape) of each.
 
-        Return [] if an earlier batch had as many elements, as for a batch of fewer but longer samples.
+        Return [] if an earlier batch had as many elements: this one may have longer samples, but fewer.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -163,13 +163,13 @@ class BatchesBefore:
 
 
 def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shape of each tensor of a batch by name, and the total number of elements."""
+    """Return a dict from the name of each tensor in a batch to its shape, and the total number of elements."""
     tensors = dict(named_tensors(batch, "batch"))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, sum(map(torch.numel, tensors.values()))
 
 
 class StepVariable(NamedTuple):
-    """A variable and its place, such as "`scores` in assign (model.py:33)", and a text on the tensors that it holds."""
+    """A variable that holds tensors. `where` is such as "`scores` in assign (model.py:33)"."""
 
     where: str
     tensors: str
@@ -177,11 +177,11 @@ class StepVariable(NamedTuple):
 
 
 def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the variables of the user's running functions that hold tensors, each storage once, largest first.
+    """Return the local variables of the user's running functions that hold tensors, largest first.
 
     Args:
-        on_device: Returns whether a tensor is on the device, and so counts.
-        seen: The identities of storages to leave out; those that are found are added.
+        on_device: Returns whether a tensor is on the device; others are not counted.
+        seen: Identifies the storages not to count again; those that are counted are added.
     """
     found = []
     frame = inspect.currentframe()
@@ -203,7 +203,7 @@ def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
-    """The facts captured when memory ran out: plain data without tensors of the device. Sizes are in bytes.
+    """The state of memory when it ran out, as plain data without tensors on the device. Sizes are in bytes.
 
     Attributes:
         moment: The place in the run.
@@ -212,12 +212,12 @@ class FailureFacts:
         requested: The size that could not be allocated; None if unknown.
         free: The free bytes of the device; None if unknown.
         used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
-        fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
+        fraction: The part of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: The allocated bytes by category; None if unknown.
-        grown: Memory that has accumulated over the batches; None if it is little, or unknown.
+        grown: The memory that has accumulated over the batches; None if that is little or unknown.
         before: The batches of the stage before the failed one.
         variables: The variables of the step that held tensors of the device, the largest first.
-        batch: The batch on the meta device (sizes without values); None if none was running.
+        batch: The failed batch as meta tensors, without values; None if none was running.
     """
 
     moment: FailureMoment
@@ -235,7 +235,7 @@ class FailureFacts:
 
     @property
     def unusable(self) -> int | None:
-        """Reserved bytes that are free but fragmented: entirely free segments were released before the error."""
+        """Reserved bytes that were free but too fragmented to use. Whole free segments had been released already."""
         if self.stats.reserved is None or self.stats.allocated is None:
             return None
         return self.stats.reserved - (self.stats.active or self.stats.allocated)

@@ -21,7 +21,7 @@ HOLDERS_S = 3.0
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return the objects that hold device memory beyond that of the model, its optimizers and the batch.
+    """Return the objects that hold device memory that is not of the model, its optimizers or the batch.
 
     Args:
         run: The failed run.
@@ -45,7 +45,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
 
 
 def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
-    """Return functions that look up in a snapshot whether a tensor is new in this batch, and which line made it."""
+    """Return functions that tell from the snapshot whether this batch allocated a tensor, and which line did."""
     reader, device, began = capture.reader, capture.device.index or 0, capture.batch_began
 
     def address_of(tensor: Tensor) -> int | None:
@@ -69,7 +69,7 @@ def _notes(capture: FailureCapture, snapshot: Mapping[str, Any]) -> BlockNotes:
 
 
 def _maker(frames: Any) -> str:
-    """Return where a block was allocated according to its recorded stack; "" if unknown.
+    """Return the place in the code that allocated a block, from its recorded stack; "" if unknown.
 
     This is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules instead
     of lines, such as "in net.0".

@@ -33,18 +33,18 @@ CHECKS_S = 8.0
 
 
 class NoticeBoard:
-    """A file in which a failed rank leaves a text for the other ranks, which only see a closed connection.
+    """A file with a message from the rank that ran out of memory: the others only see a lost connection.
 
     Args:
         directory: The directory of the reports; None for the system's temporary directory.
-        token: An identifier of this call of the Trainer, the same on every rank.
+        token: An identifier of this Trainer run, the same on every rank.
     """
 
     def __init__(self, directory: Path | None, token: str) -> None:
         self._path = (directory or Path(tempfile.gettempdir())) / f".oom-{token}.txt"
 
     def leave(self, text: str) -> bool:
-        """Leave a text, and return True if this rank is the first to do so."""
+        """Write a message, unless another rank has written one. Return True if this rank is the first."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("x", encoding="utf-8") as file:
@@ -54,7 +54,7 @@ class NoticeBoard:
         return True
 
     def read(self) -> str:
-        """Return the text; "" if no rank has left one."""
+        """Return the message; "" if no rank has written one."""
         try:
             return self._path.read_text(encoding="utf-8")
         except OSError:
@@ -88,8 +88,8 @@ class OOMReporter:
     ) -> ReportPage:
         """Create the report, write it, print its first lines, and return it.
 
-        `read_run` reads the run's facts. A note that names the report is added to `error`, which ends the run. If the
-        run goes on instead, `done` says what was done about the error, and other ranks get no notice.
+        `read_run` reads the properties of the run. A note that names the report is added to `error`, if that ends the
+        run. If the run goes on instead, `done` says how the error was handled, and other ranks are not told.
         """
         end = time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
@@ -119,7 +119,7 @@ class OOMReporter:
         return page
 
     def report_other_rank(self, error: BaseException) -> str:
-        """If another rank ran out of memory, add a note that says so to this error, and return the note; else ""."""
+        """If another rank ran out of memory, add a note to `error` that says so. Return the note, or "" if none did."""
         notice = "" if self.board is None else self.board.read()
         note = f"OOMReport: this error is a consequence of {notice}" if notice else ""
         if note:
@@ -127,7 +127,7 @@ class OOMReporter:
         return note
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
-        """Write a report to the reports' directory or, if that fails, to a temporary one."""
+        """Write a report to the directory of reports. If that fails, write it to a temporary directory."""
         written = write_report(self.directory, name, text)
         if isinstance(written, Path):
             return written
@@ -138,7 +138,7 @@ class OOMReporter:
 
 
 def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> T:
-    """Return `make()`. If it raises, note on the page that `what` could not be read, and return `otherwise`."""
+    """Return `make()`. If that raises, add a note to the page that `what` could not be read; return `otherwise`."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001, the user's objects are searched, and the user's step is traced
@@ -149,7 +149,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 def _advise(
     page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
-    """Find the holders of memory, try changes until `end` (in CPU time), and add the results to the page."""
+    """Find what holds memory and which changes help, until the CPU time `end`. Add the results to the page."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)
@@ -159,7 +159,7 @@ def _advise(
 
 
 def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:
-    """Write the snapshot beside the report; return its path, or the reason why there is none."""
+    """Write the memory snapshot beside the report. Return its path, or a string that says why there is none."""
     if snapshot is None:
         return "this device records none" if capture.snapshot else "it was not asked for (snapshot=False)"
     if isinstance(report, NotWritten):

@@ -17,7 +17,7 @@ from lightning_memtools.memory.sizes import format_size
 
 @dataclass(frozen=True)
 class RecordedHistory:
-    """A recorded allocator history that ends with the failed request, and the device that it was recorded on.
+    """The recorded history of an allocator up to the failed request, and the size of its device.
 
     Attributes:
         snapshot: A snapshot as `torch.cuda.memory._snapshot` or `take_snapshot` returns it.
@@ -39,11 +39,11 @@ class RecordedHistory:
 
     @cached_property
     def failed(self) -> FailedRequest | None:
-        """The request that found no memory; None if the history does not contain it."""
+        """The request that ran out of memory; None if the recorded history does not contain it."""
         return failed_request(self.snapshot, self.config, **self._limits)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
-        """Replay the history up to a time and return the allocator; None if it begins later or cannot be replayed."""
+        """Return the simulated allocator after a replay up to `time`; None if the history does not allow that."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None
@@ -53,7 +53,7 @@ class RecordedHistory:
     def with_expandable_segments(self) -> tuple[bool | None, str]:
         """Return whether ``expandable_segments:True`` would have avoided the failure, and a sentence that says why.
 
-        The first value is None if the history does not allow a conclusion.
+        The first of the two is None if the recorded history does not tell.
         """
         failed = self.failed
         if failed is None:
@@ -66,7 +66,7 @@ class RecordedHistory:
 
 
 def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
-    """Return whether a failed request would have been served with other settings, and a sentence that says why."""
+    """Return whether the failed request would have succeeded with other settings, and a sentence that says why."""
     done = replay(failed.trace, config=config)
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"

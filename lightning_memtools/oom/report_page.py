@@ -30,10 +30,10 @@ class ReportPage:
 
     Attributes:
         facts: The facts captured when memory ran out.
-        error: The error's own text.
-        done: What was done about the error, if the run goes on.
+        error: The error's message and notes.
+        done: If the run goes on, a sentence on how the error was handled.
         where: The user's line of code that failed; "" if unknown.
-        held: The holders of memory that the step does not need.
+        held: The objects that hold device memory the step does not need.
         advice: The changes that were tried, with their results.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
@@ -58,7 +58,7 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """A sentence that says what failed and where, and another that names the cause or the largest category."""
+        """Two sentences: what failed and where, and the cause or else the largest category of memory."""
         facts, request = self.facts, ""
         if facts.requested is not None:
             request = f": tried to allocate {format_size(facts.requested)}"
@@ -67,7 +67,7 @@ class ReportPage:
         return f"Out of memory on {facts.device} ({facts.moment}){request}.{cause and f' {cause}.'}"
 
     def _largest_category(self) -> str:
-        """Return a sentence that names the category that takes most of the memory; "" if no single category does."""
+        """Return a sentence that names the category with most of the allocated memory; "" if there is none."""
         name, size = next(iter(self._categories()), ("", 0))
         total, limit = self.facts.stats.allocated or 0, self.facts.fraction * (self.facts.stats.capacity or 0)
         if size <= _MOST * total or total < _MOST * limit:
@@ -80,7 +80,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return what failed, what to do first, and the path of the report; without a file, the whole report."""
+        """Return the lines to print: what failed, what to do, the report's path; the whole report if it has no file."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
@@ -88,13 +88,13 @@ class ReportPage:
         return "\n".join(line for line in [*lines, self.file_line()] if line)
 
     def file_line(self) -> str:
-        """Return the sentence that names the report's file, or says why there is none."""
+        """Return a line that gives the path of the report, or says why there is no file."""
         if isinstance(self.file, Path):
             return f"Report: {short_path(str(self.file))}"
         return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
 
     def note(self) -> str:
-        """Return the text of the note to add to the error: what failed, and the path of the report."""
+        """Return the note to add to the error: what failed, and the path of the report."""
         return f"OOMReport: {self.headline}\n{self.file_line()}"
 
     # --- the page

@@ -29,7 +29,7 @@ class StepTrials:
 
     Args:
         failed: The failed step.
-        seconds: The CPU time from now after which no further trial begins.
+        seconds: The CPU time from now on after which no further trial begins.
 
     Attributes:
         failed: The failed step.
@@ -48,7 +48,7 @@ class StepTrials:
                 self.why_not = why_not_checked(error)
 
     def check_time(self) -> None:
-        """Raise if there is no time for another trial.
+        """Check that there is time for another trial.
 
         Raises:
             NotCheckedError: The time is used up.
@@ -67,16 +67,16 @@ class StepTrials:
 
     @property
     def plain(self) -> MemoryEstimate:
-        """The memory estimate for the unchanged step. Only for steps that can be traced."""
+        """The memory estimate for the unchanged step. Fails if the step cannot be traced."""
         return self.at(self.size)
 
     @cached_property
     def planner(self) -> StepPlanner:
-        """The planner of the step's checkpoints, which profiles the step once for all plans."""
+        """Makes checkpoint plans for the step. Profiles the step once for all of them."""
         return StepPlanner(self.failed.step())
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
-        """Return the estimate of the step with another batch size and number of batches per optimizer step."""
+        """Return the memory estimate for batches of `size` samples, `accumulate` of them per optimizer step."""
         key = (size, min(accumulate or self.failed.run.accumulate, 2))
         if key not in self._estimates:
             self.check_time()
@@ -84,12 +84,12 @@ class StepTrials:
         return self._estimates[key]
 
     def having(self, **changes: Any) -> MemoryEstimate:
-        """Return the estimate of the step with changes, which are arguments of `FailedStep.estimate`."""
+        """Return the memory estimate for a changed step. `changes` are arguments of `FailedStep.estimate`."""
         self.check_time()
         return self.failed.estimate(**changes)
 
     def saving(self, peak: int) -> int:
-        """Return by how many bytes a peak is below that of the unchanged step; 0 if the difference is negligible."""
+        """Return by how many bytes `peak` is below the peak of the unchanged step; 0 if that is negligible."""
         saved = self.plain.peak_allocated - peak
         return saved if saved > _LEAST_SAVING * self.plain.peak_allocated else 0
 
@@ -97,24 +97,24 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the unchanged step fits when traced: the trace then misses something that made the real step fail."""
+        """True if the unchanged step fits in simulation, so that the trace misses what made the real step fail."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property
     def limit(self) -> int | None:
-        """The bytes available to the step's tensors; None if the simulated step does not run out of them."""
+        """The bytes available to the step's tensors; None if unknown, or if the unchanged step fits in simulation."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
-        """Return whether a step with this estimate fits in the available memory; None if a trace cannot tell."""
+        """Return whether a step with this estimate fits in the available memory; None if simulation cannot tell."""
         return None if self.limit is None else self._serves(estimate.trace)
 
     def fits_with(self, n_bytes: int) -> bool | None:
-        """Return whether the unchanged step fits with `n_bytes` more memory; None if a trace cannot tell."""
+        """Return whether the unchanged step fits if `n_bytes` are freed; None if simulation cannot tell."""
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if a replay serves all requests of a trace, in evaluation also with the fragments of training."""
+        """Return True if memory suffices for a traced step. In evaluation, count the fragmentation by training too."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
@@ -122,7 +122,7 @@ class StepTrials:
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
-        """The simulated allocator when evaluation began, fragmented by training; None in training, or if unknown."""
+        """The simulated allocator as training left it when evaluation began; None in training or if unknown."""
         history, began = self.failed.history, self.failed.evaluation_began
         return None if history is None or began is None else history.allocator_at(began)
 
@@ -144,5 +144,5 @@ class StepTrials:
 
 
 def why_not_checked(error: Exception) -> str:
-    """Return an error's message as one line, without the final period."""
+    """Return the reason why a change was not checked: the error's message in one line, without the final period."""
     return (str(error) if isinstance(error, NotCheckedError) else in_one_line(error)).rstrip(".")

@@ -25,7 +25,7 @@ class CannotSplitError(Exception):
 
 
 def n_samples_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of all of its tensors, arrays and lists of values.
+    """Return the number of samples in a batch: the common length of its tensors, arrays and lists of values.
 
     Raises:
         CannotSplitError: The lengths differ, or the batch holds an object that cannot be cut.
@@ -65,7 +65,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of nested containers, and a function that rebuilds the containers from other leaves."""
+    """Return the leaves of a nested batch, and a function that rebuilds a batch of that form from other leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)

@@ -33,7 +33,7 @@ from lightning_memtools.reporting.ranks import refused_collectives
 
 
 class GradientExchange:
-    """Averages gradients over the ranks if a rank runs its step in parts under DistributedDataParallel.
+    """Averages gradients over the ranks under DistributedDataParallel, even if a rank runs its step in parts.
 
     Args:
         strategy: The Trainer's strategy. Unless its `model` is a DistributedDataParallel, there is nothing to exchange.
@@ -53,7 +53,7 @@ class GradientExchange:
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context manager for one attempt at the step. If `n_parts` > 1, no gradients are sent inside it."""
+        """Return a context manager for one attempt at the step. It sends no gradients if `n_parts` > 1."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
@@ -67,9 +67,9 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
-        """If the failed backward pass was sending gradients, reset DDP's reducer, and set the gradients to None.
+        """End a failed backward pass: if it was sending gradients, reset DDP's reducer and set gradients to None.
 
-        Returns "" if the step can be run again, else the reason why not.
+        Returns "" if the step can be run again, else the reason why it cannot.
 
         Args:
             complete: The parameters to which the failed pass had already added its gradients.
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients over the ranks, unless this batch only accumulates gradients."""
+        """Average the gradients over the ranks. Do nothing if no optimizer update follows this batch."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync
@@ -135,7 +135,7 @@ class GradientExchange:
 
 
 def why_unsent(strategy: Any) -> str:
-    """Return the reason why one rank alone cannot run a step again under this strategy; "" if it can."""
+    """Return why one rank cannot run its step again alone under this strategy; "" if it can."""
     wrapper = strategy.model
     if not isinstance(wrapper, DistributedDataParallel):
         return ""
@@ -151,7 +151,7 @@ def why_unsent(strategy: Any) -> str:
 
 
 def no_collectives() -> AbstractContextManager[None]:
-    """Return a context in which, with several ranks, starting a collective raises an error that names it."""
+    """Return a context manager that, with several ranks, makes any collective raise an error with its name."""
     return refused_collectives(
         lambda name: CannotSplitError(
             f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
@@ -166,6 +166,6 @@ def _is_pretended(wrapper: DistributedDataParallel) -> bool:
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that adds -0.0 to the gradients: it changes no bit, but fires the hooks of DDP's reducer."""
+    """Run a backward pass that adds -0.0 to all gradients: nothing changes, but the hooks of DDP's reducer run."""
     zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)

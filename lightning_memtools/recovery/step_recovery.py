@@ -30,7 +30,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts recovered and skipped batches. `n_parts` belongs to the latest step; `latest` describes the last event."""
+    """Counts recovered and skipped batches. `n_parts` is of the latest step; `latest` describes the latest event."""
 
     n_recovered: int = 0
     n_skipped: int = 0
@@ -54,7 +54,7 @@ class StepRecovery:
 
     Args:
         strategy: The Trainer's strategy; None without a Trainer.
-        tell: Called after the first step with the reason, if batches cannot be run in parts.
+        tell: If batches cannot be run in parts, this is called with the reason after the first step.
 
     The other arguments are those of OOMRecovery.
     """
@@ -86,7 +86,7 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result. In parts, it is the last part's result with the loss of the whole batch.
+        """Run a step and return its result; if in parts, that of the last part with the loss of the whole batch.
 
         Raises:
             torch.OutOfMemoryError: The step cannot be run in parts that are small enough; a note says why.
@@ -103,7 +103,7 @@ class StepRecovery:
         return step.skipped()
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
-        """Return the recorded state before a step; None if the step could not be run again anyway."""
+        """Record the state before a step, and return it; None if the step could not be run again anyway."""
         # In the first step, forward may still put its norms into evaluation mode.
         if self._tell is None and why_norm_prevents(self._norms):
             return None
@@ -127,7 +127,7 @@ class StepRecovery:
         return result
 
     def _run(self, start: StepStart) -> Any:
-        """Run a step, in parts if needed; return None if it is skipped. The step's own errors are raised unchanged."""
+        """Run a step, in parts if needed; return None if the batch is skipped. Other errors of the step are raised."""
         try:
             return self._attempts(start)
         except Exception as error:
@@ -179,7 +179,7 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return the number of parts to try first, so that each part is smaller than any that ran out of memory."""
+        """Return how many parts to try first: enough for each to be smaller than any that ran out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
@@ -201,7 +201,7 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return (part, factor) pairs; the factor multiplies the part's loss. Parts with a factor of 0 are left out.
+        """Return the parts of a batch, each with the factor for its loss. Parts with a factor of 0 are left out.
 
         Raises:
             CannotSplitError: The batch cannot be split, or its parts do not add up to it.
@@ -243,7 +243,7 @@ class StepRecovery:
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:
-        """Return the reason why steps cannot be run in parts, whatever the batch; "" if they can."""
+        """Return why no batch of this model can be run in parts; "" if batches can."""
         if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -252,7 +252,7 @@ class StepRecovery:
         return why_norm_prevents(self._norms)
 
     def _note(self, start: StepStart, n_parts: int, *, is_recovering: bool) -> None:
-        """Count a step that has run. After the first step, tell the user if batches cannot be run in parts."""
+        """Count a step that has run. After the first one, tell the user if batches cannot be run in parts."""
         told = self.recoveries
         told.n_parts, told.most_parts = n_parts, max(n_parts, told.most_parts)
         if is_recovering:
@@ -275,12 +275,12 @@ class StepRecovery:
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of all normalization layers that can use the statistics of a batch."""
+    """Return (name, module) of each normalization layer that can use batch statistics."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """If a normalization layer now uses batch statistics, return why batches must not be split; else return ""."""
+    """Return why batches must not be split, if a normalization layer now uses batch statistics; "" if none does."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (
@@ -298,7 +298,7 @@ def _add_reason(error: Exception, why_not: str) -> None:
 
 
 def _warn_of(fault: Exception) -> str:
-    """Warn of an error in OOMRecovery's own code, which must not hide the user's error. Return the warning's text."""
+    """Warn of an error in OOMRecovery's own code, which must not hide the user's. Return the warning's message."""
     text = f"OOMRecovery itself failed: {in_one_line(fault)}"
     with suppress(DegradedWarning):  # where warnings are errors
         warnings.warn(text, DegradedWarning, stacklevel=2)

@@ -24,7 +24,7 @@ _MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointi
 
 
 class TrainedState:
-    """The parameters, metrics and buffers that a step may change, and the device whose random generator it uses."""
+    """The parameters, metrics and buffers of a model, which a step may change, and the device that it runs on."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -34,18 +34,18 @@ class TrainedState:
 
 
 class StepStart:
-    """Records the random state, buffers, metrics, logged values, batch and gradients before a step, to restore them.
+    """Records the state before a step, to restore it: random state, buffers, metrics, logs, batch and gradients.
 
     In the first batch of an optimizer step, gradients are reset to None. Gradients that earlier batches accumulated are
     set aside while parts run, so that a failed part cannot change them. If a failed backward pass of the whole batch
-    has already added to some of these, the sums are kept: backward adds to a parameter once, when its gradient is
-    complete. The parts then add gradients to the other parameters only.
+    has already added to some of these, the sums are kept, since they are complete: backward adds to each parameter only
+    once. The parts then add gradients to the other parameters only.
 
     Attributes:
-        batch: The batch in copied containers, which the step cannot change.
+        batch: The batch in new dicts and lists, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
         raised: The last error that was raised by the step itself, not by the code around it.
-        kept: The parameters whose gradients of this batch are kept, so that the batch can no longer be skipped.
+        kept: The parameters that keep gradients of this batch. If there are any, the batch cannot be skipped.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
@@ -73,7 +73,7 @@ class StepStart:
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
-        """Run forward and backward of a part with its loss multiplied by a factor. Return the result with that loss."""
+        """Run forward and backward of a part, its loss multiplied by `factor`. Return the result with that loss."""
         with _logging_for(part, self._step.results):
             result = self._run(part, factor)
         loss = result.closure_loss
@@ -110,13 +110,13 @@ class StepStart:
 
     @torch.no_grad()
     def add_gradients_set_aside(self) -> None:
-        """Add the gradients that were set aside to those of the parts."""
+        """Add the gradients that were set aside to the gradients of the parts."""
         for parameter, gradient in self._aside:
             of_parts = None if parameter in self.kept else parameter.grad
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
-        """Return the parameters to whose `grad` a backward pass of the whole batch has already added."""
+        """Return the parameters whose gradients a backward pass of the whole batch has already computed."""
         if not self._is_whole:
             return []
         if self._step.zero_grad is not None:
@@ -128,7 +128,7 @@ class StepStart:
         ]
 
     def take_back(self) -> str:
-        """Restore the state at the start of the step. Return the reason if that is impossible, else ""."""
+        """Restore the state at the start of the step. Return "", or the reason why that is impossible."""
         completed, self._is_whole = self.completed(), False
         self._random.restore()
         self._take_back_log()
@@ -164,7 +164,7 @@ class StepStart:
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:
-    """Return a function that restores the logged values to what they are now; Lightning has no such function."""
+    """Return a function that restores the values logged so far. Lightning has no such function."""
     saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
     batch, size = results.batch, results.batch_size
 
@@ -181,7 +181,7 @@ def _log_restorer(results: Any) -> Callable[[], None]:
 
 @contextmanager
 def _logging_for(part: Any, results: Any) -> Iterator[None]:
-    """Return a context in which `self.log` uses a part's batch size, so that epoch means weight it correctly."""
+    """Return a context manager that makes `self.log` weight epoch means by the part's batch size."""
     whole, results.batch, results.batch_size = results.batch, part, None
     try:
         yield

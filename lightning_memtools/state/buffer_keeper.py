@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """A buffer's module and name, and the tensor and its version found there at the last look."""
+    """The place of a buffer (its module's dict and its name), with the tensor and version last seen there."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -43,7 +43,7 @@ class _BufferPlace:
 
 
 class _BufferCopies:
-    """Copies of buffers of one device and dtype, side by side in one tensor: one kernel copies all of them."""
+    """Copies of all buffers of one device and dtype, in one flat tensor, so that one kernel copies them all."""
 
     def __init__(self, places: list[_BufferPlace]) -> None:
         self.places = places
@@ -54,7 +54,7 @@ class _BufferCopies:
         self._values = [part.view(tensor.shape) for part, tensor in parts]
 
     def take(self, unless: Tensor | None) -> bool:
-        """Copy the buffers again, unless `unless` is nonzero. Return False if a device, dtype or shape has changed."""
+        """Copy the buffers again, unless `unless` is nonzero. Return False if a device, dtype or shape differs."""
         now: list[Any] = [place.held.get(place.key) for place in self.places]
         if any(map(is_not, now, self.tensors)):
             if any(tensor is None or _KIND(tensor) != kind for tensor, kind in zip(now, self._kinds, strict=True)):
@@ -81,8 +81,8 @@ class _BufferCopies:
 class BufferKeeper:
     """Copies a module's buffers at the start of a step, to restore them if the step is undone.
 
-    The copies take as much memory as the buffers, but those of large buffers that no step writes are released. The
-    host never waits for the device.
+    The copies take as much memory as the buffers. Copies of large buffers are released if the step after the copy does
+    not write them. The host never waits for the device.
 
     Args:
         module: The module that is trained.
@@ -115,7 +115,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers."""
+        """Restore the buffers to their copies."""
         for copies in self._copies:
             copies.restore()
         for place in self._none:
@@ -125,11 +125,11 @@ class BufferKeeper:
                 del held[key]
 
     def unrestored(self) -> list[str]:
-        """Return the names of large buffers that were written for the first time after `keep`, and so have no copy."""
+        """Return the names of buffers that were written since `keep` but have no copy, as large constants have none."""
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if buffers were added or removed, or a None buffer was set, after the last full copy."""
+        """Return True if a buffer was added or removed, or one that was None was set, after the last copy of all."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
@@ -153,5 +153,5 @@ class BufferKeeper:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as after expand(), so that it cannot be written in place."""
+    """Return True if elements of a tensor share memory, as after expand(): it cannot be written in place."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

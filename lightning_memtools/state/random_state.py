@@ -29,7 +29,7 @@ class RandomState:
 
     @classmethod
     def now(cls, *, device: torch.device | None = None) -> RandomState:
-        """Read the states on the host, and those on all devices, or only on `device`. Does not wait for a device."""
+        """Read the states of the host and of `device` (if None, of all devices). Does not wait for a device."""
         cuda: Any = torch.cuda
         return cls(
             python=random.getstate(),
@@ -41,7 +41,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Restore every generator whose state was read. Others stay as they are."""
+        """Restore every generator whose state was read, and leave others as they are."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         for index, state in enumerate(self.cuda or ()):
@@ -59,7 +59,7 @@ class RandomState:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RandomState:
-        """Return the RandomState from which `as_plain` made `plain`."""
+        """Create a RandomState from the values that `as_plain` returned."""
         return cls(**plain)
 
     def __eq__(self, other: object) -> bool:
@@ -92,8 +92,8 @@ _LATEST: list[tuple[bytes, Any]] = []
 def _numpy_state() -> Any:
     """Return the state of NumPy's global generator; None if NumPy has not been imported.
 
-    Reading it takes NumPy 50 microseconds, so it is cached until the generator's memory changes. A state is not cached
-    if it includes the second half of a pair of normal numbers, which is not in that memory.
+    Reading it takes 50 microseconds, so it is cached until the generator's memory changes. It is not cached while NumPy
+    holds a second normal number back for the next call, as that number is not in this memory.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:

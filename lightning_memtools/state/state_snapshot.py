@@ -36,7 +36,7 @@ _EXTERNAL_MODULES = {
 
 
 class StateSnapshot:
-    """Records the state of everything that can be reached from `roots`; `restore` writes it back, as often as needed.
+    """Records the state of all objects that can be reached from `roots`, to restore it as often as needed.
 
     The state of all global random generators is included. In a data set, the contents of containers and attributes are
     recorded, but not the values of tensors and arrays: they may not fit in host memory, and reading does not change
@@ -46,7 +46,7 @@ class StateSnapshot:
     Args:
         roots: The objects to start from.
         skip: Types whose objects are neither recorded nor searched.
-        host: Returns a context in which new tensors are allocated in host memory.
+        host: Returns a context manager in which new tensors are allocated in host memory.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StateSnapshot:
             waiting += referred
 
     def _record(self, value: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one return for each kind of object
-        """Record one object's own state (no values if `is_data`), and return the objects that it refers to."""
+        """Record the state of one object, without values if `is_data`. Return the objects that it refers to."""
         if isinstance(value, Tensor):
             return [] if is_data else self._record_tensor(value) + self._record_object(value)
         # A class derived from a container has items and attributes: Lightning's results are a dict with attributes.
@@ -168,7 +168,7 @@ class StateSnapshot:
         return [] if isinstance(container, bytearray) else _walked(items)
 
     def _record_generator(self, value: Any) -> bool:
-        """Record the state of a random generator and return True; return False for any other object."""
+        """Record the state of a random generator and return True. Return False for any other object."""
         state = generator_state(value)
         if state is None:
             return False
@@ -185,7 +185,7 @@ class StateSnapshot:
             self._restorers.append(restore)
 
     def _record_object(self, value: Any) -> list[Any]:
-        """Record the attributes of an object from its `__dict__` and slots, and return their values."""
+        """Record the attributes of an object, from `__dict__` and slots. Return the values of these attributes."""
         referred: list[Any] = []
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
@@ -202,7 +202,7 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items to record as well: all, or none of more than 10,000 if a sample of 64 holds no tensor.
+    """Return the items of a container to record: all, but [] for over 10,000 if a sample of 64 holds no tensor.
 
     Recording a million items would take minutes. The container itself is recorded in any case.
     """
@@ -212,7 +212,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:
-    """Return a view with each dimension repeated by `expand` cut to size 1, since shared memory cannot be written."""
+    """Return a view without the repeats of `expand` (size 1 in those dimensions), which can be written in place."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:
