@@ -56,7 +56,7 @@ def _contents(thing: Any) -> Collection[Any]:
 
 
 def is_plain_object(thing: Any) -> bool:
-    """Return whether an object may be data with tensors in its attributes, unlike a module or a function."""
+    """Return whether an object may hold data in its attributes, as a batch does, and is not a module or a function."""
     # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
     if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return False

@@ -29,7 +29,7 @@ def is_on_null_device() -> bool:
 
 
 def computes_nothing(device: torch.device) -> bool:
-    """Return True if a device is a simulated one of a dry run, on which all values are zero."""
+    """Return True if a device is the simulated GPU of a dry run, on which all values are zero."""
     import torch  # noqa: PLC0415, the program that starts a dry run needs no torch itself
 
     return device.type == "cuda" and torch.cuda.get_device_name(device).endswith(_DRY_RUN)

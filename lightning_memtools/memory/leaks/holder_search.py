@@ -80,7 +80,7 @@ class Holding:
 
     @property
     def is_left_over(self) -> bool:
-        """True if an object outside of the run holds a model or an optimizer of another run."""
+        """True if the tensors belong to a model or optimizer of an earlier run, which some object still holds."""
         return bool(self.owners) and not self.is_of_run
 
     @property

@@ -21,13 +21,13 @@ _MAX_SIGNATURES = 8
 
 @dataclass(frozen=True, slots=True)
 class LivingTensor:
-    """The living tensors on the device that share one storage.
+    """The live tensors on the device that share one storage.
 
     Attributes:
         key: The id of the storage (`storage_of`).
         tensors: The tensors.
         n_bytes: The memory that the storage occupies.
-        born: The number of the census that saw it first.
+        born: The number of the census that first found the storage.
         owners: The leaf tensors whose gradients are in the storage.
     """
 
