@@ -201,7 +201,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _collect(self, trainer: Trainer) -> RetainedMemory | None:
-        """Collect garbage if worthwhile, then log and return the memory that stays allocated; None with EmptyCache(ledger=False)."""
+        """Collect garbage if worthwhile, then log and return the memory that stays allocated; None without a ledger."""
         if self._run is None or not self._run.keeps_ledger:
             return None
         retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers)
