@@ -42,7 +42,7 @@ _IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
-    """Logs allocated and reserved memory, its peaks and what it consists of, for every stage, to every logger.
+    """Logs allocated and reserved memory, their peaks and what fills them, for every stage, to every logger.
 
     With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
     spike is never lost between two points; other readers of `torch.cuda.max_memory_allocated` see the peak since then

@@ -152,7 +152,7 @@ class _RunLog:
         self._again = zip(self._names, self._first, strict=False) if self._first else None
 
     def note_output(self, out: Any) -> None:
-        """Note the output of the next layer. In a rerun, raise if it differs from the one of the first run."""
+        """Note the output of the next layer. In a rerun, raise if it differs from the output in the first run."""
         seen = ", ".join(
             f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
             for each in tensors_in(out)

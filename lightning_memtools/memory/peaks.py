@@ -26,7 +26,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PeakWindow:
-    """Keeps the highest allocated and reserved bytes that occur while it is running; `PeakCounter.open` creates it.
+    """Tracks the highest allocated and reserved bytes while it is running. `PeakCounter.open` creates a window.
 
     Attributes:
         allocated: Highest allocated bytes; None before the first reading, or where the device keeps no peaks.
@@ -86,7 +86,7 @@ class PeakCounter:
         return PeakWindow(self)
 
     def fold(self, *, reset: bool = True) -> MemoryStats:
-        """Read the device, update the peaks of all running windows, and return the device's statistics.
+        """Read the device's memory statistics, update the peaks of all running windows, and return the statistics.
 
         Args:
             reset: Whether to reset the device's peaks; False if the caller does so.

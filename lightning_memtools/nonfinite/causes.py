@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class NonFiniteCause(StrEnum):
-    """The kinds of causes that make a loss or a gradient NaN or Inf."""
+    """The possible causes of a NaN or Inf in a loss or a gradient."""
 
     DIRTY_DATA = "dirty data"
     LATE_MASK = "masked too late"

@@ -225,9 +225,9 @@ class StepRerun:
         """Return, for each parameter, attribute tensor and batch tensor, a value that changes when it is written."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
-            plain_name(name): (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
+            key: (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
             for name, each in tensors
-            if not plain_name(name).startswith(self._metrics)
+            if not (key := plain_name(name)).startswith(self._metrics)
         }
 
 

@@ -27,7 +27,7 @@ _HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], Non
 
 
 def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
-    """From now on, call `hear` with all scalars that this package logs for a Trainer; return a function to stop."""
+    """Call `hear` whenever this package logs scalars for a Trainer. Return a function that ends this."""
     _HEARERS[trainer] = hear
     return lambda: _HEARERS.pop(trainer, None) and None
 

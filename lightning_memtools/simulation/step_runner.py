@@ -332,7 +332,7 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _has_loss(out: Any) -> bool:
-    """Return whether the result of a training step has a loss. It may be None, with which Lightning skips the step.
+    """Return whether the result of a training step has a loss. If the result is None, Lightning skips the step.
 
     Raises:
         TypeError: The result is neither None nor a loss.
