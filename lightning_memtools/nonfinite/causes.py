@@ -52,8 +52,6 @@ ADVICE = {
     "loss is summed over the batch, that may be the reason: take its mean.",
     "low precision": 'train with precision="bf16-mixed" or "32-true". Keeping this operation in float32 may be enough.',
     "constant": "mend what computes that number.",
-    "weight operand": "no sample is to blame: keep {name} away from such values, by its initialization and by a clamp "
-    "or an eps where it is used.",
     "unknown": "run this step with Trainer(detect_anomaly=True), which may name the operation.",
     "not reproducible": "look first at what the step reads besides weights, buffers and the batch (iterators, files, "
     "caches, the clock, objects and globals that it writes), and make it a buffer or part of the batch, so that it is "

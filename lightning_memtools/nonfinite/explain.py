@@ -169,27 +169,8 @@ def _of_domain(event: BadOperation) -> tuple[str, str]:
     """Return evidence and advice for an operation that is undefined or infinite at its finite inputs."""
     if event.constant:
         return "the code itself writes it", ADVICE["constant"]
-    because, weight = "the operation is undefined or infinite at its inputs", _weight_at_fault(event)
-    advice = advice_for(event.operation, event.of_forward, overflows=False)
-    if weight:
-        because += f", and the input at fault comes from {weight}"
-        advice = f"{ADVICE['weight operand'].format(name=weight)} In general: {advice}"
-    return because, advice
-
-
-def _weight_at_fault(event: BadOperation) -> str:
-    """Return the parameter or buffer whose finite values make an operation undefined; "" if unknown.
-
-    All inputs of the operation that hold zeros, or else all with negative values, have to come from this weight.
-    """
-    if event.inputs:
-        return ""
-    took = event.took[1:] if event.operation.startswith("aten.div") else event.took  # it is undefined by its divisor
-    for n_of in (lambda facts: facts.n_zero, lambda facts: facts.n_below_zero, lambda _: 1):
-        weights = {facts.weight for facts in took if n_of(facts)}
-        if weights:
-            return weights.pop() if len(weights) == 1 else ""
-    return ""
+    because = "the operation is undefined or infinite at its inputs"
+    return because, advice_for(event.operation, event.of_forward, overflows=False)
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:

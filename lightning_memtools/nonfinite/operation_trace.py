@@ -49,11 +49,8 @@ class TensorFacts:
     text: str  # such as ``"[8] float32 (1 of 8 is 0, largest magnitude 5.59)"``; of a good number, its value
     shape: tuple[int, ...]
     dtype: str  # such as ``"float32"``
-    n_zero: int
-    n_below_zero: int
     # of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0
     samples: tuple[int, ...]
-    weight: str = ""  # the parameter or buffer that it was computed from, and from nothing else: "parameter net.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +105,16 @@ def kinds_of(tensor: Tensor) -> BadKinds:
     return frozenset(kind for kind, test in tests if bool(test(floats).any()))
 
 
-def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> TensorFacts | None:
-    """Return a description of a tensor; None if it has no floating-point values.
-
-    `weight` is the name of the weight if the tensor was computed from that alone. With `only_nan`, Inf is fine.
-    """
+def facts_of(tensor: Tensor, *, only_nan: bool = False) -> TensorFacts | None:
+    """Return a description of a tensor; None if it has no floating-point values. With `only_nan`, Inf is fine."""
     floats = floats_of(tensor)
     if floats is None:
         return None
     floats = floats.detach()
     bad, zeros, n = ~torch.isfinite(floats), floats == 0, floats.numel()
-    n_bad, n_zero, n_below = int(bad.sum()), int(zeros.sum()), int((floats < 0).sum())
+    n_bad = int(bad.sum())
     shape, finite = tuple(floats.shape if tensor.is_nested else tensor.shape), floats[~bad]
-    counts = ((n_bad, "NaN or Inf"), (n_zero, "0"), (n_below, "below 0"))
+    counts = ((n_bad, "NaN or Inf"), (int(zeros.sum()), "0"), (int((floats < 0).sum()), "below 0"))
     parts = [f"{count} of {n} {'is' if count == 1 else 'are'} {what}" for count, what in counts if count]
     parts.append(f"largest magnitude {float(finite.abs().max()) if finite.numel() else 0.0:.4g}")
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -128,7 +122,7 @@ def facts_of(tensor: Tensor, weight: str = "", *, only_nan: bool = False) -> Ten
     has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
     marked = floats.isnan() if only_nan else bad if n_bad else zeros
     samples = tuple(rows_with(marked, _MOST_SAMPLES)) if has_samples else ()
-    return TensorFacts(text, shape, dtype, n_zero, n_below, samples, weight)
+    return TensorFacts(text, shape, dtype, samples)
 
 
 class StorageKeys:
@@ -161,9 +155,6 @@ class OperationTrace(DispatchMode):
         self.events: list[BadOperation] = []
         self.memory = StorageKeys()
         self._names = {id(part): plain_name(name) for name, part in model.named_modules()}
-        # The memory of weights and buffers, and of what is computed from one of them alone: its key to their name.
-        self._weights = {self.memory.key(b): f"buffer {plain_name(name)}" for name, b in model.named_buffers()}
-        self._weights |= {self.memory.key(p): f"parameter {plain_name(name)}" for name, p in model.named_parameters()}
         self._running: list[str] = []  # the modules that run, innermost last
         self._forward: dict[int, _ForwardOperation] = {}
         self._n_operations = 0
@@ -201,20 +192,7 @@ class OperationTrace(DispatchMode):
                 self._read = tuple(self._bad_among(tree_leaves(taken), keys))
         elif bad and not _is_view(func):
             self._note(func, taken, keys, out, bad, backward=backward)
-        self._follow_weights(taken, keys, out)
         return out
-
-    def _weight_of(self, tensor: Tensor, keys: dict[int, int]) -> str:
-        return self._weights.get(keys.get(id(tensor)) or self.memory.key(tensor), "")
-
-    def _follow_weights(self, taken: Any, keys: dict[int, int], out: Any) -> None:
-        floats = [each for each in tree_leaves(taken) if isinstance(each, Tensor) and each.is_floating_point()]
-        weights = {self._weight_of(each, keys) for each in floats}
-        for tensor in _tensors(out):
-            if weights == {""} or len(weights) != 1:
-                self._weights.pop(self.memory.key(tensor), None)
-            else:
-                self._weights[self.memory.key(tensor)] = min(weights)
 
     def _copy(self, tensor: Tensor, keys: dict[int, int]) -> Tensor:
         if not tensor.is_floating_point() or not is_in_memory(tensor):
@@ -282,7 +260,7 @@ class OperationTrace(DispatchMode):
         known = self._forward.get(node_in_backward()) if backward else None
         place = _line_here(in_backward=backward)
         makes_bad = not inputs or (_hold_nan(outputs) and not _hold_nan(inputs))
-        took = [facts_of(each, self._weight_of(each, keys)) for each in tensors] if makes_bad else []
+        took = list(map(facts_of, tensors)) if makes_bad else []
         gave = [facts_of(each, only_nan=bool(inputs)) for each in _tensors(out)] if makes_bad else []
         self.events.append(
             BadOperation(

@@ -26,7 +26,7 @@ from lightning_memtools.nonfinite.causes import ADVICE, ANY_OPERATION, ANY_OVERF
 from tests.callbacks.spike_models import Spiking, as_loader, labels_times, with_bad
 from tests.lightning_models import trainer
 from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
-from tests.nonfinite.test_not_the_data import bias, targets, weight_with, where_afterwards
+from tests.nonfinite.test_not_the_data import bias, targets, where_afterwards
 
 EPS = 1e-6
 
@@ -290,10 +290,6 @@ def times_nan(m: Any, batch: dict[str, Any]) -> Any:
     return plain(m, batch) * float("nan")
 
 
-def divided(m: Any, batch: dict[str, Any], smallest: float = 0.0) -> Any:
-    return (m.net(batch["x"]) / m.scale.clamp(min=smallest)).square().mean()
-
-
 def streams(m: Any, batch: dict[str, Any]) -> Any:
     return plain(m, batch) * next(m.numbers)
 
@@ -394,10 +390,6 @@ CAUSES: dict[str, Callable[[], tuple[Run, list[Run]]]] = {
         ],
     ),
     "constant": lambda: (Run(times_nan), [Run(plain)]),
-    "weight operand": lambda: (
-        Run(divided, {"scale": weight_with(0.0)}),
-        [Run(divided, {"scale": weight_with(1.0)}), Run(lambda m, b: divided(m, b, 0.1), {"scale": weight_with(0.0)})],
-    ),
     "not reproducible": lambda: (
         Run(streams, {"numbers": numbers()}),
         [Run(lambda m, b: plain(m, b) * b["number"], data=in_batch(lambda _: 1.0))],

