@@ -46,7 +46,7 @@ def layers(n: int, *, norm: bool = False, buffers: int = 0) -> nn.Module:
 
 def own_cost(model: nn.Module, *, accumulates: bool = False, **options: Any) -> Callable[[], float]:
     """Return a function that measures the microseconds that a step takes with the recovery, less those without."""
-    defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "mean", "allow_batch_norm": False}
+    defaults: dict[str, Any] = {"max_splits": 8, "loss": "mean", "allow_batch_norm": False}
     recovery = StepRecovery(model, torch.device("cpu"), **(defaults | options))
     result = SimpleNamespace(closure_loss=torch.zeros(()), extra={})
     for parameter in model.parameters():
@@ -57,7 +57,6 @@ def own_cost(model: nn.Module, *, accumulates: bool = False, **options: Any) -> 
         NoResults(),
         backward=lambda _loss: None,
         zero_grad=None if accumulates else lambda: None,
-        skipped=lambda: None,
     )
 
     def bare(step: StepClosure) -> Any:

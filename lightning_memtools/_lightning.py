@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -506,7 +506,6 @@ class StepClosure:
         results: Lightning's collection of the values that training has logged with `self.log`.
         backward: Runs the backward pass of a loss.
         zero_grad: Clears the gradients; None while gradients accumulate.
-        skipped: Returns the result that Lightning uses when training_step returns None.
     """
 
     batch: Any
@@ -514,7 +513,6 @@ class StepClosure:
     results: Any
     backward: Callable[[Tensor], None]
     zero_grad: Callable[[], None] | None
-    skipped: Callable[[], Any]
 
 
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
@@ -540,12 +538,7 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
                 kwargs["batch"] = whole
 
         step = StepClosure(
-            kwargs["batch"],
-            forward,
-            trainer.fit_loop._results,
-            closure._backward_fn,
-            closure._zero_grad_fn,
-            partial(loop.output_result_cls, None),
+            kwargs["batch"], forward, trainer.fit_loop._results, closure._backward_fn, closure._zero_grad_fn
         )
 
         def with_gradients(*_args: Any, **_options: Any) -> Any:

@@ -44,15 +44,12 @@ class OOMRecovery(EitherCallback, Neighbour):
     | --- | --- |
     | `memory/oom_recoveries` | the number of steps that were run again so far |
     | `memory/micro_batches` | the number of parts in the latest of these steps |
-    | `memory/oom_skipped_batches` | the number of batches that were skipped so far |
 
     Args:
         loss: "mean" or "sum" over the samples of the batch. There is no default: a wrong value gives wrong gradients.
         loss_weight: A function of a batch, for a loss that is a mean over something other than samples, such as tokens:
             it returns how many of them the batch has. A part for which it returns 0 is skipped.
         max_splits: The maximum number of micro-batches per batch.
-        skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
-            Not supported with several ranks.
         split_batch: A function `(batch, n_parts) -> parts` for other batches. If dimension 0 of a part's tensors is not
             always the number of samples, `loss_weight` has to return that number.
         allow_batch_norm: Split training batches even though BatchNorm then normalizes each part with its own
@@ -74,7 +71,6 @@ class OOMRecovery(EitherCallback, Neighbour):
         loss: Literal["mean", "sum"] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
         max_splits: int = 8,
-        skip_batch: bool = False,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         allow_batch_norm: bool = False,
     ) -> None:
@@ -96,12 +92,11 @@ class OOMRecovery(EitherCallback, Neighbour):
         self.loss: Literal["mean", "sum"] = loss or "mean"
         self.loss_weight = loss_weight
         self.max_splits = max_splits
-        self.skip_batch = skip_batch
         self.split_batch = split_batch
         self.allow_batch_norm = allow_batch_norm
         self._undo: Callable[[], None] | None = None
         self._posts: RankPosts | None = None
-        self._told = (0, 0, 0)  # recovered and skipped batches, and what other ranks recovered
+        self._told = (0, 0)  # the batches recovered on this rank, and on the others
         self.recoveries = Recoveries()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,16 +116,12 @@ class OOMRecovery(EitherCallback, Neighbour):
         if not pl_module.automatic_optimization:
             tell(MANUAL_OPTIMIZATION)
             return
-        reason = why_unsent(trainer.strategy)
-        if self.skip_batch and trainer.world_size > 1:
-            reason = reason or "skip_batch=True: the other ranks would have to skip their batches too"
-        if reason:
+        if reason := why_unsent(trainer.strategy):
             raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
         recovery = StepRecovery(
             pl_module,
             trainer.strategy.root_device,
             max_splits=self.max_splits,
-            skip_batch=self.skip_batch,
             split=self.split_batch,
             loss=self.loss,
             loss_weight=self.loss_weight,
@@ -138,14 +129,14 @@ class OOMRecovery(EitherCallback, Neighbour):
             strategy=trainer.strategy,
             tell=tell,
         )
-        self.recoveries, self._told, self._posts = recovery.recoveries, (0, 0, 0), RankPosts(type(self).__name__)
+        self.recoveries, self._told, self._posts = recovery.recoveries, (0, 0), RankPosts(type(self).__name__)
         self._undo = replace_closures(trainer, recovery.run)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log whether this batch was recovered or skipped after running out of memory."""
-        self._tell(trainer, elsewhere=self._told[2])
+        """Log whether this batch was recovered after running out of memory."""
+        self._tell(trainer, elsewhere=self._told[1])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the recoveries on this rank, and those on other ranks that are known by now."""
@@ -170,17 +161,17 @@ class OOMRecovery(EitherCallback, Neighbour):
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
         """Log new recoveries, tell the other ranks, and warn. Let OOMReport write a report on the first recovery."""
         mine, before = self.recoveries, self._told
-        self._told = (mine.n_recovered, mine.n_skipped, elsewhere)
+        self._told = (mine.n_recovered, elsewhere)
         if self._told == before or self._posts is None:
             return
         self._posts.post({"told": [str(mine), mine.n_recovered]})
-        if any(now and not then for now, then in zip(self._told[:2], before[:2], strict=True)):
+        if mine.n_recovered and not before[0]:
             warnings.warn(f"OOMRecovery: {mine.latest}", FindingWarning, stacklevel=2)
-            for callback in () if any(before) else callbacks_of(trainer):
-                if isinstance(callback, OOMReport):
+            for callback in callbacks_of(trainer):
+                if isinstance(callback, OOMReport) and not any(before):
                     callback.report_recovered(trainer, mine.latest)
         scalars = {"memory/oom_recoveries": mine.n_recovered + elsewhere, "memory/micro_batches": mine.n_parts}
-        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": mine.n_skipped}, training_step(trainer))
+        log_scalars(trainer, scalars, training_step(trainer))
 
     def _others(self) -> list[tuple[int, str, int]]:
         """Return (rank, summary line, number of recoveries) of each other rank that has reported recoveries so far."""

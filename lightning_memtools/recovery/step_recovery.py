@@ -30,23 +30,19 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts recovered and skipped batches. `n_parts` is of the latest step; `latest` describes the latest event."""
+    """Counts recovered batches. `n_parts` is of the latest step; `latest` describes the latest recovery."""
 
     n_recovered: int = 0
-    n_skipped: int = 0
     n_parts: int = 1
     most_parts: int = 1
     latest: str = ""
 
     def __str__(self) -> str:
-        """Return a line for a summary; "" if no batch was recovered or skipped."""
+        """Return a line for a summary; "" if no batch was recovered."""
         if not self.latest:
             return ""
         batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
-        return (
-            f"OOMRecovery: {batches} ran out of memory and ran again in up to {self.most_parts} parts; "
-            f"{self.n_skipped} were skipped."
-        )
+        return f"OOMRecovery: {batches} ran out of memory and ran again in up to {self.most_parts} parts."
 
 
 class StepRecovery:
@@ -65,7 +61,6 @@ class StepRecovery:
         device: torch.device,
         *,
         max_splits: int,
-        skip_batch: bool,
         loss: Literal["mean", "sum"],
         allow_batch_norm: bool,
         split: Callable[[Any, int], Any] | None = None,
@@ -76,7 +71,6 @@ class StepRecovery:
         self.recoveries = Recoveries()
         self._state = TrainedState(model, device)
         self._max_splits = max_splits
-        self._skip_batch = skip_batch
         self._loss = loss
         self._split = split
         self._loss_weight = loss_weight
@@ -93,14 +87,7 @@ class StepRecovery:
         """
         self._exchange.begin()
         start = self._start_of(step)
-        result = self._run_once(step) if start is None else self._run(start)
-        if result is not None:
-            return result
-        for parameter in self._state.parameters if step.zero_grad is not None else ():
-            parameter.grad = None
-        self.recoveries.n_skipped += 1
-        self.recoveries.latest = "A batch was skipped: even its smallest parts ran out of memory."
-        return step.skipped()
+        return self._run_once(step) if start is None else self._run(start)
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
         """Record the state before a step, and return it; None if the step could not be run again anyway."""
@@ -127,7 +114,7 @@ class StepRecovery:
         return result
 
     def _run(self, start: StepStart) -> Any:
-        """Run a step, in parts if needed; return None if the batch is skipped. Other errors of the step are raised."""
+        """Run a step, in parts if needed. Errors of the step other than out-of-memory errors are raised."""
         try:
             return self._attempts(start)
         except Exception as error:
@@ -146,7 +133,7 @@ class StepRecovery:
             start.failure = None  # its frames hold the start
 
     def _attempts(self, start: StepStart) -> Any:
-        """Run the batch in 1, 2, 4, ... parts until the parts fit. Return None if the batch is skipped."""
+        """Run the batch in 1, 2, 4, ... parts until the parts fit."""
         n_elements = sum(map(torch.numel, tensors_in(start.batch)))
         n_parts, is_recovering = self._first_parts(n_elements), False
         if n_parts > 1:
@@ -166,13 +153,9 @@ class StepRecovery:
             forget_frames(start.failure)  # they hold the step's tensors
             release_cached(self._state.device)
             self._too_large = min(self._too_large, n_elements / n_parts)
-            more = self._more_parts(start, n_parts)
+            n_parts, is_recovering = self._more_parts(start, n_parts), True
             if reason := self._exchange.leave(completed, keeps=bool(start.kept)):
                 raise CannotSplitError(reason)
-            if more is None:
-                start.zero_once()
-                return None
-            n_parts, is_recovering = more, True
         if n_parts > 1:
             self._exchange.rejoin()
         self._note(start, n_parts, is_recovering=is_recovering)
@@ -227,19 +210,17 @@ class StepRecovery:
         # A part without any token has no mean.
         return [(part, each / total) for part, each in zip(parts, counts, strict=True) if each]
 
-    def _more_parts(self, start: StepStart, n_parts: int) -> int | None:
-        """Return the number of parts to try next; None to skip the batch.
+    def _more_parts(self, start: StepStart, n_parts: int) -> int:
+        """Return the number of parts to try next.
 
         Raises:
-            CannotSplitError: The batch cannot be run in more parts, and may not be skipped.
+            CannotSplitError: The batch cannot be run in more parts.
         """
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
             return min(2 * n_parts, most)
-        if self._skip_batch and not start.kept:
-            return None
         if n_samples <= self._max_splits:
-            raise CannotSplitError(f"each of its {n_samples} samples alone is too large; skip_batch=True skips it")
+            raise CannotSplitError(f"each of its {n_samples} samples alone is too large")
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:

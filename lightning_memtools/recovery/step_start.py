@@ -45,7 +45,7 @@ class StepStart:
         batch: The batch in new dicts and lists, which the step cannot change.
         failure: The out-of-memory error after which the batch is run in parts.
         raised: The last error that was raised by the step itself, not by the code around it.
-        kept: The parameters that keep gradients of this batch. If there are any, the batch cannot be skipped.
+        kept: The parameters that keep gradients of this batch.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:

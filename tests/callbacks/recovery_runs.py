@@ -185,7 +185,7 @@ class NoResults(dict[str, Any]):
 
 
 def closure(batch: Any, forward: Any) -> Any:
-    return StepClosure(batch, forward, NoResults(), lambda loss: loss.backward(), lambda: None, lambda: None)
+    return StepClosure(batch, forward, NoResults(), lambda loss: loss.backward(), lambda: None)
 
 
 class Steps:
@@ -194,7 +194,7 @@ class Steps:
     def __init__(self, model: nn.Module, size: Any, fits: int, **options: Any) -> None:
         self.model, self.size, self.fits = model, size, fits
         self.told: list[str] = []
-        defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "mean", "allow_batch_norm": False}
+        defaults: dict[str, Any] = {"max_splits": 8, "loss": "mean", "allow_batch_norm": False}
         self.recovery = StepRecovery(model, torch.device("cpu"), tell=self.told.append, **(defaults | options))
 
     def forward(self, batch: Any) -> StepResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -33,7 +31,6 @@ from tests.callbacks.recovery_runs import (
     one_step,
     prepared,
     recovery,
-    same,
 )
 from tests.lightning_models import trainer
 
@@ -204,26 +201,8 @@ def test_a_batch_that_needs_more_parts_than_max_splits_is_refused_with_the_numbe
     assert "max_splits=2 parts are too large" in caught.value.__notes__[0]
 
 
-class Leaves(Sequences):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-
-def test_a_batch_that_fits_in_no_parts_is_skipped_or_refused(tmp_path):
+def test_a_batch_whose_samples_alone_are_too_large_is_refused(tmp_path):
     data = batches((64, 100_000, 64), n_rows=1)
-    model, without, logger = Sequences(), Leaves(), CSVLogger(tmp_path)
-    report = OOMReport(directory=str(tmp_path / "skipped"), snapshot=False)
-    skipping = OOMRecovery(loss="mean", skip_batch=True)
-    with pytest.warns(UserWarning, match="A batch was skipped"):
-        fit(tmp_path, model, skipping, report, data=data, capacity="30MiB", logger=logger)
-    assert skipping.recoveries.n_skipped == 1
-    assert "memory/oom_skipped_batches" in (Path(logger.log_dir) / "metrics.csv").read_text()
-    (page,) = (tmp_path / "skipped").glob("*.md")
-    assert "A batch was skipped" in page.read_text()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*returned `None`")  # Lightning says so once per process
-        fit(tmp_path, without, data=data)
-    assert same(model, without)
     report = OOMReport(directory=str(tmp_path / "refused"), snapshot=False)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit(tmp_path, Sequences(), recovery(), report, data=data, capacity="30MiB")

@@ -241,7 +241,7 @@ def test_a_healthy_step_waits_for_nothing():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1)).cuda()
     model.register_buffer("constant", torch.ones(3, device="cuda"))
     device = torch.device("cuda")
-    options: Any = {"max_splits": 8, "skip_batch": True, "loss": "mean", "allow_batch_norm": False}
+    options: Any = {"max_splits": 8, "loss": "mean", "allow_batch_norm": False}
     recovering = StepRecovery(model, device, tell=pytest.fail, **options)
     batch = torch.zeros(16, 8, device="cuda")
     sizes: list[int] = []

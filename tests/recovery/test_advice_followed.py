@@ -45,12 +45,6 @@ def is_right(run: Steps, batch: Any) -> None:
     assert run.recovery.recoveries.n_recovered == 1
 
 
-def is_skipped(run: Steps, batch: Any) -> None:
-    run.run(batch)
-    assert run.recovery.recoveries.n_skipped == 1
-    assert all(parameter.grad is None for parameter in run.model.parameters())
-
-
 def is_that_of_parts(run: Steps, batch: Any) -> None:
     """BatchNorm normalizes each part by itself, as is accepted."""
     run.run(batch)
@@ -96,7 +90,6 @@ ADVICE = [
         rows(8),
         is_that_of_parts,
     ),
-    Advice("skip_batch=True skips it", lambda: on_rows(0), lambda: on_rows(0, skip_batch=True), rows(4), is_skipped),
     Advice("a larger max_splits may help", lambda: on_rows(1), lambda: on_rows(1, max_splits=16), rows(16)),
 ]
 
