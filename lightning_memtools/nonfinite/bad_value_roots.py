@@ -12,7 +12,7 @@ from enum import StrEnum
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.causes import public_name
 from lightning_memtools.nonfinite.guarded_step import bad_inputs, list_samples
-from lightning_memtools.nonfinite.operation_trace import NAN, BadOperation, StorageKeys
+from lightning_memtools.nonfinite.operation_trace import BadOperation, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import StepRerun
 
 
@@ -159,7 +159,7 @@ class _BackwardSlice:
             return []
         inputs = event.inputs
         if wants_nan:
-            with_nan = tuple(use for use in inputs if NAN in use.kinds)
+            with_nan = tuple(use for use in inputs if use.has_nan)
             if inputs and not with_nan:
                 self.converters.append(event)
             inputs = with_nan or inputs
@@ -167,15 +167,14 @@ class _BackwardSlice:
             self.roots.append(BadValueRoot(event))
         earlier = []
         for use in inputs:
-            is_nan = NAN in use.kinds
-            writer = self._writer_of(use.key, index, wants_nan=is_nan)
+            writer = self._writer_of(use.key, index, wants_nan=use.has_nan)
             writer = self._writer_of(use.key, index) if writer is None else writer
             if writer is not None:
-                earlier.append((writer, is_nan))
+                earlier.append((writer, use.has_nan))
             else:
                 leaf = self._leaf_of(use.key)
                 user = _first_use(self._events, event)
-                is_meant = not is_nan and (leaf.origin is not ValueOrigin.BATCH or user.backward or _masks(user))
+                is_meant = not use.has_nan and (leaf.origin is not ValueOrigin.BATCH or user.backward or _masks(user))
                 self.roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))
         return earlier
 
@@ -188,7 +187,7 @@ class _BackwardSlice:
         return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)
 
     def _holds_nan(self, index: int, key: int) -> bool:
-        return any(NAN in use.kinds for use in self._events[index].outputs if use.key == key)
+        return any(use.has_nan for use in self._events[index].outputs if use.key == key)
 
 
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:

@@ -33,8 +33,6 @@ from lightning_memtools.memory.user_code import CodeLine, line_on_stack
 from lightning_memtools.nonfinite import step_rerun
 from lightning_memtools.nonfinite.finite_checks import floats_of, rows_with
 
-NAN, POSITIVE, NEGATIVE = "nan", "inf", "-inf"
-BadKinds = frozenset[str]
 _MOST_SAMPLES = 1024
 # The frames beyond this file belong to those who called for the step to be run again; those beyond the second file
 # called for backward.
@@ -58,7 +56,7 @@ class BadUse:
     """An input or output of an operation that holds NaN or Inf."""
 
     key: int  # the key of its memory; see `StorageKeys`
-    kinds: BadKinds  # those of NaN, Inf and -Inf that it holds
+    has_nan: bool  # whether it holds NaN, and not only Inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +94,10 @@ class _ForwardOperation:
     place: CodeLine | None
 
 
-def kinds_of(tensor: Tensor) -> BadKinds:
-    """Return which of NaN, Inf and -Inf a tensor holds; empty if all are finite. Waits for the device."""
+def is_bad(tensor: Tensor) -> bool:
+    """Return True if a tensor holds NaN or Inf. Waits for the device."""
     floats = floats_of(tensor)
-    if floats is None or bool(torch.isfinite(floats).all()):
-        return frozenset()
-    tests = ((NAN, torch.isnan), (POSITIVE, torch.isposinf), (NEGATIVE, torch.isneginf))
-    return frozenset(kind for kind, test in tests if bool(test(floats).any()))
+    return floats is not None and not bool(torch.isfinite(floats).all())
 
 
 def facts_of(tensor: Tensor, *, only_nan: bool = False) -> TensorFacts | None:
@@ -204,9 +199,10 @@ class OperationTrace(DispatchMode):
         return copied
 
     def _use(self, tensor: Tensor, key: int | None = None) -> BadUse | None:
-        kinds = kinds_of(tensor)
-        key = self.memory.key(tensor) if kinds and key is None else key
-        return BadUse(key, kinds) if kinds and key is not None else None
+        if not is_bad(tensor):
+            return None
+        key, floats = self.memory.key(tensor) if key is None else key, floats_of(tensor)
+        return None if key is None or floats is None else BadUse(key, bool(floats.isnan().any()))
 
     def _bad_among(self, values: Sequence[Any], keys: dict[int, int]) -> Iterator[BadUse]:
         for value in values:
@@ -297,7 +293,7 @@ def _name(func: Any) -> str:
 
 
 def _hold_nan(uses: Sequence[BadUse]) -> bool:
-    return any(NAN in use.kinds for use in uses)
+    return any(use.has_nan for use in uses)
 
 
 def _line_here(*, in_backward: bool) -> CodeLine | None:
@@ -334,6 +330,6 @@ def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
 
     try:
         args, kwargs = tree_map_only((Tensor, torch.dtype), widen, (args, kwargs))
-        return not any(kinds_of(tensor) for tensor in _tensors(func(*args, **kwargs)))
+        return not any(is_bad(tensor) for tensor in _tensors(func(*args, **kwargs)))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
