@@ -29,7 +29,7 @@ It is the one that the program imported first; `lightning.pytorch` if it has imp
 
 
 def part_of_lightning(name: str) -> Any:
-    """Return a submodule, such as "loggers", of the package in use: `lightning.pytorch` or `pytorch_lightning`."""
+    """Import a submodule, such as "loggers", of the package in use: `lightning.pytorch` or `pytorch_lightning`."""
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
@@ -44,10 +44,10 @@ else:
 
 
 def refuse_other_package(thing: object) -> None:
-    """Raise if an object comes from the Lightning package that is not in use (`lightning` or `pytorch_lightning`).
+    """Raise if an object is from `pytorch_lightning` although the program imported `lightning` first, or vice versa.
 
     Raises:
-        RuntimeError: The object's class is from the package that is not in use.
+        RuntimeError: The object's class comes from the package that was not imported first.
     """
     kind = next((kind for kind in type(thing).__mro__ if kind.__module__.startswith(f"{_OTHER}.")), None)
     if kind is not None:
@@ -67,12 +67,12 @@ def _refusing_other_package(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 class EitherCallback(Callback):
-    """Base class of the callbacks. It refuses a `pytorch_lightning` Trainer where `lightning` was imported first.
+    """Base class of our callbacks. Refuses a Trainer of the Lightning package that the program did not import first.
 
-    A copy or a pickle made during a run has the state from before the run.
+    A copy or a pickle of a callback that is made during a run does not include the state of that run.
 
     Attributes:
-        parts_of_a_run: The names of attributes that are set only during a run. Copies and pickles have None for them.
+        parts_of_a_run: The names of attributes that are set only during a run. They are None in a copy or a pickle.
     """
 
     parts_of_a_run: ClassVar[tuple[str, ...]] = ()
@@ -93,25 +93,25 @@ class EitherCallback(Callback):
 
 
 def training_step(trainer: Trainer) -> int:
-    """Return the number of training steps finished before the current one, which `self.log` uses as the x value.
+    """Return the step number that `self.log` uses as the x value: how many training steps finished before this one.
 
-    `trainer.global_step` counts optimizer steps: it is one too high in on_train_batch_end, and with n optimizers it
-    grows by n per batch. Remove this once the Trainer has a public counter of training steps.
+    `trainer.global_step` is no substitute, because it counts optimizer steps: it is one too high in on_train_batch_end,
+    and grows by n per batch with n optimizers. Remove this once the Trainer has a public counter of training steps.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"]:
-    """Return the running stage; the sanity check is "val". The public `trainer.state.stage` has other names."""
+    """Return the running stage: "train", "val" (also for the sanity check), "test" or "predict"."""
     stage: Any = trainer.state.stage
     return stage.dataloader_prefix  # type: ignore[no-any-return]
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return True if the current micro-batch is not the last of its step; always False in manual optimization.
+    """Return True if the current batch only accumulates gradients; always False with manual optimization.
 
-    The public counters are not enough if an epoch ends within an accumulation or a loader has no length. Remove this
-    once the Trainer has a public attribute for it.
+    The public counters are not enough if an epoch ends in the middle of an accumulation, or if a loader has no length.
+    Remove this once the Trainer has a public attribute for it.
     """
     if trainer.lightning_module is not None and not trainer.lightning_module.automatic_optimization:
         return False
@@ -121,8 +121,8 @@ def is_accumulating(trainer: Trainer) -> bool:
 def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
     """Return the scalars that training_step logged with `self.log(..., on_step=True)` for the current batch, by name.
 
-    The values stay on their device. `trainer.callback_metrics` computes every epoch metric on each access, and is
-    filled only after the callbacks have run. Remove this once on_train_batch_end can read the values of a step.
+    The values stay on their device. `trainer.callback_metrics` is no substitute: each access computes all epoch metrics
+    and it is updated only after callbacks have run. Remove this once on_train_batch_end can read the values of a step.
     """
     results: Any = trainer.fit_loop._results
     found: dict[str, Tensor] = {}
@@ -139,12 +139,11 @@ def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the values that the evaluation run now ending has logged with `self.log`, reduced over the run, by name.
+    """Return the epoch values logged with `self.log` in a validation or test run, by name. Call this when the run ends.
 
-    With several data loaders a name ends with "/dataloader_idx_<i>", as Lightning writes it.
-
-    `trainer.callback_metrics` also holds what training logged; only the private results tell which hook a value came
-    from. Remove this once Lightning has a public API for the metrics of one loop.
+    With several data loaders, each name ends with "/dataloader_idx_<i>", as in Lightning. `trainer.callback_metrics`
+    mixes these values with those of training; only private results tell them apart. Remove this once Lightning has a
+    public API for the metrics of one loop.
     """
     results: Any = trainer._results
     found: dict[str, Tensor] = {}
@@ -160,7 +159,7 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return all counters that a training step advances: those of batches first, then of epochs and of updates."""
+    """Return all counters that a training step advances: batch counters, then those of epochs and optimizer steps."""
     loop: Any = trainer.fit_loop.epoch_loop
     by_lightning = loop.automatic_optimization.optim_progress.optimizer
     updates = [by_lightning.step, by_lightning.zero_grad, loop.manual_optimization.optim_step_progress]
@@ -171,8 +170,8 @@ def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
 class LoopMarker:
     """Saves and restores all counters that a training step advances, and the states of the LR schedulers.
 
-    `trainer.global_step` is read-only, and checkpoints store these counters. Create the marker when training starts,
-    because some counters do not exist before. Remove it once a public API can set a Trainer back to an earlier step.
+    The public `trainer.global_step` is read-only. Some counters do not exist before training starts, so create the
+    marker then. Remove this class once a public API can set a Trainer back to an earlier step.
 
     Args:
         trainer: The Trainer.
@@ -183,14 +182,14 @@ class LoopMarker:
         self._counters = _counters_of(trainer)
 
     def mark_updates(self) -> Callable[[], None]:
-        """Save the counters of updates and the LR schedulers, and return a function that restores them.
+        """Save the counters of optimizer steps and the LR schedulers' states; return a function that restores them.
 
-        Batches still count as seen after their updates are undone, so the batch counters are not restored.
+        The batch counters are not restored: a batch still counts as seen after its update has been undone.
         """
         return self._saved(self._counters[4:])
 
     def mark(self) -> Callable[[], None]:
-        """Save all counters and LR schedulers; return a function that restores them. Data loaders are not reset."""
+        """Save all counters and LR scheduler states; return a function that restores them. Loaders are not rewound."""
         loop, restore = self._trainer.fit_loop.epoch_loop, self._saved(self._counters)
         stepped, is_last = loop._batches_that_stepped, loop.batch_progress.is_last_batch
 
@@ -221,8 +220,7 @@ class LoopMarker:
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:
     """Make the Trainer call `check` before it saves a checkpoint, and return a function that undoes this.
 
-    If `check` raises, nothing is saved. Lightning does not call the hook on_save_checkpoint for weights-only
-    checkpoints, so the Trainer's method is replaced.
+    If `check` raises, nothing is saved. The hook on_save_checkpoint is not enough: weights-only checkpoints skip it.
     """
 
     def checked(save: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -233,10 +231,10 @@ def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], No
 
 
 def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Callable[[], None]:
-    """Have `before_update(optimizer)` called right before each update, and return a function that undoes this.
+    """Make Lightning call `before_update(optimizer)` right before each optimizer step; return a function to undo this.
 
-    At that point gradients have been clipped and all hooks have run. No Lightning hook runs that late, so a method of
-    the precision plugin is replaced, which both automatic and manual optimization call.
+    By then, gradients have been clipped and all hooks have run. No hook runs that late, so this replaces a method of
+    the precision plugin. Both automatic and manual optimization call that method.
     """
 
     def watched(after_closure: Callable[..., Any], model: Any, optimizer: Any) -> None:
@@ -247,7 +245,7 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
 
 
 class _ReplacedMethod:
-    """Replaces a method of one object with a function whose first argument is the original method."""
+    """Replaces a method of one object until `undo` is called. The replacement's first argument is the original."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
@@ -280,23 +278,22 @@ class _ReplacedMethod:
 
 
 def write_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write a full checkpoint; call it on every rank.
+    """Write a full checkpoint without the barrier that ends `trainer.save_checkpoint`. Call this on every rank.
 
-    `trainer.save_checkpoint` ends with a barrier, in which the other ranks would wait forever if rank 0 cannot write.
-    Remove this once Lightning releases that barrier after a failure.
+    If rank 0 failed to write, the others would wait in that barrier forever. Remove this once Lightning prevents that.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     trainer.strategy.save_checkpoint(checkpoint, path)
 
 
 def callbacks_of(trainer: Trainer) -> list[Any]:
-    """Return a Trainer's callbacks; Lightning's attribute has no type annotation."""
+    """Return `trainer.callbacks`, typed as a list: Lightning has no annotation for that attribute."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
     return callbacks
 
 
 def forget_batch(trainer: Trainer) -> None:
-    """Release the batch that Lightning still holds for `self.log` after a step failed. No public API does this."""
+    """Release the batch of a failed step, which Lightning still holds for `self.log`. No public API does this."""
     results: Any = trainer._results
     if results is not None:
         results.batch = None
@@ -309,7 +306,7 @@ _STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_g
 def running_hook() -> str:
     """Return the hook or task that Lightning is running, such as "EMA.on_train_epoch_end" or "saving a checkpoint".
 
-    The result is "" within a step. The hook is read from the stack, because Lightning reports it only to profilers.
+    Return "" if there is none, as in training_step. Lightning reports hooks only to profilers, so this reads the stack.
     """
     frame = inspect.currentframe()
     hook = ""
@@ -325,7 +322,7 @@ def running_hook() -> str:
 
 
 def _hook_of(function: str, frame: FrameType) -> str:
-    """Return the hook or task that a stack frame of Lightning is running, such as "saving a checkpoint"; "" if none."""
+    """Return the hook or task that a stack frame of Lightning runs, such as "saving a checkpoint", or "" if none."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
@@ -343,9 +340,9 @@ def _hook_of(function: str, frame: FrameType) -> str:
 
 
 def untoggle_all(module: Any) -> None:
-    """Restore each parameter's `requires_grad` after a step failed between `toggle_optimizer` and `untoggle_optimizer`.
+    """Restore each parameter's `requires_grad` after a failure between `toggle_optimizer` and `untoggle_optimizer`.
 
-    `untoggle_optimizer` needs the toggled optimizer as an argument, and there is no public API to find it.
+    `untoggle_optimizer` needs the toggled optimizer as an argument, and no public API tells which one that is.
     """
     before: Mapping[Any, bool] = module._param_requires_grad_state
     for parameter, requires_grad in before.items():
@@ -354,14 +351,14 @@ def untoggle_all(module: Any) -> None:
 
 
 def saves_on_exception(trainer: Trainer) -> bool:
-    """Return True if a ModelCheckpoint will save when training fails."""
+    """Return True if the Trainer has a ModelCheckpoint that saves a checkpoint when training fails."""
     return any(getattr(callback, "save_on_exception", False) for callback in callbacks_of(trainer))
 
 
 def forbid_saving_on_exception(trainer: Trainer) -> None:
-    """Keep ModelCheckpoint(save_on_exception=True) from saving the weights of this step, which are bad.
+    """Keep ModelCheckpoint(save_on_exception=True) from saving the current weights, which are known to be bad.
 
-    ModelCheckpoint has no public switch for this, so its private attributes are set as if it had already saved.
+    ModelCheckpoint has no public switch for this, so a private attribute is set as if it had already saved this step.
     """
     for callback in callbacks_of(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
@@ -369,12 +366,12 @@ def forbid_saving_on_exception(trainer: Trainer) -> None:
 
 
 def gradient_scaler(trainer: Trainer) -> Any:
-    """Return the GradScaler of 16-mixed training, or None."""
+    """Return the GradScaler of a Trainer with precision="16-mixed", or None with another precision."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"]) -> Any:
-    """Return the Trainer's loop for a stage. While `trainer.fit` runs, "val" is the validation loop within training."""
+    """Return the Trainer's loop for a stage. During `trainer.fit`, "val" gives the validation loop inside training."""
     if stage == "val" and trainer.state.fn == "fit":
         return trainer.fit_loop.epoch_loop.val_loop
     return {"train": trainer.fit_loop, "val": trainer.validate_loop, "test": trainer.test_loop,
@@ -382,9 +379,9 @@ def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"])
 
 
 def source_of(loop: Any) -> Any:
-    """Return the object that provides a loop's data loaders.
+    """Return the object from which a loop gets its data loaders.
 
-    No public API tells whether loaders were passed to the Trainer or come from a hook.
+    The object knows whether the loaders were passed to the Trainer or come from a hook. No public API tells this.
     """
     return loop._data_source
 
@@ -399,9 +396,9 @@ def forget_saved_arguments(loader: Any) -> None:
 
 
 def forget_loaders(loop: Any) -> None:
-    """End the workers of a loop's loaders, and make the loop's next `setup_data` create new loaders.
+    """Stop the worker processes of a loop's data loaders, and make the loop's next `setup_data` create new loaders.
 
-    The public `reload_dataloaders_every_n_epochs` takes effect only between epochs, not between two batch sizes.
+    The public `reload_dataloaders_every_n_epochs` works only between epochs, which is too late for a new batch size.
     """
     fetcher = loop._data_fetcher
     if fetcher is not None:
@@ -411,17 +408,17 @@ def forget_loaders(loop: Any) -> None:
 
 
 def prepared_loaders(loop: Any) -> list[Any]:
-    """Return the loaders that a loop reads, with the Trainer's samplers, as a flat list; [] before they are set up.
+    """Return a flat list of a loop's data loaders, after Lightning has added its samplers; [] before they are set up.
 
-    `trainer.train_dataloader` returns the loaders as the user nested them, and predict has no such attribute. Remove
-    this once the Trainer exposes the flat list.
+    The public `trainer.train_dataloader` is nested as the user passed it. Remove this once the Trainer exposes the flat
+    list.
     """
     combined = loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
-    """Replace each loader of a loop with `change(loader)`. If an iterator has already started, start a new one."""
+    """Replace each data loader of a loop with `change(loader)`. If the loop already has an iterator, make a new one."""
     before = prepared_loaders(loop)
     after = [change(one) for one in before]
     if any(new is not old for new, old in zip(after, before, strict=True)):
@@ -436,14 +433,14 @@ def mode_of(loaders: Any) -> Any:
 
 
 def run_sanity_check(trainer: Trainer) -> None:
-    """Run the sanity check (the validation batches before training), which publicly only `fit` can run."""
+    """Run the sanity check, the validation batches before training. The public API runs it only as part of `fit`."""
     trainer._run_sanity_check()
 
 
 def validate_every(trainer: Trainer, n_batches: int) -> None:
-    """Validate after every `n_batches` training batches of each epoch, overriding the Trainer's arguments.
+    """Validate after every `n_batches` training batches of each epoch, whatever the Trainer's own settings are.
 
-    `val_check_interval` is read only when loaders are set up, and an interval in seconds is a private attribute.
+    `val_check_interval` is read only when loaders are set up. An interval in seconds is kept in a private attribute.
     """
     trainer.val_check_batch = n_batches
     trainer.check_val_every_n_epoch = 1
@@ -451,15 +448,15 @@ def validate_every(trainer: Trainer, n_batches: int) -> None:
 
 
 def set_root_directory(trainer: Trainer, directory: str) -> None:
-    """Set a Trainer's default directory for files; `default_root_dir` can only be set in the constructor."""
+    """Set a Trainer's `default_root_dir`. In the public API, only the constructor can set it."""
     vars(trainer)["_default_root_dir"] = directory
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Replace the collectives that run in every batch with no-ops, until the caller restores the attributes.
+    """Replace the collective operations that run in every batch with no-ops. The caller must restore them later.
 
     A rank that has run out of memory can no longer take part, so the other ranks would wait for it. Lightning has no
-    switch to turn collectives off.
+    switch to turn these operations off.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     strategy: Any = trainer.strategy
@@ -473,16 +470,16 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Set a hyperparameter in the copy that `owner.save_hyperparameters` made for loggers, if there is a copy."""
+    """Set a hyperparameter in the copy that `owner.save_hyperparameters` made for loggers, if it is in that copy."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value
 
 
 def end_the_call() -> BaseException:
-    """Return an exception that ends `trainer.fit` or `trainer.validate` cleanly if raised before their loop has run.
+    """Return an exception that makes `trainer.fit` or `trainer.validate` end normally if raised before the loop runs.
 
-    Lightning's tuners raise it, too. `trainer.should_stop` is no substitute: fit resets it and runs the sanity check.
+    Lightning's tuners raise it, too. `trainer.should_stop` does not help: `fit` resets it and runs the sanity check.
     """
     error: BaseException = part_of_lightning("utilities.exceptions")._TunerExitException()
     return error
@@ -502,10 +499,10 @@ class StepClosure:
 
     Attributes:
         batch: The training batch.
-        forward: Runs training_step on a batch and returns Lightning's result, with `closure_loss` and `extra`.
+        forward: Runs training_step on a batch and returns Lightning's result object (with `closure_loss` and `extra`).
         results: Lightning's collection of the values that training has logged with `self.log`.
         backward: Runs the backward pass of a loss.
-        zero_grad: Clears the gradients; None while gradients accumulate.
+        zero_grad: Clears the gradients; None if this batch adds to the gradients of earlier batches.
     """
 
     batch: Any
@@ -516,9 +513,9 @@ class StepClosure:
 
 
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
-    """Make Lightning call `run` for each training batch's forward and backward; return a function that undoes this.
+    """Make Lightning call `run` in place of each training batch's forward and backward; return a function to undo this.
 
-    No hook wraps both, and nothing but the closure can run twice for the same batch.
+    No hook wraps both passes. Only Lightning's closure, which `run` receives, can run them twice for the same batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
 
@@ -552,9 +549,9 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
 
 
 def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -> None:
-    """Connect a Trainer to a module and a loader, so that its loops can run without `fit`, and turn off its logging.
+    """Prepare a Trainer to run a stage's loop on a module and a data loader without `fit`. Its logging is turned off.
 
-    No public API runs only a loop. Remove this and the functions below once the loops are public.
+    No public API runs a single loop. Remove `attach`, `begin_training` and `accumulate_while` once there is one.
     """
     states, connector = part_of_lightning("trainer.states"), trainer._logger_connector
     trainer.state.fn = states.TrainerFn({"train": "fit", "val": "validate"}.get(stage, stage))
@@ -568,7 +565,10 @@ def attach(trainer: Trainer, module: LightningModule, stage: str, loader: Any) -
 
 
 def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
-    """Begin a training epoch after `attach`, and return the data fetcher. Runs the module's start hooks if asked to."""
+    """Begin a training epoch after `attach`, and return Lightning's data fetcher, which yields the batches.
+
+    If `runs_hooks` is True, call the module's on_fit_start, on_train_start and on_train_epoch_start.
+    """
     loop: Any = trainer.fit_loop
     loop.min_epochs, loop.max_epochs = 0, 1
     loop.setup_data()
@@ -581,7 +581,7 @@ def begin_training(trainer: Trainer, *, runs_hooks: bool) -> Any:
 
 
 def count_as(trainer: Trainer, original: Trainer) -> None:
-    """Copy the epoch and update counters of `original` to `trainer`."""
+    """Set the epoch, scheduler and optimizer counters of `trainer` to those of another Trainer, `original`."""
     for counts, others in zip(_counters_of(trainer)[2:], _counters_of(original)[2:], strict=True):
         counts.update(others)
     steps: Any = original.fit_loop.epoch_loop
@@ -589,5 +589,5 @@ def count_as(trainer: Trainer, original: Trainer) -> None:
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:
-    """Make every batch only accumulate gradients if `condition` is True, or end with an optimizer step if False."""
+    """Make each batch only accumulate gradients if `condition` is True, or also run the optimizer step if False."""
     trainer.fit_loop._should_accumulate = lambda: condition  # type: ignore[method-assign]

@@ -14,12 +14,12 @@ _OFF = {"", "0", "false", "no", "off"}
 
 
 def for_lightning() -> list[object]:
-    """Return the callbacks that `lightning` adds to each new Trainer, as an entry point; never raise."""
+    """Return the callbacks to add to a new Trainer; `lightning` calls this as an entry point. Never raises."""
     return _callbacks("lightning.pytorch")
 
 
 def for_pytorch_lightning() -> list[object]:
-    """Return the callbacks that `pytorch_lightning` adds to each new Trainer, as an entry point; never raise."""
+    """Return the callbacks to add to a new Trainer; `pytorch_lightning` calls this as an entry point. Never raises."""
     return _callbacks("pytorch_lightning")
 
 

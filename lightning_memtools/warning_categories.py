@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class MemtoolsWarning(UserWarning):
-    """Base class of all warnings of lightning_memtools.
+    """Base class of all warnings of lightning_memtools, so that they can be filtered by class.
 
     ```python
     warnings.filterwarnings("ignore", category=lightning_memtools.DegradedWarning)
     ```
 
-    In pytest: `filterwarnings = ["error::lightning_memtools.FindingWarning"]`.
+    In pytest's settings, `filterwarnings = ["error::lightning_memtools.FindingWarning"]` turns findings into errors.
     """
 
 
@@ -19,4 +19,4 @@ class FindingWarning(MemtoolsWarning):
 
 
 class DegradedWarning(MemtoolsWarning):
-    """Warns that a part of lightning_memtools does less than it should, and why; training goes on."""
+    """Warns that a part of lightning_memtools does not fully work, and says why. Training goes on."""

@@ -46,10 +46,10 @@ def _share(text: str) -> float:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Compare the summaries of two runs, print the changes, and return the exit status.
+    """Compare two run summaries, print the changes, and return the exit status: 4 if a limit is exceeded, otherwise 0.
 
     Raises:
-        UsageError: One of the files is not a summary.
+        UsageError: One of the files is not the summary of a run.
     """
     from lightning_memtools.reporting.tables import console_table  # noqa: PLC0415, --help needs none
     from lightning_memtools.verdict.comparing import PEAK, STEP_TIME, compare, exceeded, table_of  # noqa: PLC0415

@@ -43,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Compare two results or two git revisions, and print what changed."""
+    """Print what changed in memory use between two JSON result files, or between two git revisions of a script."""
     diff = _diff_of(chosen)
     if chosen.json:
         print(json.dumps(diff.as_json(), indent=1, ensure_ascii=False))  # noqa: T201, a command prints
@@ -54,10 +54,10 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
-    """Return the difference between the two results or git revisions that the command line names.
+    """Return the memory difference between the two JSON result files, or git revisions, named on the command line.
 
     Raises:
-        UsageError: There are not two results, or there is no script for the revisions.
+        UsageError: There are not exactly two result files, or --git has no script.
     """
     from lightning_memtools.budgets.memory_diff import MemoryDiff  # noqa: PLC0415, --help needs none
 
@@ -93,7 +93,7 @@ def peak_in(path: Path) -> PeakMemory:
         path: The path of the file.
 
     Raises:
-        UsageError: The file cannot be read, or holds no result.
+        UsageError: The file cannot be read, or neither of these commands wrote it.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -115,14 +115,14 @@ def _of_content(content: Mapping[str, Any]) -> PeakMemory:
 
 
 def peak_at_revision(revision: str | None, script: Sequence[str]) -> PeakMemory:
-    """Dry-run a script as it was at a git revision, and return its peak memory.
+    """Run `memtools dry-run` on a script as it was at a git revision, and return the peak memory.
 
     Args:
         revision: The git revision; None for the files as they are now.
-        script: The options of `memtools dry-run`, then the script and its arguments.
+        script: The arguments of `memtools dry-run`: its options, then the script and the script's own arguments.
 
     Raises:
-        UsageError: There is no such revision, or the script does not complete its dry run there.
+        UsageError: There is no such revision, or the dry run did not complete.
     """
     here = Path.cwd()
     with ExitStack() as stack:

@@ -33,10 +33,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run the doctor's checks, print the report, and return the exit status: 1 if something serious was found.
+    """Check a model for training mistakes, print the report, and return the exit status: 1 if one is serious, else 0.
 
     Raises:
-        UsageError: The target or an option is wrong.
+        UsageError: The argument MODULE:CALLABLE or an option is wrong.
     """
     from lightning_memtools.doctor.diagnosing import diagnose  # noqa: PLC0415
 

@@ -49,7 +49,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Dry-run the script, print the result, and return the exit status."""
+    """Run the training script without a GPU, print the memory that it needs, and return the exit status."""
 
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
@@ -91,7 +91,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _held_to(result: DryRunResult, budget: int) -> int:
-    """Print an error to stderr if the peak exceeds the budget, and return the exit status."""
+    """Check the peak memory against a budget in bytes: print an error if it is too high, and return the exit status."""
     peak = result.peak
     if not peak.allocated:
         print("memtools: --at-most: nothing was allocated on the device, so nothing is within it.", file=sys.stderr)  # noqa: T201

@@ -48,10 +48,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Estimate the memory of a step, print the result, and return the exit status.
+    """Estimate the memory of a training or evaluation step, print the result, and return the exit status.
 
     Raises:
-        UsageError: The target cannot be found or returns something unexpected, or an argument is invalid.
+        UsageError: MODULE:CALLABLE does not exist or returns something unexpected, or an option is invalid.
     """
     require_folder_of(chosen.snapshot)
     if not is_on_null_device() and not _torch_starts():
@@ -130,16 +130,16 @@ def _gpu_named(capacity: str | None) -> str | None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
-    """Return the rows of the `n` largest GPUs that are too small, the `n` smallest that suffice, and the GPU `asked`.
+    """Return the rows of the `n` largest GPUs that are too small, the `n` smallest that are large enough, and `asked`.
 
-    `rows` are (GPU, whether it fits: "yes" or "no"), sorted by memory size.
+    Each row is (GPU name, "yes" if the step fits on it or "no"), sorted by memory size. `asked` names one more GPU.
     """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]
 
 
 def optimizer_of(name: str) -> Any:
-    """Return the class of torch.optim that has this name.
+    """Return the optimizer class of torch.optim that has this name, such as "AdamW".
 
     Raises:
         UsageError: There is no such class.

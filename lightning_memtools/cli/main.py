@@ -13,7 +13,7 @@ from lightning_memtools.cli.targets import UsageError, print_error
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of `memtools` with all of its subcommands."""
+    """Return the argument parser of `memtools` with all of its subcommands."""
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
     parser.add_argument("--version", action="version", version=f"lightning_memtools {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -23,12 +23,12 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `memtools` and return its exit status: 0, 1 after an error or a serious finding, or 130 after Ctrl-C.
+    """Run `memtools` and return its exit status: 0 for success, 1 after an error, or 130 after Ctrl-C.
 
-    Without arguments, print the help and return 2, as argparse does for a wrong option. Subcommands may return others.
+    Subcommands may return other values. Without arguments, print the help and return 2, as for a wrong option.
 
     Args:
-        arguments: The command line; by default the process's own.
+        arguments: The command-line arguments; by default `sys.argv[1:]`.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_parser()
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Return True if stdout is a closed pipe, as after `| head`, and then discard the remaining output."""
+    """Return True if stdout is a closed pipe, as after `| head`. If so, discard the output not yet written."""
     from lightning_memtools.reporting.console import drop_what_is_left  # noqa: PLC0415, --help does not need it
 
     try:

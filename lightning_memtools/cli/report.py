@@ -36,7 +36,7 @@ def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    """Write the HTML page of a log directory. Raise UsageError if there is no directory, or nothing in it to show."""
+    """Write an HTML page about the runs in a log directory. Raise UsageError if it has none or does not exist."""
     from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.report_html import report_html  # noqa: PLC0415, as above
 
@@ -58,7 +58,7 @@ def _report(chosen: argparse.Namespace) -> None:
 
 
 def _snapshot(chosen: argparse.Namespace) -> None:
-    """Write the HTML page of a memory snapshot. Raise UsageError if the file is not a snapshot."""
+    """Write an HTML page that shows a CUDA memory snapshot. Raise UsageError if the file is not a snapshot."""
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, as above
     from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above

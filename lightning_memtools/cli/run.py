@@ -50,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Replace this process with the script, which sees the same name and arguments as without `memtools run`.
+    """Run the user's script with our callbacks, in place of this process. The script sees the same `sys.argv` as usual.
 
     Raises:
         UsageError: There is no such script or callback, or the package's entry points are not installed.
@@ -71,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Check the options that the command line sets for callbacks, and return them."""
+    """Check and return the callback options of the command line: which to add or leave out, and their arguments."""
     arguments: dict[str, dict[str, Any]] = {}
     for text in chosen.arguments or ():
         import yaml  # noqa: PLC0415, --help does not need it
@@ -97,7 +97,7 @@ def _options(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _replaced_by(command: list[str], variables: dict[str, str]) -> int:
-    """Replace this process with a command. If the OS cannot do that, run the command and return its exit status."""
+    """Replace this process with a command, with `variables` in its environment. On Windows, return its exit status."""
     environment = os.environ | variables
     if os.name == "posix":
         os.execve(command[0], command, environment)  # noqa: S606, the user's own script

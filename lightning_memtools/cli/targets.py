@@ -22,7 +22,7 @@ class UsageError(Exception):
 
 
 def require_folder_of(path: str | None) -> None:
-    """Check that the folder of an output file exists. Call this before any long work.
+    """Check, before any long work, that the folder of the output file `path` exists. Do nothing if `path` is None.
 
     Raises:
         UsageError: The folder does not exist.
@@ -32,7 +32,7 @@ def require_folder_of(path: str | None) -> None:
 
 
 def working(text: str) -> Status:
-    """Return a context manager that shows a text on the terminal, if there is one, while its body runs."""
+    """Return a context manager that shows `text` while its body runs, if stderr is a terminal."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     # With NO_COLOR, a terminal gets no codes at all: those that move the cursor are none of colours.
@@ -40,7 +40,7 @@ def working(text: str) -> Status:
 
 
 def say(*parts: Any) -> None:
-    """Print strings and tables, each on its own lines. Raise if they cannot be written, as on a full disk."""
+    """Print strings and tables, each starting on a new line. Raise if this fails, as on a full disk."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     console = Console()
@@ -49,9 +49,9 @@ def say(*parts: Any) -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error with its traceback. For an error in the user's code, show only the frames of that code.
+    """Print an error with its traceback. For an error in the user's code, start the traceback where that code starts.
 
-    All other frames belong to this package and to the libraries that call or are called by the code.
+    Frames of this package are then left out, and so are the innermost ones if they belong to torch or Python itself.
     """
     from lightning_memtools.memory.user_code import owner_of  # noqa: PLC0415, --help does not need torch
 
@@ -68,12 +68,12 @@ def print_error(error: BaseException) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function of the user that returns arguments for one of our functions, as a dict or a tuple of two or three.
+    """Describes a function, written by the user, that returns arguments for one of our functions as a dict or a tuple.
 
     Attributes:
-        function: The name of our function that takes the arguments.
-        required: The names of the first two arguments, which a tuple must have.
-        optional: The name of the third argument, which a tuple may have.
+        function: The name of our function, such as "diagnose".
+        required: The names of our function's first two arguments. A tuple must contain both.
+        optional: The name of our function's third argument. A tuple may leave it out.
     """
 
     function: str
@@ -82,7 +82,7 @@ class Target:
 
     @property
     def forms(self) -> str:
-        """A description, for messages, of what the user's function may return."""
+        """A description, for help and error messages, of what the user's function may return."""
         first = ", ".join(self.required)
         return f"({first}), ({first}, {self.optional}), or a dict with the arguments of {self.function}"
 
@@ -97,10 +97,10 @@ class Target:
         parser.add_argument("target", metavar="MODULE:CALLABLE", help=text.strip())
 
     def arguments(self, chosen: argparse.Namespace, options: tuple[str, ...]) -> dict[str, Any]:
-        """Call the user's function, and return the arguments that it returns, overridden by options that are set.
+        """Call the user's function and return its result as a dict of arguments, overridden by command-line `options`.
 
         Raises:
-            UsageError: There is no such function, it needs arguments, or its return value has a wrong form.
+            UsageError: There is no such function, it needs arguments, or it returns neither a dict nor a valid tuple.
         """
         function = load(chosen.target)
         try:
