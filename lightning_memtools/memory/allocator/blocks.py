@@ -37,7 +37,7 @@ class Block:
         requested: The size that its last holder requested, in bytes.
         id: The number of its last allocation, counted from 1, by which traces refer to it.
         label: The label of its last allocation.
-        free_blocks: The set it belongs to when it is free.
+        free_blocks: The set that the block belongs to when it is free.
         segment: The segment it is part of.
         prev: The block before it in the segment.
         next: The block after it in the segment.
@@ -239,7 +239,7 @@ class BlockCache:
         self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Check the best fit, at `index`, against the settings. Return the index to use; ``len(blocks)`` for none."""
+        """Adjust the best-fit `index` to the settings. Return the index to use, or ``len(blocks)`` if no block fits."""
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:

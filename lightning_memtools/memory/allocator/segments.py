@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Find the lowest run of adjacent free or unmapped blocks that spans ``size`` bytes; return its first block."""
+    """Return the first block of the lowest run of free or unmapped blocks that spans ``size`` bytes, or None."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped

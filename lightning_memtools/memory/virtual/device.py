@@ -267,7 +267,7 @@ class VirtualDevice:
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
-        """Make the device ask `result_of` for each operator's result before running it, from its next `with` block on.
+        """Make the device ask `result_of` for each operator's result before running it, from the next `with` block on.
 
         Only the thread that enters the device asks; other threads run every operator.
         """

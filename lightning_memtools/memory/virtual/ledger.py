@@ -26,7 +26,7 @@ class LedgerEntry(weakref.ref[Any]):
         n_bytes: The storage's size when the block was allocated.
         category: The purpose of the storage.
         module: The module that it is charged to.
-        serial: The number of its block in the order of allocation.
+        serial: The block's number in the order of allocation.
     """
 
     # It subclasses the reference, which makes one object per storage in place of three.

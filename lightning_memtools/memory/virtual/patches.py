@@ -33,7 +33,7 @@ class Patches:
         self.undone = False
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace the attribute ``owner.name`` with ``make(original)``, which gets its name and docstring."""
+        """Replace ``owner.name`` with ``make(original)``, which gets the original's name and docstring."""
         original = getattr(owner, name)
         # An inherited attribute is restored by deleting the new one.
         own = vars(owner).get(name, _ABSENT)
