@@ -50,9 +50,9 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fakes_copied_deeply() -> Iterator[None]:
-    """Context manager: `copy.deepcopy` copies a fake tensor to one with its own storage, as it does a real tensor.
+    """Context manager: `copy.deepcopy` gives the copy of a fake tensor its own storage, as for real tensors.
 
-    `Tensor.__deepcopy__` copies the attributes of a fake one by one, and fails on scalars of known value. This can go
+    `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails on scalars that have a value. This can go
     once FakeTensor defines `__deepcopy__`.
     """
     if "__deepcopy__" in vars(FakeTensor):
@@ -108,7 +108,7 @@ class FakeMaker:
         return fake
 
     def number(self, value: torch.Tensor) -> FakeTensor:
-        """Return a scalar fake tensor whose value can be read, such as FakeTensorMode makes for `torch.tensor(3)`."""
+        """Return a fake scalar with a readable value, like the one that FakeTensorMode makes for `torch.tensor(3)`."""
         with without_torch_dispatch():
             kept = value.clone()
             fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
@@ -138,7 +138,7 @@ def has_accumulation_hook(parameter: nn.Parameter) -> bool:
 
 
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, child) for each child of a module, even for the same child under two names."""
+    """Yield (name, child) for each child of a module; a child with two names is yielded under both."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -279,7 +279,7 @@ def in_backward() -> bool:
 
 
 def node_in_backward() -> int:
-    """Return the sequence number of the node whose backward is running; -1 outside backward. There is no public API."""
+    """Return the sequence number of the autograd node that is running; -1 outside backward. No public API."""
     node: Any = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
 
@@ -527,7 +527,7 @@ def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 
 def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether DDP leaves averaging the gradients to a communication hook; there is no public API to ask."""
+    """Return whether DDP has a communication hook, which then averages the gradients; no public API tells."""
     return bool(wrapper._comm_hooks)
 
 
@@ -557,7 +557,7 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
         objects[:] = [mine] * len(objects)
 
     def nothing(*_args: Any, **_options: Any) -> None:
-        """Do nothing in place of a collective, which leaves this rank's own values as its result."""
+        """Stand in for a collective: do nothing, so that its tensors keep this rank's own values."""
 
     def keep_gradients(_state: Any, bucket: Any) -> Any:
         done: Any = torch.futures.Future()
@@ -699,7 +699,7 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 
 
 def stores_gradient() -> bool:
-    """Return whether autograd is running an AccumulateGrad node in this thread, which adds to a tensor's `.grad`."""
+    """Return whether this thread is running an AccumulateGrad node, the autograd node that adds to a `.grad`."""
     return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
 
 
@@ -733,12 +733,12 @@ def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], 
 
 
 def uncoalesced_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of a sparse COO tensor, even uncoalesced, which the public methods refuse."""
+    """Return the indices and values of a sparse COO tensor; the public methods refuse uncoalesced tensors."""
     return tensor._indices(), tensor._values()
 
 
 def own_tensors(module: nn.Module) -> tuple[Any, Any]:
-    """Return a module's own parameters and its own buffers, with None entries; public iterators take 10x as long."""
+    """Return a module's own parameters and buffers, including None entries; public iterators take 10x as long."""
     return module._parameters.values(), module._buffers.values()
 
 

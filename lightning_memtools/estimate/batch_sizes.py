@@ -44,13 +44,13 @@ def largest_batch(
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
-    """Find by trials a batch size that fits when one more sample does not; return 0 if no batch fits.
+    """Find a batch size n that fits although n + 1 does not, by trying sizes; return 0 if no batch fits.
 
     If the step raises with a batch of one, as BatchNorm does in training, a batch of two is tried instead, and the
     result is 0 if that does not fit.
 
     Tensor sizes are linear in the batch size. So two trials suffice to predict the requests to the allocator at any
-    size, and to replay these is much faster than another trial. The predicted answer and the next larger size are then
+    size, and replaying those is much faster than another trial. The predicted answer and the next larger size are then
     tried, too. If the program behaves differently at other sizes, the prediction is based on closer trials.
 
     Args:
@@ -132,7 +132,7 @@ def _line(
 def _last_that(
     serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], low: int, high: int
 ) -> int:
-    """Find by bisection the largest batch size in [low, high) that fits: `serves(line(size))` is then True."""
+    """Find by bisection the largest batch size in [low, high) for which `serves(line(size))` is True."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and serves(line(high)):
@@ -155,7 +155,7 @@ def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return the batch with another batch size, which is the first dimension of its tensors.
+    """Return the batch with the first dimension of its tensors changed to `size`.
 
     The rows of small CPU tensors are repeated, so that the step can read values such as lengths. All other tensors
     become meta tensors.

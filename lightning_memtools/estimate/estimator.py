@@ -55,11 +55,11 @@ def estimate_memory(
     out. For one rank of DDP or FSDP, use a dry run of the script (docs/dry-run.md).
 
     Args:
-        model: A LightningModule, whose own steps run (automatic or manual optimization), or any module with ``step``.
+        model: A LightningModule, whose own steps run (automatic or manual optimization), or a module with `step` given.
         batch: A batch in the form that the step takes: real, meta or fake tensors, nested in any way.
         step: ``step(model, batch)`` returns the loss.
         optimizer: An optimizer over the model's parameters, its class, or a function of the parameters that makes one.
-            By default, that of a LightningModule; any other module then trains without an optimizer.
+            By default, the LightningModule's own; any other module then trains without an optimizer.
         stage: "train"; or, for a step without gradients, "val", "test" or "predict".
         precision: One of Lightning's names: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         steps: The number of steps. Two show the peak of longer training; a third changes little.

@@ -21,7 +21,7 @@ class PeakPlace:
         step: The step, counted from 1; 0 before the first.
         phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
         module: The path of the module that allocated; in backward, of the module whose gradients are computed.
-        operation: The operator that allocated, such as "aten.convolution_backward"; empty if none did.
+        operation: The operator that allocated, such as "aten.convolution_backward"; empty if no operator did.
     """
 
     step: int
@@ -73,7 +73,7 @@ class MemoryEstimate:
         gradient_count: The number of elements in the parameters that got a gradient.
         parameter_bytes: Bytes of parameters and buffers.
         modules: Every module of the model, in its order.
-        holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
+        holders: What holds the memory at the peak: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
         trace: All requests of the steps to the allocator.
@@ -102,7 +102,7 @@ class MemoryEstimate:
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     def fits(self, capacity: str) -> bool:
-        """Return whether the steps fit in a capacity if the allocator, when full, empties its cache and retries.
+        """Return whether the steps fit in a capacity. The allocator empties its cache before it gives up, as on a GPU.
 
         Args:
             capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", whose CUDA context takes 500 MiB.
@@ -121,7 +121,7 @@ class MemoryEstimate:
         return max(0, self.peak_allocated - usable_bytes(capacity))
 
     def max_batch_size(self, capacity: str) -> int:
-        """Return a batch size that fits when one more sample does not; 0 if a batch of one does not fit.
+        """Return a batch size n that fits although n + 1 does not; 0 if a batch of one does not fit.
 
         The result and the next larger size are both traced. They are predicted from two traces, so usually three or
         four traces are made in addition to the estimate's own. Because of how the allocator splits segments, a batch
@@ -234,7 +234,7 @@ class MemoryEstimate:
 
 
 def usable_bytes(capacity: str) -> int:
-    """Return the bytes that the allocator can use: a size as it is, a named GPU's memory minus its CUDA context.
+    """Return the bytes that the allocator can use: a size itself, or a named GPU's memory minus its CUDA context.
 
     Raises:
         ValueError: The text is neither a size nor the name of a known GPU.

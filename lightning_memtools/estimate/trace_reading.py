@@ -76,7 +76,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """Return a module's path without the model's class name in front; "" for memory outside of modules."""
+    """Return a module's path without the model's class name in front; "" for memory allocated outside of modules."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:

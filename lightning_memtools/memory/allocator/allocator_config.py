@@ -19,7 +19,7 @@ class AllocatorConfig:
         expandable_segments: Whether to grow one virtual address range per stream instead of using separate segments.
         max_split_size: Blocks of at least this size are never split; None for no limit.
         max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block only if the block exceeds
-            it by less than this size. None for ``large_segment_size``.
+            the request by less than this size. None for ``large_segment_size``.
         roundup_power2_divisions: The number of steps between two powers of two to which sizes are rounded up. There is
             one entry per interval of sizes (see `block_rounding.roundup_divisions_of`); 0 or 1 turns this rounding off
             for the interval, and an empty tuple for all.

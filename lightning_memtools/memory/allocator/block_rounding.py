@@ -42,7 +42,7 @@ def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
 
 
 def roundup_divisions_of(n_bytes: int, divisions_per_interval: tuple[int, ...]) -> int:
-    """Return the entry for a size: the first is for sizes below 2 MiB, the last for sizes of at least 32 GiB."""
+    """Return the number of divisions for a size; the first entry is for sizes below 2 MiB, the last from 32 GiB."""
     interval = n_bytes.bit_length() - MIB.bit_length()
     return divisions_per_interval[min(max(interval, 0), ROUNDUP_INTERVALS - 1)]
 

@@ -27,7 +27,7 @@ _NO_LIMIT = 1 << 62
 
 
 class Block:
-    """A range of simulated device memory, which `CachingAllocator.malloc` returns and the cache keeps when it is free.
+    """A range of simulated device memory: allocated by `CachingAllocator.malloc`, free in the cache, or unmapped.
 
     The object belongs to the allocator: like a pointer, it may be merged or reused after it was freed.
 
@@ -37,7 +37,7 @@ class Block:
         requested: The size that its last holder requested, in bytes.
         id: The number of its last allocation, counted from 1, by which traces refer to it.
         label: The label of its last allocation.
-        free_blocks: The set it belongs to when it is free.
+        free_blocks: The set that the block belongs to when it is free.
         segment: The segment it is part of.
         prev: The block before it in the segment.
         next: The block after it in the segment.
@@ -107,7 +107,7 @@ class Block:
 
 
 class Segment:
-    """The memory of one request to the device; an expandable segment is one range of virtual addresses.
+    """Memory from one request to the device; if expandable, a range of virtual addresses that is mapped in parts.
 
     Attributes:
         address: Its first address.
@@ -191,7 +191,7 @@ class BlockCache:
         return free_blocks
 
     def pools(self) -> list[FreeBlocks]:
-        """Return all sets of free blocks in the order that `empty_cache` follows: large ones first, then by stream."""
+        """Return all sets of free blocks in the order that `empty_cache` follows: those of large blocks first."""
         return [self._pools[key] for key in sorted(self._pools, key=lambda key: (key[1], key[0]))]
 
     def take(self, free_blocks: FreeBlocks, size: int) -> Block | None:
@@ -239,7 +239,7 @@ class BlockCache:
         self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Apply the settings to the best fit, `index`. Return the index to use, or ``len(blocks)`` if no block fits."""
+        """Adjust the best-fit `index` to the settings. Return the index to use, or ``len(blocks)`` if no block fits."""
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:

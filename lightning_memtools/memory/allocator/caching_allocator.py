@@ -40,7 +40,7 @@ class CachingAllocator:
         capacity: The total memory of the device; None for no limit.
         used_by_others: The memory held by other processes, and by this one outside the allocator.
         record: Whether to keep an `AllocationTrace` of all requests for replays and snapshots (8 to 16 bytes per call).
-        observer: Called at every action with the action's name, as in torch's snapshots, its address and its size.
+        observer: Called at every action with its name (as in torch's snapshots), the address and the size.
 
     Attributes:
         config: The settings.
@@ -254,7 +254,7 @@ class CachingAllocator:
 
 
 def copy_of(allocator: CachingAllocator) -> CachingAllocator:
-    """Return a copy of an allocator with its blocks, cache and counts, which shares nothing with the original.
+    """Return an independent copy of an allocator, with its blocks, cache and counts.
 
     Raises:
         ValueError: The allocator has an observer, which the copy would call too.

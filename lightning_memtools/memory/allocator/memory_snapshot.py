@@ -71,7 +71,7 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Return a snapshot of an allocator: segments, blocks and history. By default the history is made from its trace.
+    """Return a snapshot of an allocator: segments, blocks and history. The default history is the allocator's trace.
 
     A block's label becomes its stack: each line of the form ``file:line:function`` becomes a frame, and any other line
     a frame with that name. Times in the history count actions, since no time passes in the simulation.
@@ -189,7 +189,7 @@ def failed_request(
     used_by_others: int,
     device: int = 0,
 ) -> FailedRequest | None:
-    """Return the last out-of-memory error of a snapshot's history; None if the history holds none.
+    """Return the last out-of-memory error in a snapshot's history; None if the history holds none.
 
     Args:
         snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.

@@ -81,7 +81,7 @@ class DeviceSegments:
         return segment.first
 
     def give_back_segment(self, block: Block) -> None:
-        """Release the segment that a free block covers as a whole (cudaFree)."""
+        """Release a segment (cudaFree), given the free block that covers all of it."""
         block.free_blocks.remove(block)
         del self.segments[block.segment.address]
         self.count("segment_free", block.address, block.size, block.free_blocks)
@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Find the lowest run of adjacent free or unmapped blocks that spans ``size`` bytes; return its first, or None."""
+    """Return the first block of the lowest run of free or unmapped blocks that spans ``size`` bytes, or None."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped

@@ -13,8 +13,8 @@ class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, a
 
     Attributes (all sizes in bytes, at the moment of raising):
         requested: The size that the caller requested.
-        rounded: The size of the block for it.
-        segment_size: The size that was requested from the device: the figure in CUDA's "Tried to allocate".
+        rounded: The size of the block for that request.
+        segment_size: The size that was requested from the device: the number in CUDA's "Tried to allocate".
         capacity: The total memory of the device; None when only a memory fraction limits it.
         free: The free memory of the device.
         used_by_others: The memory held by other processes, and by this one outside the allocator.

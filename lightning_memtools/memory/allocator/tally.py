@@ -26,23 +26,23 @@ class Tally:
     peak_reserved: int = 0
 
     def reset_peaks(self) -> None:
-        """Set both peaks to the current values."""
+        """Set the peaks of allocated and reserved memory to the current values."""
         self.peak_allocated = self.allocated
         self.peak_reserved = self.reserved
 
     def add_block(self, size: int, requested: int) -> None:
-        """Count a block that was allocated."""
+        """Add an allocated block to the totals."""
         self.allocated = allocated = self.allocated + size
         if allocated > self.peak_allocated:
             self.peak_allocated = allocated
         self.requested += requested
 
     def remove_block(self, size: int, requested: int) -> None:
-        """Count a block that was freed."""
+        """Subtract a freed block from the totals."""
         self.allocated -= size
         self.requested -= requested
 
     def reserve(self, size: int) -> None:
-        """Count memory that was reserved from the device; a negative `size` counts memory released to the device."""
+        """Add memory that was reserved from the device to the total; a negative `size` is memory that was released."""
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)

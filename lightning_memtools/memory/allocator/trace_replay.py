@@ -33,7 +33,7 @@ class ReplayedTrace:
 
     @property
     def stats(self) -> MemoryStats:
-        """The statistics after the last event; the peaks count from the last reset in the trace."""
+        """The statistics after the last event; peaks are those since the last `reset_peaks` in the trace."""
         return self.allocator.stats()
 
 
@@ -47,7 +47,7 @@ def replay(
     """Replay a trace on a new allocator.
 
     With the recorded settings, the result is the recorded state, block for block. With others, it is the state that the
-    same program would have reached. The replay ends at the first request that fails, as what the program would do then
+    same program would have reached. The replay ends at the first request that fails, because what the program does then
     is not known. A request that failed in the recorded run is tried again; if it succeeds, its block is freed at once.
 
     Args:

@@ -43,10 +43,10 @@ FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AccountingMode(OperatorMode):
-    """A dispatch mode that enters the storages that operators make in one thread into a ledger for all threads.
+    """A dispatch mode that records the storages created by one thread's operators in a ledger for all threads.
 
-    Interceptors are functions that may return an operator's result in its place; they are asked in turn. If none does,
-    `run` runs the operator, and `account` enters the storages that it made into the ledger.
+    Interceptors are functions that may supply an operator's result; they are called in turn. If none supplies it,
+    `run` runs the operator, and `account` records the new storages in the ledger.
 
     Attributes:
         place: The stack of module calls of this thread.
@@ -115,7 +115,7 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Begin a module's call: charge new storages to the module. Return the depth for `ModuleScopes.leave_to`."""
+        """Begin a module's call: charge new storages to the module. Return a depth for `ModuleScopes.leave_to`."""
         place = self.place
         # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
@@ -143,7 +143,7 @@ class AccountingMode(OperatorMode):
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
-        """Put a tensor on the device that was not made by an operator under this mode.
+        """Count a tensor that no operator made under this mode as device memory.
 
         If the tensor is on the device already, only its category is set, unless `category` is None.
 
@@ -161,7 +161,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category)
 
     def enter_copy(self, tensor: torch.Tensor, category: Category) -> LedgerEntry | None:
-        """Put a copy of a tensor's elements on the device, which stays until the tensor dies or `drop` is called.
+        """Count a copy of a tensor's elements as device memory, until the tensor dies or `drop` is called.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -224,7 +224,7 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result that the function `result_of` has for an operator; if it has none, run the operator."""
+        """Return an operator's result from the function `result_of`; if that finds none, run the operator."""
         known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
         return func(*args, **kwargs) if known is NotImplemented else known
 
@@ -271,7 +271,7 @@ class AccountingMode(OperatorMode):
         return out
 
     def _is_count_of_steps(self, kind: OperatorKind, func: Any, args: Any) -> bool:
-        """Return whether an operator makes the step count of an optimizer, which stays in host memory on a GPU too."""
+        """Return whether an operator creates an optimizer's step counter, which even on a GPU stays in host memory."""
         if not (self._cuda_like and self.place.in_step):
             return False
         return kind is OperatorKind.LIFTED or (func is _ZEROS and self.place.counts_on_host and not args[0])

@@ -64,7 +64,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a leaf's gradient; None if it has none, and for non-leaf tensors, where reading `grad` gives a warning."""
+    """Return a tensor's gradient or None; for non-leaf tensors, whose `grad` warns when it is read, always None."""
     return parameter.grad if parameter.is_leaf else None
 
 
@@ -88,7 +88,7 @@ def enter_all(
     Args:
         thing: The tensor, module or optimizer.
         enter: Puts a tensor on the device, with a category or None.
-        flatten: Called with each module and `enter` to move a recurrent layer's weights into one buffer, or None.
+        flatten: If given, called with each module and `enter`, to merge a recurrent layer's weights in one buffer.
     """
     if isinstance(thing, nn.Module):
         # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after

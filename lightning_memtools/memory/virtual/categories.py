@@ -35,8 +35,8 @@ class Composition:
 
     Attributes:
         by_category: Bytes per category: parameter, buffer, gradient, optimizer, activation, input and other.
-        by_module: Bytes per category, for each module that has any. A module's name is the class name of its outermost
-            module and its path within it: ``"ResNet.layer1.0.conv1"``. Parameters, gradients and optimizer state are
+        by_module: Bytes per category, for each module with memory. A module's name is the class name of its outermost
+            module and the path from there: ``"ResNet.layer1.0.conv1"``. Parameters, gradients and optimizer state are
             charged to the module that holds the parameter, activations to the module whose call made them;
             ``"(backward)"``, ``"(optimizer)"`` and ``"(outside)"`` stand for memory that no module made.
     """

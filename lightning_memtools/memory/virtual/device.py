@@ -46,7 +46,7 @@ _active: list[VirtualDevice] = []
 
 
 class VirtualDevice:
-    """A GPU's memory without a GPU: shows how much a program would allocate and reserve, and where it would run out.
+    """Simulates a GPU's memory: shows how much a program would allocate and reserve, and where it would run out.
 
     While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
     allocator. The device also works with fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
@@ -242,7 +242,7 @@ class VirtualDevice:
         return any(find(storage_key(part)) is not None or find(-id(part)) is not None for part in parts(tensor))
 
     def address_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the address of a tensor's block on the device, by which snapshots name it; None if it has none."""
+        """Return the address of a tensor's block on the device, as shown in snapshots; None without a block."""
         entries = (self._ledger.find(storage_key(part)) for part in parts(tensor))
         return next((entry.block.address for entry in entries if entry is not None), None)
 
@@ -263,11 +263,11 @@ class VirtualDevice:
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
-        """Replace operators (the keys) by rules (the values) from the device's next `with` block on."""
+        """Call functions in place of operators (the keys of `rules`), from the device's next `with` block on."""
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
-        """Make the device ask `result_of` for each operator's result before running it, from its next `with` block on.
+        """Make the device ask `result_of` for each operator's result before running it, from the next `with` block on.
 
         Only the thread that enters the device asks; other threads run every operator.
         """
@@ -278,7 +278,7 @@ class VirtualDevice:
         self._mode_or_new().note(tensor, category, module)
 
     def freeze(self) -> list[LedgerEntry]:
-        """End the accounting, and return an entry per storage on the device, with its final category and module.
+        """End the accounting, and return one ledger entry per storage, with its final category and module.
 
         The allocator then keeps its state, even when the storages die.
         """
@@ -402,7 +402,7 @@ class VirtualDevice:
         _active.remove(self)
 
     def reset_in_fork(self) -> None:
-        """Reset the device to one that was never entered, so that a forked process can enter it."""
+        """Reset the device as if it had never been entered, so that a forked process can enter it."""
         self._leave()
         VirtualDevice.__init__(self, **self._options)
 

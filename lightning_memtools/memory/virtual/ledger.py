@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.categories import Category
 
 
 class LedgerEntry(weakref.ref[Any]):
-    """One storage on the device. The entry is a weak reference to it, so that the ledger learns when it dies.
+    """One storage on the device. The entry refers to it weakly, and tells the ledger when the storage dies.
 
     Attributes:
         key: The key by which the ledger finds it.
@@ -26,7 +26,7 @@ class LedgerEntry(weakref.ref[Any]):
         n_bytes: The storage's size when the block was allocated.
         category: The purpose of the storage.
         module: The module that it is charged to.
-        serial: The number of its block in the order of allocation.
+        serial: The block's number in the order of allocation.
     """
 
     # It subclasses the reference, which makes one object per storage in place of three.
@@ -57,11 +57,11 @@ class DeviceListener:
 
 
 class VirtualLedger:
-    """Keeps the storages on the device, a block of the allocator for each of them, and the bytes per category.
+    """Keeps track of the storages on the device, the allocator's block for each, and the bytes per category.
 
     Storages die whenever Python or autograd releases them: in any thread, and even inside a method of the ledger, if
-    the garbage collector runs there. So a dead storage is first put into a queue. If the ledger's lock is free, its
-    block is freed at once; otherwise the thread that has the lock frees it.
+    the garbage collector runs there. So a dead storage is first put into a queue. If the ledger's lock is free, the
+    storage's block is freed at once; otherwise the thread that has the lock frees it.
 
     Attributes:
         allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.

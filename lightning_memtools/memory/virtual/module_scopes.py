@@ -60,7 +60,7 @@ class ModuleScopes:
         return None if scope is OUTSIDE or scope is OPTIMIZER else scope
 
     def purpose(self, args: Any, kwargs: Any) -> tuple[Category, str]:
-        """Return the category and the module of memory that an operator with these arguments would allocate now."""
+        """Return the category and the module for memory that an operator with these arguments would allocate now."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         if current_graph_task() != -1:
             if isinstance(current_autograd_node(), AccumulateGrad):
@@ -103,7 +103,7 @@ class ModuleNames:
         return self._add_tree(module, f"{caller}.{name}")
 
     def add_root(self, module: nn.Module) -> None:
-        """Name a module and all modules in it, unless it has a name already."""
+        """Name a module and all its submodules, unless the module has a name already."""
         known = self._named.get(id(module))
         if known is not None and known[0]() is module:
             return

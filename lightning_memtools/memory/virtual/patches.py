@@ -33,7 +33,7 @@ class Patches:
         self.undone = False
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace the attribute ``owner.name`` by ``make(original)``, with the original's name and docstring."""
+        """Replace ``owner.name`` with ``make(original)``, which gets the original's name and docstring."""
         original = getattr(owner, name)
         # An inherited attribute is restored by deleting the new one.
         own = vars(owner).get(name, _ABSENT)
@@ -55,7 +55,7 @@ class Patches:
 
 
 def behave_like_cuda(patches: Patches) -> None:
-    """Patch torch to act as on CUDA: dropout keeps a bool mask; optimizers allow capturable, and default to foreach.
+    """Patch torch to act as on CUDA: dropout keeps a bool mask; optimizers accept `capturable`, prefer `foreach`.
 
     Without the patches, dropout on CPU tensors keeps its mask in the input's type and draws it differently, and
     optimizers update parameters one by one. So dropout masks and rounding differ between runs with and without them.

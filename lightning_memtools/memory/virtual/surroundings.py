@@ -206,7 +206,7 @@ class DeviceHooks:
         self._autocast = ExitStack()
 
     def begin(self) -> None:
-        """Replace the functions and add the hooks."""
+        """Patch torch and add the hooks that report these events."""
         patches = self._patches = Patches()
 
         def find() -> AccountingMode | None:
