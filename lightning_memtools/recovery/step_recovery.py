@@ -30,7 +30,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts recovered and skipped batches. `n_parts` is of the latest step; `latest` describes the latest event."""
+    """Counts batches that ran again in parts or were skipped. `n_parts` is that of the latest step."""
 
     n_recovered: int = 0
     n_skipped: int = 0
@@ -39,7 +39,7 @@ class Recoveries:
     latest: str = ""
 
     def __str__(self) -> str:
-        """Return a line for a summary; "" if no batch was recovered or skipped."""
+        """Return these counts as a line for a summary; "" if no batch was recovered or skipped."""
         if not self.latest:
             return ""
         batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
@@ -50,11 +50,11 @@ class Recoveries:
 
 
 class StepRecovery:
-    """Runs training steps. A step that runs out of memory is undone and run again in 2, 4, ... parts.
+    """Runs training steps. If a step runs out of memory, undoes it and runs its batch again in 2, 4, ... parts.
 
     Args:
         strategy: The Trainer's strategy; None without a Trainer.
-        tell: If batches cannot be run in parts, this is called with the reason after the first step.
+        tell: A function that is called after the first step if batches cannot be run in parts, with the reason.
 
     The other arguments are those of OOMRecovery.
     """
@@ -86,10 +86,10 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result; if in parts, that of the last part with the loss of the whole batch.
+        """Run a step and return its result. In parts, this is the last part's, but with the loss of the whole batch.
 
         Raises:
-            torch.OutOfMemoryError: The step cannot be run in parts that are small enough; a note says why.
+            torch.OutOfMemoryError: The step does not fit, even in parts. A note on the error says why.
         """
         self._exchange.begin()
         start = self._start_of(step)
@@ -103,7 +103,7 @@ class StepRecovery:
         return step.skipped()
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
-        """Record the state before a step, and return it; None if the step could not be run again anyway."""
+        """Record the state before a step, and return it; None if the step cannot be run again in any case."""
         # In the first step, forward may still put its norms into evaluation mode.
         if self._tell is None and why_norm_prevents(self._norms):
             return None
@@ -127,7 +127,7 @@ class StepRecovery:
         return result
 
     def _run(self, start: StepStart) -> Any:
-        """Run a step, in parts if needed; return None if the batch is skipped. Other errors of the step are raised."""
+        """Run a step, in parts if needed, and return its result; None if the batch is skipped."""
         try:
             return self._attempts(start)
         except Exception as error:
@@ -146,7 +146,7 @@ class StepRecovery:
             start.failure = None  # its frames hold the start
 
     def _attempts(self, start: StepStart) -> Any:
-        """Run the batch in 1, 2, 4, ... parts until the parts fit. Return None if the batch is skipped."""
+        """Run the batch in 1, 2, 4, ... parts until they fit, and return the result; None if the batch is skipped."""
         n_elements = sum(map(torch.numel, tensors_in(start.batch)))
         n_parts, is_recovering = self._first_parts(n_elements), False
         if n_parts > 1:
@@ -179,7 +179,7 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return how many parts to try first: enough for each to be smaller than any that ran out of memory."""
+        """Return how many parts to try first. Each is then smaller than any part that has run out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
@@ -204,7 +204,7 @@ class StepRecovery:
         """Return the parts of a batch, each with the factor for its loss. Parts with a factor of 0 are left out.
 
         Raises:
-            CannotSplitError: The batch cannot be split, or its parts do not add up to it.
+            CannotSplitError: The batch cannot be split, or its parts do not have as many samples as the batch.
         """
         count, counts, total = self._loss_weight or n_samples_of, [1.0], 1.0
         try:
@@ -231,7 +231,7 @@ class StepRecovery:
         """Return the number of parts to try next; None to skip the batch.
 
         Raises:
-            CannotSplitError: The batch cannot be run in more parts, and may not be skipped.
+            CannotSplitError: The batch cannot be split into more parts, and must not be skipped.
         """
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
@@ -243,7 +243,7 @@ class StepRecovery:
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:
-        """Return why no batch of this model can be run in parts; "" if batches can."""
+        """Return why batches of this model cannot be run in parts; "" if they can."""
         if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -252,7 +252,7 @@ class StepRecovery:
         return why_norm_prevents(self._norms)
 
     def _note(self, start: StepStart, n_parts: int, *, is_recovering: bool) -> None:
-        """Count a step that has run. After the first one, tell the user if batches cannot be run in parts."""
+        """Count a step that has run. After the first step, tell the user if batches cannot be run in parts."""
         told = self.recoveries
         told.n_parts, told.most_parts = n_parts, max(n_parts, told.most_parts)
         if is_recovering:
