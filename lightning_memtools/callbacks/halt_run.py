@@ -91,7 +91,7 @@ class HaltRun:
         before_update: Callable[[Any], None],
         before_saving: Callable[[], None],
     ) -> None:
-        """Start checking. `watch` is called with each finite step, the other two before each update and checkpoint."""
+        """Start checking. `watch` is called with each finite step, `before_saving` before a checkpoint is written."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
             module,

@@ -52,8 +52,8 @@ class OOMRecovery(EitherCallback, Neighbour):
         max_splits: The maximum number of micro-batches per batch.
         skip_batch: Skip a batch whose smallest parts do not fit either, as if training_step had returned None. Not
             supported with several ranks.
-        split_batch: A function `(batch, n_parts) -> parts` for other batches. If dimension 0 of a part's tensors is not
-            always the number of samples, `loss_weight` has to return that number.
+        split_batch: A function `(batch, n_parts) -> parts`, for batches of any other form. If not all tensors of a part
+            have its samples in dimension 0, `loss_weight` has to return the number of samples.
         allow_batch_norm: Split batches even if the model has BatchNorm layers in training mode, which then normalize
             each part by itself. Without this, the batches of such a model are not split.
 
@@ -162,12 +162,12 @@ class OOMRecovery(EitherCallback, Neighbour):
 
     @property
     def memory_remark(self) -> str:
-        """Return a line for MemoryMonitor's summary on the recoveries of this rank and those known of other ranks."""
+        """Return a line for MemoryMonitor's summary: the recoveries of this rank, and those reported by others."""
         others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log new recoveries, tell the other ranks, and warn. Let OOMReport write a report on the first recovery."""
+        """Log new recoveries and report them to the other ranks. At the first, warn and have OOMReport report it."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, mine.n_skipped, elsewhere)
         if self._told == before or self._posts is None:

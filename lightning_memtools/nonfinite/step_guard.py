@@ -191,7 +191,7 @@ class StepGuard:
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Remove the gradients if the step is skipped, so that its update does nothing. Call it after all hooks."""
+        """If the step is to be skipped, remove the gradients, so that no weight changes. Call it after all hooks."""
         if self._to_skip is optimizer:
             self._to_skip = None
             hide_gradients(optimizer)

@@ -65,7 +65,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a nested batch, and a function that rebuilds a batch of that form from other leaves."""
+    """Return the leaves of a nested batch, and a function that builds a like batch from other leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)

@@ -166,6 +166,6 @@ def _is_pretended(wrapper: DistributedDataParallel) -> bool:
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that adds -0.0 to all gradients: nothing changes, but the hooks of DDP's reducer run."""
+    """Run a backward pass that adds -0.0 to all gradients. No value changes, but the hooks of DDP's reducer run."""
     zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)

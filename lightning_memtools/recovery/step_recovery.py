@@ -179,7 +179,7 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return how many parts to try first. Each is then smaller than any part that has run out of memory."""
+        """Return how many parts to try first: so many that each is smaller than any that has run out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
@@ -201,7 +201,7 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return the parts of a batch, each with the factor for its loss. Parts with a factor of 0 are left out.
+        """Return (part, factor of its loss) for each part of a batch. Parts with a factor of 0 are left out.
 
         Raises:
             CannotSplitError: The batch cannot be split, or its parts do not have as many samples as the batch.
@@ -275,12 +275,12 @@ class StepRecovery:
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of each normalization layer that can use batch statistics."""
+    """Return (name, module) for each layer that can normalize by batch statistics, such as BatchNorm."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return why batches must not be split, if a normalization layer now uses batch statistics; "" if none does."""
+    """Return why batches must not be split: a layer that normalizes by batch statistics. Return "" if there is none."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (
@@ -298,7 +298,7 @@ def _add_reason(error: Exception, why_not: str) -> None:
 
 
 def _warn_of(fault: Exception) -> str:
-    """Warn of an error in OOMRecovery's own code, which must not hide the user's. Return the warning's message."""
+    """Warn of an error in OOMRecovery's own code, instead of raising it. Return the warning's message."""
     text = f"OOMRecovery itself failed: {in_one_line(fault)}"
     with suppress(DegradedWarning):  # where warnings are errors
         warnings.warn(text, DegradedWarning, stacklevel=2)
