@@ -91,7 +91,7 @@ class HaltRun:
         before_update: Callable[[Any], None],
         before_saving: Callable[[], None],
     ) -> None:
-        """Start checking. `watch` is called with each finite step, `before_saving` before a checkpoint is written."""
+        """Start checking. `watch` is called with each finite step, and the others before each update and checkpoint."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
             module,

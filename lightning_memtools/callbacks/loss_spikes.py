@@ -22,8 +22,8 @@ class LossSpikes(WatchingCallback):
     """Reports steps whose loss or gradient norm is far above earlier ones, and can skip them or roll back.
 
     It uses the losses and gradient norms that HaltOnNaN reads. If the Trainer has no HaltOnNaN, one is added for the
-    fit; it stops training at a NaN. On a logarithmic scale, take the median of the last `window` steps, and the
-    distance from it to their 95% quantile: a spike exceeds the median by `sensitivity` times this distance. All ranks
+    fit; it stops training at a NaN. On a logarithmic scale, take the median of the last `window` steps and its distance
+    from their 95% quantile. A spike exceeds the median by more than `sensitivity` times this distance. All ranks
     decide alike, by the norm over all gradients and by the largest of the ranks' losses.
 
     | logged | when |

@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """Does the work of LossSpikes in one fit: finds spikes, and reports or skips them or rolls back. One per rank."""
+    """Does the work of LossSpikes in one fit, on each rank: finds and reports spikes, and skips or rolls back."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options

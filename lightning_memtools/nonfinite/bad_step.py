@@ -197,7 +197,7 @@ class BadStep:
 
 
 class NonFiniteError(RuntimeError):
-    """Raised when a loss, a gradient or a weight is NaN or Inf, or a loss that was logged in evaluation.
+    """Raised when a loss, gradient or weight is NaN or Inf. Losses that evaluation logs count, too.
 
     The message says everything, and is the same on every rank. The attributes are meant for code.
 
@@ -377,7 +377,7 @@ def what_grew(bad: BadStep) -> str:
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """Return the BadStep of the rank to blame; None if no rank can be blamed.
 
-    This is the first rank with a bad loss; else with a bad batch; else whose step was bad when it ran alone.
+    A rank with a bad loss is blamed first, then one with a bad batch, then one whose step is bad when run alone.
     """
     if len(everyone) == 1:
         return everyone[0]
@@ -393,9 +393,9 @@ def state_error(
     suspects: tuple[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error for a checkpoint that would have held NaN or Inf. `everyone` lists each rank's bad tensors.
+    """Return the error to raise instead of writing a checkpoint with NaN or Inf. `everyone`: each rank's bad tensors.
 
-    `finite_at` is the last step at which all tensors were known to be finite. `suspects_of_update` gives `suspects`.
+    `finite_at` is the last step at which all tensors were known to be finite. `suspects` is from `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     text, advice = suspects
@@ -420,7 +420,7 @@ def state_error(
 def evaluation_error(
     everyone: Sequence[Mapping[str, float]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
 ) -> NonFiniteError:
-    """Return the error for an evaluation that logged bad losses. `everyone` has one dict of bad losses per rank."""
+    """Return the error for an evaluation run that logged bad losses. `everyone` has one dict of bad losses per rank."""
     bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
     lines = [
         f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",

@@ -88,7 +88,7 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
     Args:
         events: The operations with NaN or Inf in their outputs, in the order in which they ran.
         start: The keys of the storages to explain, such as the key of the loss.
-        leaf_of: A function that returns the tensor of a storage, by key, for storages that no operation wrote.
+        leaf_of: A function that takes the key of a storage that no operation wrote, and returns its tensor.
     """
     way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
@@ -106,7 +106,7 @@ def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: Le
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
-    """Return `event`; if it only copies its input, return the first later operation that computes with the copy."""
+    """Return `event`. But if it only copies its input, return the first later operation that computes with the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
         made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Find the events that wrote the bad inputs of event `index`. Return (index, whether NaN is traced) of each."""
+        """Find the events that wrote the bad inputs of event `index`. Return (index, whether to follow NaN) of each."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []
@@ -180,7 +180,7 @@ class _BackwardSlice:
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
-        """Return the index of the last event before `before` that wrote NaN or Inf to the storage `key`; None if none.
+        """Return the index of the last event before `before` that wrote NaN or Inf to the storage `key`, or None.
 
         With `wants_nan`, only events that wrote NaN count: later ones may have written Inf elsewhere in the storage.
         """

@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again and record what it shows in `bad`; its cause, too, if `explains`. Return gradient hashes."""
+    """Run a bad step again; if `explains`, find its cause. Record the results in `bad`. Return gradient hashes."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -122,9 +122,9 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the first micro-batch with a bad loss. If all losses are finite, return the last position.
+    """Return the position of the micro-batch to blame.
 
-    But if the bad value came from a batch, return the position of the first batch that holds NaN or Inf.
+    It is the first with a bad loss; else the first that holds NaN or Inf, if `root` is in a batch; else the last.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
@@ -178,7 +178,7 @@ def _of_domain(event: BadOperation) -> tuple[str, str]:
 
 
 def _weight_at_fault(event: BadOperation) -> str:
-    """Return the name of the parameter or buffer whose zeros or negative values make the operation undefined, or "".
+    """Return the parameter or buffer whose zeros or negative values make the operation undefined; "" if unknown.
 
     The result is "" unless all inputs with zeros (if none: with negative values) were computed from this weight.
     """
@@ -212,7 +212,7 @@ def n_samples_of(batch: Any) -> int | None:
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Return a batch in which one other sample replaces all `samples`, and its index; None if there is no other."""
+    """Return (batch, index): a copy of the batch in which the sample at `index` replaces all `samples`; or None."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:

@@ -157,7 +157,7 @@ class BadTensor:
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
-    """Return the tensors that hold NaN or Inf, in the order given. Large finite values do not count, however large."""
+    """Return the tensors that hold NaN or Inf, in the order given. Finite values do not count, however large."""
     pairs = [(name, floats) for name, tensor in named if (floats := floats_of(tensor)) is not None]
     if not pairs:
         return []

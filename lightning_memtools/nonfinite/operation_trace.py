@@ -58,7 +58,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class BadUse:
-    """An input or output tensor with NaN or Inf of an operation."""
+    """A tensor with NaN or Inf that is an input or output of an operation."""
 
     key: int  # the key of its memory; see `StorageKeys`
     kinds: BadKinds  # those of NaN, Inf and -Inf that it holds
@@ -100,7 +100,7 @@ class _ForwardOperation:
 
 
 def kinds_of(tensor: Tensor) -> BadKinds:
-    """Return the set of those of NaN, Inf and -Inf that a tensor holds. Waits for the device."""
+    """Return which of NaN, Inf and -Inf occur in a tensor, as a set. Waits for the device."""
     floats = floats_of(tensor)
     if floats is None or bool(torch.isfinite(floats).all()):
         return frozenset()

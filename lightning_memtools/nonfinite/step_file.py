@@ -48,7 +48,7 @@ def step_as_plain(
     """Return the content of a bad step's file, as values that `torch.load(weights_only=True)` accepts.
 
     `parameters` has the names of the parameters that got gradients in the step. `checkpoint` is the name of the file
-    with the weights, in the same folder. If a batch holds other kinds of values, StepFileError is raised.
+    with the weights, in the same folder. If a batch holds values that are not accepted, StepFileError is raised.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
@@ -171,7 +171,7 @@ class Replay:
         return not self.mismatches
 
     def summary(self) -> str:
-        """Return a string with the losses, whether the run was exact, and what made the first NaN or Inf."""
+        """Return a string with the losses, how they differ from the original, and what made the first NaN or Inf."""
         n_bad, bad = len(find_bad(self.gradients.items())), self.explanation
         lines = [
             f"Step {self.step} of {self.path}, run again.",
@@ -287,7 +287,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return `model`, or the module that it creates if it is a class or a function, with the checkpoint's weights."""
+    """Return `model`, or if it is a class or function, the module that it creates, with the checkpoint's weights."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):

@@ -53,7 +53,7 @@ class ReadingWatch:
 
 
 class Verdict(Enum):
-    """What can be decided on a step that was checked for NaN and Inf."""
+    """The possible decisions on a step that was checked for NaN and Inf."""
 
     GOOD = auto()  # its update is made
     LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: the gradient scaler may skip a step with bad gradients."""
+    """Return the verdict on a step. `is_scaler_normal`: it is normal if the gradient scaler skips this step."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:
@@ -129,7 +129,7 @@ class StepGuard:
         self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
-        """Store a batch before its forward pass. With `first`, it begins the step `number` as its first micro-batch."""
+        """Store a batch before its forward pass. With `first`, it is the first micro-batch of the step `number`."""
         kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
         micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
         self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return one tensor: `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
+        """Return one tensor of `before` and each gradient's norm. `over_ranks` extends it if ranks exchange results."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:

@@ -51,7 +51,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the current settings: torch's, some attributes of the Trainer, and the fields in `given`."""
+        """Return the settings that are now in effect: of torch, of the Trainer, and the fields in `given`."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
@@ -214,7 +214,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Count an update. Return True if it is the update of the step that is run again: there the rerun ends."""
+        """Count an optimizer update. Return True if it ends the rerun, because it is the update of the step itself."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
@@ -222,7 +222,7 @@ class StepRerun:
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return, for each parameter, attribute tensor and batch tensor, a value that every write to it changes."""
+        """Return a marker for each parameter, attribute tensor and batch tensor. A write to a tensor changes it."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
             key: (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
@@ -251,7 +251,7 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each gradient, by name. It covers dtype and bits; bits that cannot be read are left out."""
+    """Return the SHA-256 of each gradient's dtype and bits, by name; of the dtype only, if bits cannot be read."""
     digests = {}
     for name, gradient in gradients.items():
         digest, floats = sha256(str(gradient.dtype).encode()), floats_of(gradient)

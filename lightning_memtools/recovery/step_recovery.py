@@ -86,7 +86,7 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result. In parts, this is the last part's, but with the loss of the whole batch.
+        """Run a step and return its result. If it runs in parts: the last part's result, with the whole batch's loss.
 
         Raises:
             torch.OutOfMemoryError: The step does not fit, even in parts. A note on the error says why.
@@ -103,7 +103,7 @@ class StepRecovery:
         return step.skipped()
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
-        """Record the state before a step, and return it; None if the step cannot be run again in any case."""
+        """Record the state before a step, and return it; None if the step could not be run again anyway."""
         # In the first step, forward may still put its norms into evaluation mode.
         if self._tell is None and why_norm_prevents(self._norms):
             return None
@@ -280,7 +280,7 @@ def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return why batches must not be split: a layer that normalizes by batch statistics. Return "" if there is none."""
+    """Return why batches must not be split: which layer normalizes by batch statistics. Return "" if none does."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (

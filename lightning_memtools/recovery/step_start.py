@@ -24,7 +24,7 @@ _MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointi
 
 
 class TrainedState:
-    """What a step may change in a model: its parameters, metrics and buffers. Also the device that it runs on."""
+    """The parameters, metrics and buffers of a model, which a step may change; and the device of the model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -69,11 +69,11 @@ class StepStart:
             self._note_accumulated()
 
     def run_whole(self) -> Any:
-        """Run forward and backward on the whole batch, and return Lightning's result of the step closure."""
+        """Run forward and backward on the whole batch, and return Lightning's ClosureResult."""
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
-        """Run forward and backward on a part, with its loss multiplied by `factor`. The result has this loss."""
+        """Run forward and backward on a part, with its loss multiplied by `factor`. Return its ClosureResult."""
         with _logging_for(part, self._step.results):
             result = self._run(part, factor)
         loss = result.closure_loss
@@ -116,7 +116,7 @@ class StepStart:
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
-        """Return the parameters that already have their gradients from a backward pass over the whole batch."""
+        """Return the parameters to which backward of the whole batch has already added its gradients."""
         if not self._is_whole:
             return []
         if self._step.zero_grad is not None:
@@ -128,7 +128,7 @@ class StepStart:
         ]
 
     def take_back(self) -> str:
-        """Restore the state at the start of the step. Return "" if this succeeds, else the reason why it cannot."""
+        """Restore the state at the start of the step. Return "" if this worked, else the reason why it did not."""
         completed, self._is_whole = self.completed(), False
         self._random.restore()
         self._take_back_log()

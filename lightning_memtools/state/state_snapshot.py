@@ -202,7 +202,7 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items of a container whose own state is to be recorded, too: usually all of them.
+    """Return the items of a container that are to be searched for further state: usually all of them.
 
     Return [] if there are over 10,000 and a sample of 64 holds no tensor: a million items would take minutes.
     """
@@ -212,7 +212,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:
-    """Return a view of an expanded tensor that can be written in place: of size 1 in the expanded dimensions."""
+    """Return a view that can be written in place, even of an expanded tensor: expanded dimensions get size 1."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:

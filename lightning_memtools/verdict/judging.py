@@ -38,7 +38,7 @@ class RunVerdict:
     """The verdict on a run: what limits its speed, and whether something is wrong.
 
     Attributes:
-        limit: The limit of the run's speed, such as "input-bound".
+        limit: The factor that limits the run's speed, such as "input-bound".
         healthy: True if the run is limited by computation only, and nothing is wrong.
         lines: The verdict as text, at most ten lines: the limit and its evidence, what to try next, and measurements.
         largest_batch: The largest batch size that should fit, estimated from the bytes per sample; None if unknown.

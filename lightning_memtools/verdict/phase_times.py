@@ -85,7 +85,7 @@ class PhaseTimes:
 
 
 def watch_fetching(profiler: Any, switch: Callable[[str], None]) -> Callable[[], None]:
-    """Call `switch("data")` whenever Lightning begins to fetch a training batch, and `switch("rest")` afterwards.
+    """Make `profiler` call `switch("data")` before Lightning fetches a training batch, and `switch("rest")` after it.
 
     Lightning has no hook for this, so two methods of its profiler are replaced. Return a function that restores them.
     """
