@@ -25,7 +25,7 @@ def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
 def floats_of(tensor: Tensor) -> Tensor | None:
     """Return the floating-point values that a tensor stores on this rank; None if there are none, or none can be read.
 
-    This never raises, whatever the kind of tensor. Sparse and nested tensors give their stored values, distributed
+    This is safe for every kind of tensor. Sparse and nested tensors give their stored values, distributed
     tensors their local shard, and complex tensors pairs of real numbers. Meta, fake, quantized and uninitialized
     tensors, and tensors whose memory was freed, have no values that can be read.
     """

@@ -71,7 +71,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return True if the next update would create optimizer state. Fused SGD fails to create it if told to skip."""
+    """Return True if the next update would create optimizer state; if held back, fused SGD leaves it uninitialized."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
