@@ -25,11 +25,11 @@ from lightning_memtools.reporting.files import fixed_directory
 
 
 class HaltOnNaN(WatchingCallback):
-    """Stops training at the step where the loss or a gradient becomes NaN or Inf, before it does harm, and says why.
+    """Stops training when a loss or gradient is NaN or Inf, before the weights are updated, and says why.
 
-    Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of
-    every micro-batch. At a bad step all ranks raise `NonFiniteError` with a diagnosis; weights, optimizer state and
-    buffers are as they were before the step, bit for bit, and no checkpoint holds NaN or Inf.
+    All gradients (before clipping) and the losses of all micro-batches are checked between backward and update. At a
+    bad step all ranks raise `NonFiniteError` with a diagnosis. Weights, optimizer state and buffers are then as they
+    were before the step, bit for bit, and no checkpoint holds NaN or Inf.
 
     | logged | when |
     | --- | --- |
@@ -39,25 +39,25 @@ class HaltOnNaN(WatchingCallback):
     `<log_dir>/memtools/` also gets the report, the last good checkpoint, and a file from which `replay` runs the step.
 
     With fused SGD, Adam, AdamW or Adagrad (`fused=True`) on a GPU and without a gradient scaler, nothing waits for the
-    device: a flag on the device holds back the bad step and all that follow, and the host reads it one step late. In
-    all other cases the host reads a few hundred bytes in each step, and waits for them.
+    device: a flag there prevents the updates of the bad step and of all later ones, and the host reads it one step
+    late. In all other cases the host reads a few hundred bytes in each step, and waits for them.
 
-    A validation or test run must log finite losses: numbers whose names contain "loss".
+    A validation or test run must not log NaN or Inf under a name that contains "loss".
 
     Args:
         max_skips: The number of bad steps to skip (logged as `nonfinite/skipped`) before a bad step ends the run. A
             skipped step still counts as a step for schedulers.
-        amp_patience: With 16-mixed: the number of skips in a row that make a step bad. A scaler that starts at 65536
-            needs at most 16 skips to come down to 1.
-        save_last_good: Before raising, write a checkpoint of the state before the bad step.
-        explain: Before raising, run the bad step some three to five times, with everything restored afterwards, to
-            name the operation that made the first bad value. It takes host memory for a copy of the module.
+        amp_patience: With 16-mixed: if the gradient scaler skips this many steps in a row, the last of them counts as
+            bad. A scale that starts at 65536 needs at most 16 skips to come down to 1.
+        save_last_good: Before raising, write a checkpoint of the state that training had before the bad step.
+        explain: Before raising, run the bad step three to five times, to name the operation that made the first NaN
+            or Inf. Everything is restored afterwards. This takes host memory for a copy of the module.
         save_step: Before raising, write the step to a file beside that checkpoint, for `replay`.
         directory: Where the report and the other files go, instead of `<log_dir>/memtools/`. Without a logger, nothing
             is written unless this is set.
 
     Attributes:
-        watch: Called with the losses and norms read from each finite step; LossSpikes sets it before training starts.
+        watch: A function that is called with each finite step; LossSpikes sets it before training starts.
 
     Raises:
         ValueError: `max_skips` is negative or `amp_patience` is below 1; at setup, if the strategy hides the gradients.
@@ -93,14 +93,14 @@ class HaltOnNaN(WatchingCallback):
         self.watch: ReadingWatch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise if the strategy hides the gradients; connect to the other ranks and find the directory for reports."""
+        """Raise if the strategy hides the gradients. Connect to the other ranks, and find the directory for reports."""
         self.stop_watching()
         if stage == "fit":
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
         self._run = HaltRun(trainer, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start guarding steps and checkpoints."""
+        """Start checking steps and checkpoints for NaN and Inf."""
         before_update, before_saving = partial(self._before_update, trainer), partial(self._before_saving, trainer)
         self._opened().start_training(pl_module, self.watch, before_update, before_saving)
 
@@ -113,11 +113,11 @@ class HaltOnNaN(WatchingCallback):
         self._opened().check_before_saving()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the batch for a diagnosis. If it is the first of an optimizer step, copy the buffers."""
+        """Keep the batch for a diagnosis. If it is the first of an optimizer step, also copy the module's buffers."""
         self._opened().begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Record the loss, which is checked with the gradients."""
+        """Record the loss; it is checked later, together with the gradients."""
         self._opened().note_loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -125,11 +125,11 @@ class HaltOnNaN(WatchingCallback):
         self._opened().check(optimizer)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Release the batch."""
+        """Release the batch that was kept for a diagnosis."""
         self._opened().guard.end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the check results that are still on the device, before the epoch's checkpoints are written."""
+        """Before the epoch's checkpoints are written, read the check results that are still on the device."""
         self._opened().read_rest()
         self._opened().warn_if_blind()
 
@@ -148,7 +148,7 @@ class HaltOnNaN(WatchingCallback):
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo a bad step whose check was not read yet, as a checkpoint may be written after the error. Then stop."""
+        """If the latest step was bad, undo it, as a checkpoint may be written after the exception. Stop watching."""
         if self._run is not None and not isinstance(exception, NonFiniteError):
             self._run.leave_clean_state()
         self.stop_watching()
@@ -164,7 +164,7 @@ class HaltOnNaN(WatchingCallback):
         self._run = None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
-        """Switch off for the rest of the run. Tell the other ranks first, if they exchange check results."""
+        """Switch this callback off for the rest of the run. If ranks exchange check results, tell the others first."""
         guard = self._run.guard if self._run is not None and self._run.is_training else None
         if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
             super().switch_off(error, notes_on=notes_on)

@@ -64,7 +64,7 @@ RERUN_TIMEOUT_S = 600
 
 
 class HaltRun:
-    """Checks the steps and evaluations of one Trainer run for HaltOnNaN, and reports those with NaN or Inf.
+    """Does the work of HaltOnNaN in one Trainer run: checks steps and evaluations, and reports NaN and Inf.
 
     Create it on every rank. Rank 0 writes the files and sends their paths to the others. No rank waits for a rank that
     failed. `options` is the HaltOnNaN callback, whose arguments say what to check and write.
@@ -91,7 +91,7 @@ class HaltRun:
         before_update: Callable[[Any], None],
         before_saving: Callable[[], None],
     ) -> None:
-        """Start checking. `watch` is called with each finite step, the other two before each update and checkpoint."""
+        """Start checking. `watch` is called with each finite step, and the others before each update and checkpoint."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
             module,
@@ -123,7 +123,7 @@ class HaltRun:
         self._patient_ranks.close()
 
     def begin(self, batch: Any, batch_idx: int) -> None:
-        """Keep a batch for a diagnosis. If it is the first of an optimizer step, copy the buffers."""
+        """Keep a batch for a diagnosis. If it is the first of an optimizer step, also copy the module's buffers."""
         # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
         # begins where the last one ended.
         first = self._is_automatic and batch_idx % self._trainer.accumulate_grad_batches == 0
@@ -158,7 +158,7 @@ class HaltRun:
     def end_evaluation(self, module: LightningModule, stage: HaltStage) -> None:
         """Raise if a loss that an evaluation run has logged is NaN or Inf. Collective.
 
-        Other metrics may legitimately be NaN or Inf. Losses of the sanity check may too: its weights are untrained.
+        Other metrics may legitimately be NaN or Inf. So may the losses of the sanity check, which runs before training.
         """
         if self._trainer.sanity_checking:
             return
@@ -172,7 +172,7 @@ class HaltRun:
     def check_before_saving(self) -> None:
         """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective.
 
-        Checking steps is not enough: an update can overflow though gradients are finite, and forward writes buffers.
+        Checking steps is not enough: an update by finite gradients can overflow, and forward can write NaN to buffers.
         """
         self.read_rest()
         step, optimizers = training_step(self._trainer), self._trainer.optimizers
@@ -196,7 +196,7 @@ class HaltRun:
         return [each for each in bad if each.name not in self._bad_at_start]
 
     def leave_clean_state(self) -> None:
-        """Undo a bad step whose check was not read yet. Called after another error: a checkpoint may be written."""
+        """If the latest step was bad, undo it. Called after another error, because a checkpoint may be written then."""
         if not self.is_training:
             return
         try:
@@ -210,7 +210,7 @@ class HaltRun:
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
     def warn_if_blind(self) -> None:
-        """Warn once if optimizers stepped in manual optimization without any gradient being seen."""
+        """Warn once if manual optimization made steps in which no gradient was seen, so that nothing was checked."""
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
         if is_trained and not (self._is_automatic or self.guard.saw_gradients or self._warned_of_blindness):
@@ -223,9 +223,9 @@ class HaltRun:
             )
 
     def _halt(self, step: GuardedStep) -> BadStep:
-        """Undo a bad step, find its cause, write the files and the report, and return what is known. Collective.
+        """Undo a bad step, find its cause, write the files and the report, and return what is known of it. Collective.
 
-        If any work between the collective calls fails, all ranks still return, with what is known by then.
+        If a part of this fails on a rank, all ranks still return, with what is known by then.
         """
         mine = unless_it_fails(lambda: self._examined(step), lambda error: _unexamined(step, error))
         mine.rank = self._ranks.rank
@@ -267,7 +267,7 @@ class HaltRun:
         return bad
 
     def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
-        """Run the step again to explain it. If `is_known` (this rank's step is the bad one), write it to a file."""
+        """Run the step again to explain it. If it is known to be the bad one, or is bad again, write it to a file."""
         if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
             why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
@@ -323,7 +323,7 @@ class HaltRun:
         return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
 
     def _release_checkpoints(self) -> None:
-        """Let checkpoints be written without a check from now on."""
+        """From now on, let checkpoints be written without a check for NaN and Inf."""
         if self._undo:
             self._undo[-1]()
 
@@ -347,13 +347,13 @@ def _unexamined(step: GuardedStep, error: str) -> BadStep:
 
 
 def _not_found(bad: BadStep, error: str) -> Any:
-    """Record in `bad` the error that prevented finding the operation or writing the step. Return None."""
+    """Record in `bad` that an error prevented finding the bad operation, or writing the step to a file."""
     bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
     bad.step_note = f"could not be written: {error}"
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:
-    """Return the settings that a training step runs under: torch's, the Trainer's and the gradient scaler's."""
+    """Return the settings of torch, the Trainer and the gradient scaler under which a training step runs."""
     module, scaler = trainer.lightning_module, gradient_scaler(trainer)
     with trainer.precision_plugin.train_step_context():
         return StepConditions.now(

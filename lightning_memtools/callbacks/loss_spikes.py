@@ -19,34 +19,34 @@ from lightning_memtools.reporting.files import fixed_directory
 
 
 class LossSpikes(WatchingCallback):
-    """Reports each step whose loss or gradient norm is far above those before it, and can skip it or roll back.
+    """Reports steps whose loss or gradient norm is far above earlier ones, and can skip them or roll back.
 
-    It uses the losses and gradient norms that HaltOnNaN reads, so that nothing is measured twice; if the Trainer has no
-    HaltOnNaN, one is added for the fit, and halts at a NaN. A value is a spike if it exceeds the median of the last
-    `window` steps by `sensitivity` times the distance from that median to their 95% quantile, on a logarithmic scale.
-    All ranks decide alike: by the norm over all gradients, and by the largest of the ranks' losses.
+    It uses the losses and gradient norms that HaltOnNaN reads. If the Trainer has no HaltOnNaN, one is added for the
+    fit; it stops training at a NaN. On a logarithmic scale, take the median of the last `window` steps and its distance
+    from their 95% quantile. A spike exceeds the median by more than `sensitivity` times this distance. All ranks
+    decide alike, by the norm over all gradients and by the largest of the ranks' losses.
 
     | logged | when |
     | --- | --- |
     | `spikes/found` | the number of spikes so far, at each spike |
     | `memtools/loss_spike` | the report of a spike, to loggers that take text |
 
-    The first spike of a group (within `window` steps) gives a warning, and a report in `<log_dir>/memtools/`.
+    A spike gives a warning, and a report in `<log_dir>/memtools/`, unless another came within `window` steps before.
 
-    With `action="report"` nothing waits for the device beyond what HaltOnNaN reads. With "skip" and "rollback" each
-    step is read before its update, also with a fused optimizer, and the host waits for it.
+    With `action="report"`, nothing waits for the device beyond what HaltOnNaN reads. With "skip" and "rollback", the
+    host waits for the losses and norms before each update, even with a fused optimizer.
 
     Args:
-        action: "report" changes nothing. "skip" holds the update back, as HaltOnNaN does for a NaN; the step still
-            counts for schedulers. "rollback" takes weights, optimizers, schedulers, gradient scaler and random streams
-            back to a copy in host memory, and goes on with the next batch: the batches since then are left out.
-        max_actions: The number of spikes that are skipped or rolled back, before one ends the run with LossSpikeError.
-        window: The number of recent steps that a value is compared with.
-        warm_up: The number of steps before the first one is judged.
-        sensitivity: A smaller number finds smaller spikes. For normal noise, 4 means 6.6 standard deviations.
-        least_ratio: A spike is at least this many times the median.
-        every_n_steps: The steps between two copies in host memory, for "rollback". One is also made at the start of
-            each epoch.
+        action: "report" changes nothing in training. "skip" leaves out the update; the step still counts for
+            schedulers. "rollback" restores weights, optimizers, schedulers, gradient scaler and random states from a
+            copy in host memory, and goes on with the next batch: batches since the copy are not used again.
+        max_actions: The number of spikes to skip or roll back; the next one ends the run with LossSpikeError.
+        window: The number of recent steps that a loss or norm is compared with.
+        warm_up: The number of steps at the start that are not checked for spikes.
+        sensitivity: A smaller number finds smaller spikes. For Gaussian noise, 4 means 6.6 standard deviations.
+        least_ratio: A value that is less than this many times the median is no spike.
+        every_n_steps: For "rollback": the number of steps between two copies of the state. A copy is also made at
+            the start of each epoch.
         directory: Where reports go, instead of `<log_dir>/memtools/`.
 
     Attributes:
@@ -54,7 +54,7 @@ class LossSpikes(WatchingCallback):
 
     Raises:
         ValueError: An argument has a value that is not accepted.
-        LossSpikeError: From the hooks, at a spike after `max_actions`; its update is not made.
+        LossSpikeError: From the hooks, at a spike after `max_actions` others. Its update is not made.
     """
 
     parts_of_a_run = ("_run", "_halt", "_own")
@@ -110,16 +110,16 @@ class LossSpikes(WatchingCallback):
 
     @watched
     def _read(self, trainer: Trainer, step: GuardedStep) -> bool:
-        """Check for a spike in a step that HaltOnNaN has read, and return whether to hold its update back."""
+        """Check a finite step for a spike, and return whether to skip its update. HaltOnNaN calls this."""
         return self._run is not None and self._run.judge(step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """With action="rollback", copy the training state: no rollback goes back beyond the start of an epoch."""
+        """With action="rollback", copy the training state, so that no rollback goes back to an earlier epoch."""
         if self._run is not None:
             self._run.begin_epoch()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Roll back if the step had a spike; otherwise copy the state for a later rollback if a copy is due."""
+        """Roll back if the step had a spike. Otherwise, if a copy is due, copy the state for later rollbacks."""
         if self._run is not None:
             self._run.end_batch()
 

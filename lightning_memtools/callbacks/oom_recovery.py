@@ -22,23 +22,22 @@ from lightning_memtools.warning_categories import FindingWarning
 
 
 class OOMRecovery(EitherCallback, Neighbour):
-    """Survives running out of memory: a batch that does not fit is run again as 2, 4, ... micro-batches.
+    """Lets training go on after running out of memory: a batch that does not fit runs again in 2, 4, ... parts.
 
-    The failed attempt is undone first. The gradients of the micro-batches add up to those of the whole batch, up to
-    rounding, if `loss` or `loss_weight` correctly says how the loss depends on the samples: means are weighted by the
-    sizes of the parts, and sums are added.
+    The failed attempt is undone first. The gradients of the parts add up to those of the whole batch, up to rounding,
+    if `loss` and `loss_weight` describe the loss correctly: a mean is weighted by the size of each part, and sums are
+    added.
 
-    The optimizer, schedulers and `global_step` see one step, with the loss of the whole batch. Anything else that
-    training_step returns, and the per-step values that it logs, come from the last part; means over an epoch weight
-    each part by its size. on_before_backward and on_after_backward run for each part, as with accumulated gradients.
-    From then on, batches as large as one that failed are split at once. In manual optimization and in evaluation,
-    batches are not split.
+    The optimizer, schedulers and `global_step` see one step, with the loss of the whole batch. Whatever else
+    training_step returns comes from the last part, and so do the values that it logs per step. Means over an epoch
+    weight each part by its size. on_before_backward and on_after_backward run for each part. Later batches that are
+    as large as one that failed are split at once. In manual optimization and in evaluation, batches are not split.
 
-    A batch can be split if it consists of tensors and arrays whose dimension 0 is that of the samples, and of lists
-    with one string or number per sample, in dictionaries, lists and tuples. Other batches need `split_batch`.
+    A batch can be split if it consists of dictionaries, lists and tuples of two kinds of things: tensors and arrays
+    whose dimension 0 counts samples, and lists with one string or number per sample. Others need `split_batch`.
 
-    Before each step the random states are recorded, and buffers and metrics of the model are copied, so that a failed
-    step can be undone. Attributes that training_step itself changes, such as a counter, are not restored.
+    Before each step, random states are recorded and the model's buffers and metrics are copied, so that a failed step
+    can be undone. Other attributes that training_step changes, such as a counter, are not restored.
 
     | logged | meaning |
     | --- | --- |
@@ -46,14 +45,14 @@ class OOMRecovery(EitherCallback, Neighbour):
     | `memory/micro_batches` | the number of parts in the latest of these steps |
 
     Args:
-        loss: "mean" or "sum" over the samples of the batch. There is no default: a wrong value gives wrong gradients.
-        loss_weight: A function of a batch, for a loss that is a mean over something other than samples, such as tokens:
-            it returns how many of them the batch has. A part for which it returns 0 is skipped.
+        loss: Whether the loss is the "mean" or "sum" over samples. No default, as a wrong value gives wrong gradients.
+        loss_weight: For a loss that is a mean over something other than samples, such as tokens: a function that
+            returns how many of them a batch has. A part for which it returns 0 is skipped.
         max_splits: The maximum number of micro-batches per batch.
-        split_batch: A function `(batch, n_parts) -> parts` for other batches. If dimension 0 of a part's tensors is not
-            always the number of samples, `loss_weight` has to return that number.
-        allow_batch_norm: Split training batches even though BatchNorm then normalizes each part with its own
-            statistics. Without this, such a model's training batches are not split.
+        split_batch: A function `(batch, n_parts) -> parts`, for batches of any other form. If not all tensors of a part
+            have its samples in dimension 0, `loss_weight` has to return the number of samples.
+        allow_batch_norm: Split batches even if the model has BatchNorm layers in training mode, which then normalize
+            each part by itself. Without this, the batches of such a model are not split.
 
     Raises:
         ValueError: An argument has a value that is not accepted; or, when fit begins, the strategy is not supported.
@@ -100,7 +99,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         self.recoveries = Recoveries()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise ValueError under a strategy in which a rank that fails would leave the others waiting."""
+        """Raise ValueError under strategies in which the other ranks would wait forever for a rank that fails."""
         self._stop()
         reason = why_unsupported("OOMRecovery", type(trainer.strategy))
         if reason is not None:
@@ -139,7 +138,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         self._tell(trainer, elsewhere=self._told[1])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the recoveries on this rank, and those on other ranks that are known by now."""
+        """Log the number of recoveries on this rank, plus those that other ranks have reported by now."""
         self._tell(trainer, elsewhere=sum(n for *_, n in self._others()))
 
     on_train_end = on_validation_end
@@ -154,12 +153,12 @@ class OOMRecovery(EitherCallback, Neighbour):
 
     @property
     def memory_remark(self) -> str:
-        """Return a line for MemoryMonitor's summary on the recoveries of this rank and those known of other ranks."""
+        """Return a line for MemoryMonitor's summary: the recoveries of this rank, and those reported by others."""
         others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log new recoveries, tell the other ranks, and warn. Let OOMReport write a report on the first recovery."""
+        """Log new recoveries and report them to the other ranks. At the first, warn and have OOMReport report it."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, elsewhere)
         if self._told == before or self._posts is None:
@@ -174,7 +173,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         log_scalars(trainer, scalars, training_step(trainer))
 
     def _others(self) -> list[tuple[int, str, int]]:
-        """Return (rank, summary line, number of recoveries) of each other rank that has reported recoveries so far."""
+        """Return (rank, summary line, number of recoveries) for each other rank that has reported recoveries so far."""
         if self._posts is None:
             return []
         mine, posted = self._posts.rank, enumerate(self._posts.read())

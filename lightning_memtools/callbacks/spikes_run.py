@@ -37,7 +37,7 @@ class _RollbackPoint:
 
 
 class SpikesRun:
-    """Finds loss spikes in one fit, and reports, skips or rolls back their steps. Every rank creates one."""
+    """Does the work of LossSpikes in one fit, on each rank: finds and reports spikes, and skips or rolls back."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: LossSpikes) -> None:
         self._trainer, self._module, self._options = trainer, module, options
@@ -59,10 +59,10 @@ class SpikesRun:
         self._goes_back = False
 
     def judge(self, step: GuardedStep) -> bool:
-        """Check a step for a spike, report it if there is one, and return whether to hold the step's update back.
+        """Check a step for a spike, report the spike if there is one, and return whether to skip the step's update.
 
         Raises:
-            LossSpikeError: The step has a spike after `max_actions` spikes were skipped or rolled back.
+            LossSpikeError: The step has a spike, and `max_actions` others were already skipped or rolled back.
         """
         options, loss, norm = self._options, step.reading.worst_loss, step.reading.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
@@ -109,7 +109,7 @@ class SpikesRun:
         return replace(spike, done="rollback", taken_back=self._trainer.global_step - self._point.n_updates)
 
     def end_batch(self) -> None:
-        """Roll back if the batch had a spike; otherwise copy the state for a later rollback if a copy is due."""
+        """Roll back if the batch had a spike. Otherwise, if a copy is due, copy the state for later rollbacks."""
         if self._goes_back and self._point is not None:
             self._goes_back = False
             self._point.snapshot.restore()
@@ -122,7 +122,7 @@ class SpikesRun:
                 self._take_point(n_steps)
 
     def begin_epoch(self) -> None:
-        """With action="rollback", copy the training state: no rollback goes back beyond the start of an epoch."""
+        """With action="rollback", copy the training state, so that no rollback goes back to an earlier epoch."""
         self._take_point(training_step(self._trainer))
 
     def _take_point(self, n_steps: int) -> None:
@@ -141,7 +141,7 @@ class SpikesRun:
         )
 
     def _tell(self, spike: LossSpike) -> LossSpike:
-        """On rank 0, write the report on a spike and warn. On every rank, return the spike with the report's path."""
+        """Write the report on a spike and warn, on rank 0. Return the spike with the report's path, on every rank."""
         name, written = f"loss-spike-step{spike.step}-report.md", self._directory
         if self._trainer.is_global_zero:
             written = write_report(self._directory, name, spike.markdown())

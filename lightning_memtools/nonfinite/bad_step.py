@@ -94,24 +94,24 @@ class BadStep:
 
     @property
     def has_bad_loss(self) -> bool:
-        """True if a loss of this rank was NaN or Inf."""
+        """True if any loss of the step on this rank was NaN or Inf."""
         return not all(math.isfinite(loss) for _, loss in self.losses)
 
     @property
     def dirty(self) -> list[BadInput]:
-        """Tensors of the batches that hold NaN or Inf, except likely masks, in which only -Inf occurs."""
+        """The batch tensors with NaN or Inf, except those whose only bad value is -Inf, which are likely masks."""
         return [bad for bad in self.inputs if not bad.is_mask]
 
     @property
     def first_bad_batch(self) -> int | None:
-        """The index of the first batch whose loss or inputs hold NaN or Inf; the last batch if there is none."""
+        """The index of the first batch with NaN or Inf in its loss or tensors; of the last batch if none has any."""
         bad = [index for index, loss in self.losses if not math.isfinite(loss)]
         bad += [each.batch_idx for each in self.dirty]
         return next(iter([*bad, *reversed(self.batches)]), None)
 
     @property
     def headline(self) -> str:
-        """A sentence that names the bad value, its step, batch and rank."""
+        """A sentence that names the NaN or Inf that was found, and its step, batch and rank."""
         if self.has_bad_loss:
             what = f"loss is {next(loss for _, loss in self.losses if not math.isfinite(loss))}"
         elif self.gradients:
@@ -125,7 +125,7 @@ class BadStep:
         return f"{what} at step {self.step} ({place}, {f'rank {self.rank}' if self.is_culprit else unknown})."
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return all that is known about the step, as (name, value) rows for the report."""
+        """Return all that is known about the step, as (name, value) rows for the error message and the report."""
         kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
         checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
@@ -158,20 +158,20 @@ class BadStep:
 
     @property
     def next(self) -> str:
-        """A sentence on what to do next, with the command that runs the step again."""
+        """Advice on what to do next; if the step was written to a file, with the command that runs it again."""
         if self.step_path is None:
             return self.advice
         command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
         return f"{self.advice} Run the step again: {command}"
 
     def message(self) -> str:
-        """Return the message of the error, which is complete without the report."""
+        """Return the message of the error. It says all that the report says."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
     def markdown(self) -> str:
-        """Return the report as markdown: the message as a table, and a list of the first bad gradients."""
+        """Return the report as markdown: a table of what the error message says, and one of the first bad gradients."""
         rows = [("Next", self.next), *self.facts()]
         amounts = [(each.name, each.amount) for each in self.gradients[:_MOST_ROWS]]
         tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
@@ -179,7 +179,7 @@ class BadStep:
         return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables), *more]) + "\n"
 
     def error(self) -> NonFiniteError:
-        """Return the error to raise; every rank raises the same error."""
+        """Return the error to raise for this step."""
         return NonFiniteError(
             self.message(),
             step=self.step,
@@ -197,16 +197,16 @@ class BadStep:
 
 
 class NonFiniteError(RuntimeError):
-    """Raised when a loss, a gradient, a weight or a loss logged in evaluation is NaN or Inf.
+    """Raised when a loss, gradient or weight is NaN or Inf. Losses that evaluation logs count, too.
 
-    The message is complete and the same on every rank; the attributes are for programs.
+    The message says everything, and is the same on every rank. The attributes are meant for code.
 
     Attributes:
         step: The training step, counted as the x axis of `self.log` counts.
         batch_idx: The index of the batch within its epoch; None if unknown.
         rank: The rank whose loss or batch was bad; None if only the gradients, which all ranks share, were bad.
-        stage: train, val or test.
-        cause: The kind of cause, one of the values of `NonFiniteCause`; None in evaluation.
+        stage: "train", "val" or "test".
+        cause: The likely cause, as a value of `NonFiniteCause`; None in evaluation.
         losses: The losses of the last steps on this rank (at most 20), the bad step last.
         parameters: The parameters that held NaN or Inf, or whose gradients did.
         norms: The gradient norms of the steps in `losses`.
@@ -242,9 +242,9 @@ def examine(
     history: Sequence[PastStep] = (),
     bad_at_start: frozenset[str] = frozenset(),
 ) -> BadStep:
-    """Return what this rank knows about a bad step. Call this after the step was undone.
+    """Examine a bad step after it was undone, and return what this rank knows about it.
 
-    `bad_at_start` has the names of the weights and optimizer states that held NaN or Inf before training.
+    `bad_at_start` names the weights and optimizer states that already held NaN or Inf when training began.
     """
     weights, states = bad_state(model), bad_optimizer_state(model, optimizers)
     groups = [] if step.optimizer is None else step.optimizer.param_groups
@@ -261,7 +261,7 @@ def examine(
 
 
 def _module_name(kind: type) -> str:
-    """Return the name by which to import a class's module. For `__main__`, this is the name of the script."""
+    """Return the name by which a class's Python module is imported. For `__main__`, return the script's name."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if kind.__module__ != "__main__" or file is None:
@@ -271,7 +271,7 @@ def _module_name(kind: type) -> str:
 
 
 def bad_state(model: Module) -> list[BadTensor]:
-    """Return parameters with NaN or Inf, and buffers with NaN. Inf in a buffer may be intended, as in a mask."""
+    """Return the parameters with NaN or Inf and the buffers with NaN. Inf in a buffer may be intended (a mask)."""
     parameters = find_bad((plain_name(name), parameter) for name, parameter in model.named_parameters())
     buffers = find_bad((plain_name(name), buffer) for name, buffer in model.named_buffers())
     return [*parameters, *(buffer for buffer in buffers if buffer.n_nan)]
@@ -291,7 +291,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
-    """Return the optimizer settings that may have made the `bad` weights bad, and advice; ("", "") if unknown."""
+    """Return a phrase on what in the last update may have made the weights `bad`, and advice; ("", "") if unknown."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
@@ -324,7 +324,7 @@ _HUGE = 100.0  # The root mean square of a matrix of weights stays below this in
 
 
 def infer(bad: BadStep) -> None:
-    """Set the bad step's most likely cause from the evidence. A rerun of the step may find the real cause later."""
+    """Set `bad.cause` to the most likely cause, from the evidence so far. A rerun may find the real cause later."""
     grown = what_grew(bad)
     if bad.dirty and not bad.has_bad_loss:
         bad.cause, bad.advice = NonFiniteCause.LATE_MASK, ADVICE["late mask"]
@@ -348,12 +348,12 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return a phrase that says that the tensors `names` were bad before the step, and the reason if known."""
+    """Return a phrase that says that the tensors `names` were NaN or Inf before the step, and why, if known."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
 def huge_weights(model: Module) -> str:
-    """Return a phrase that names a weight matrix with values too large for healthy training; "" if there is none."""
+    """Return a phrase that names the first weight matrix whose values are far too large; "" if there is none."""
     trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
     matrices = {name: floats for name, floats in trained if floats is not None}
     for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
@@ -364,7 +364,7 @@ def huge_weights(model: Module) -> str:
 
 
 def what_grew(bad: BadStep) -> str:
-    """Return a phrase that names what grew before the step: the gradient norm, the loss or weights; "" if nothing."""
+    """Return a phrase that says what grew too large before the step (gradient norm, loss or weights); "" if nothing."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
@@ -377,7 +377,7 @@ def what_grew(bad: BadStep) -> str:
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """Return the BadStep of the rank to blame; None if no rank can be blamed.
 
-    Blame the first rank with a bad loss, else one with a bad batch, else one whose step is bad when it is run alone.
+    A rank with a bad loss is blamed first, then one with a bad batch, then one whose step is bad when run alone.
     """
     if len(everyone) == 1:
         return everyone[0]
@@ -393,9 +393,9 @@ def state_error(
     suspects: tuple[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error for a checkpoint that would have held NaN or Inf. `everyone` has the bad tensors of each rank.
+    """Return the error to raise instead of writing a checkpoint with NaN or Inf. `everyone`: each rank's bad tensors.
 
-    `finite_at` is the last step at which all tensors were finite. `suspects` is what `suspects_of_update` returned.
+    `finite_at` is the last step at which all tensors were known to be finite. `suspects` is from `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     text, advice = suspects
@@ -420,7 +420,7 @@ def state_error(
 def evaluation_error(
     everyone: Sequence[Mapping[str, float]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
 ) -> NonFiniteError:
-    """Return the error for an evaluation that logged bad losses. `everyone` has a dict of each rank's bad losses."""
+    """Return the error for an evaluation run that logged bad losses. `everyone` has one dict of bad losses per rank."""
     bad = [f"{name} = {value} (rank {rank})" for rank, theirs in enumerate(everyone) for name, value in theirs.items()]
     lines = [
         f"The {stage} run at step {step} logged a loss that is not finite: {'; '.join(bad)}.",
@@ -432,7 +432,7 @@ def evaluation_error(
 
 
 def named(bad: Sequence[BadTensor]) -> str:
-    """Return a string that lists the first bad tensors and counts the others; "none" if there are none."""
+    """Return a string that lists the first five bad tensors and counts the rest; "none" if there are none."""
     return first_of(bad, 5) or "none"
 
 

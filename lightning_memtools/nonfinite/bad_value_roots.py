@@ -17,7 +17,7 @@ from lightning_memtools.nonfinite.step_rerun import StepRerun
 
 
 class ValueOrigin(StrEnum):
-    """The kinds of places that a bad value can come from."""
+    """The kinds of tensors from which a NaN or Inf can come, such as a batch or a parameter."""
 
     BATCH = "batch"
     PARAMETER = "parameter"
@@ -28,7 +28,7 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step: its kind, its name, and whether Inf is intended in it."""
+    """A tensor that existed before the step: its kind, its name, and whether Inf in it may be intended."""
 
     origin: ValueOrigin  # the kind of tensor
     name: str
@@ -43,7 +43,7 @@ LeafOf = Callable[[int], PriorTensor]
 
 
 class PriorTensors:
-    """Maps storage keys to the tensors that existed before the step: weights, buffers, attributes and inputs."""
+    """Looks up, by storage key, the tensors that existed before the step: weights, buffers, attributes and batches."""
 
     def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
         self._known: dict[int | None, PriorTensor] = {}
@@ -66,29 +66,29 @@ class PriorTensors:
 
 @dataclass(frozen=True, slots=True)
 class BadValueRoot:
-    """The operation or tensor in which NaN or Inf first appeared."""
+    """The place where NaN or Inf first appeared: an operation, or a tensor that existed before the step."""
 
     event: BadOperation  # the operation that made it; if it existed before the step, the first operation that used it
     leaf: PriorTensor | None = None  # the tensor that held it before the step; None where an operation made it
 
     @property
     def is_benign(self) -> bool:
-        """True if this is an intended infinity: a constant in the code, or part of a mask or bound."""
+        """True if this is an Inf that is likely intended: a constant in the code, or a value in a mask or bound."""
         if self.leaf is not None:
             return self.leaf.may_be_infinite
         return self.event.constant and not self.event.gives_nan
 
 
 def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
-    """Return where the NaN or Inf in the storages `start` first appeared; None if that was not recorded.
+    """Return where the NaN or Inf that is now in the storages `start` first appeared; None if not recorded.
 
-    Intended infinities, such as those of a mask, do not count. If all bad values come from them, the result is the
-    operation that made NaN from these infinities.
+    Infinities that are intended, as in a mask, do not count. If there are no others, return the operation that made
+    NaN from them.
 
     Args:
-        events: The operations whose outputs hold NaN or Inf, in the order in which they ran.
-        start: The keys of the storages that hold NaN or Inf at the end, such as that of the loss.
-        leaf_of: Given the key of a storage that no operation has written to, returns the tensor that it belongs to.
+        events: The operations with NaN or Inf in their outputs, in the order in which they ran.
+        start: The keys of the storages to explain, such as the key of the loss.
+        leaf_of: A function that takes the key of a storage that no operation wrote, and returns its tensor.
     """
     way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
@@ -101,12 +101,12 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
 
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
-    """Return True if the code multiplied all bad values by a mask that is 0 wherever NaN is (NaN * 0 is NaN)."""
+    """Return True if the code multiplied all NaN by the zeros of a mask. This removes none of them: NaN * 0 is NaN."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
-    """Return `event`, unless it only copies its inputs: then return the first later operation that uses the copy."""
+    """Return `event`. But if it only copies its input, return the first later operation that computes with the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
         made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
@@ -127,7 +127,7 @@ def _masks(event: BadOperation) -> bool:
 
 
 class _BackwardSlice:
-    """Traces the bad values in the storages `start` back through operations, to where they first appeared."""
+    """Traces the NaN and Inf in the storages `start` back through the operations to where they first appeared."""
 
     def __init__(
         self, events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf, *, ends_at_masks: bool = False
@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Find the events that wrote the bad inputs of an event. Return (index, whether to look for NaN) of each."""
+        """Find the events that wrote the bad inputs of event `index`. Return (index, whether to follow NaN) of each."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []
@@ -179,9 +179,9 @@ class _BackwardSlice:
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
-        """Return the index of the last event before index `before` that wrote a bad value to the storage `key`.
+        """Return the index of the last event before `before` that wrote NaN or Inf to the storage `key`, or None.
 
-        With `wants_nan` only NaN counts: another part of the storage may have been filled with infinities since.
+        With `wants_nan`, only events that wrote NaN count: later ones may have written Inf elsewhere in the storage.
         """
         writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
         return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)
@@ -191,7 +191,7 @@ class _BackwardSlice:
 
 
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
-    """Return a sentence that says where the first bad value appeared: the operation, its module, line and inputs."""
+    """Return a sentence that says where NaN or Inf first appeared: the operation, its module, code line and inputs."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
     function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
     where = event.module or f"{class_name}{function}"

@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again; record the results, and the cause if `explains`, in `bad`. Return gradient hashes."""
+    """Run a bad step again; if `explains`, find its cause. Record the results in `bad`. Return gradient hashes."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -50,7 +50,7 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
 
 
 def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
-    """Return the reasons why a rerun may differ from the original step, one sentence each."""
+    """Return the reasons why a rerun may differ from the original step, each as a sentence."""
     doubts = []
     if bad.unrestored:
         doubts.append(
@@ -63,10 +63,10 @@ def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
-    """Find the operation that made the first NaN or Inf of a step. Store the operation and the cause in `bad`.
+    """Find the operation that made the first NaN or Inf of a step. Record this operation and the cause in `bad`.
 
-    `plain` is the result of a rerun without tracing. CannotRerunError is raised if the step cannot be run again or no
-    operation is found.
+    `plain` is the outcome of a rerun in which no operations were recorded. CannotRerunError is raised if the step
+    cannot be run again, or if no operation is found.
     """
     if plain.is_finite:
         _not_reproducible(rerun, bad)
@@ -114,7 +114,7 @@ def _not_reproducible(rerun: StepRerun, bad: BadStep) -> None:
 
 
 def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
-    """Return the storage key of the first bad loss; if all losses are finite, the keys of all bad gradients."""
+    """Return the storage key of the first bad loss. If all losses are finite, return the keys of all bad gradients."""
     bad_losses = [loss for loss in outcome.losses if not math.isfinite(float(loss))]
     names = {bad.name for bad in find_bad(outcome.gradients.items())}
     bad: Sequence[Tensor] = bad_losses[:1] or [g for name, g in outcome.gradients.items() if name in names]
@@ -122,9 +122,9 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the first micro-batch with a bad loss.
+    """Return the position of the micro-batch to blame.
 
-    If all losses are finite: that of the first batch that holds NaN or Inf, if they came from a batch, else the last.
+    It is the first with a bad loss; else the first that holds NaN or Inf, if `root` is in a batch; else the last.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
@@ -155,7 +155,7 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
-    """Return the cause, evidence and advice for a bad value that came from a tensor of the batch."""
+    """Return the cause, evidence and advice for a NaN or Inf that came from the tensor `name` of the batch."""
     if root.is_benign:  # nothing else is bad
         return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
     its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))
@@ -166,7 +166,7 @@ def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_l
 
 
 def _of_domain(event: BadOperation) -> tuple[str, str]:
-    """Return evidence and advice for an operation that is undefined or infinite at its finite inputs."""
+    """Return evidence and advice for an operation that gives NaN or Inf for finite inputs, such as the log of 0."""
     if event.constant:
         return "the code itself writes it", ADVICE["constant"]
     because = "the operation is undefined or infinite at its inputs"
@@ -187,13 +187,13 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
 
 
 def n_samples_of(batch: Any) -> int | None:
-    """Return the size of dimension 0 if it is the same in all tensors of the batch, else None."""
+    """Return the number of samples: the size of dimension 0 if all tensors of the batch agree on it, else None."""
     lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Overwrite `samples` in the batch with a good sample. Return the batch and the index of that sample, or None."""
+    """Return (batch, index): a copy of the batch in which the sample at `index` replaces all `samples`; or None."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:
@@ -210,7 +210,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 
 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
-    """Return the indices of the bad samples; () if dimension 0 of the operation's tensors is not that of the batch."""
+    """Return the indices of the samples with bad values; () if the operation's tensors have no batch dimension."""
     micro = rerun.micro[position]
     n_samples = n_samples_of(micro.batch)
     for facts in (*root.event.gave, *root.event.took):

@@ -16,18 +16,18 @@ from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
-    """Return the indices along dimension 0 at which any element is True, at most `most`. Waits for the device."""
+    """Return the first `most` indices along dimension 0 at which any element is True. Waits for the device."""
     rows = marked.flatten(1).any(1) if marked.dim() > 1 else marked
     positions: list[int] = rows.nonzero()[:most, 0].tolist()
     return positions
 
 
 def floats_of(tensor: Tensor) -> Tensor | None:
-    """Return the floating-point values that a tensor stores on this rank; None if it has none or they cannot be read.
+    """Return the floating-point values that a tensor stores on this rank; None if there are none, or none can be read.
 
-    This is safe for every kind of tensor, so all functions here read a user's tensors through it. Sparse and nested
-    tensors give their stored values, distributed tensors their local shard, complex tensors pairs of real numbers.
-    Zero tensors, meta, fake, quantized and uninitialized tensors, and tensors whose memory was freed, have no values.
+    This is safe for every kind of tensor. Sparse and nested tensors give their stored values, distributed
+    tensors their local shard, and complex tensors pairs of real numbers. Meta, fake, quantized and uninitialized
+    tensors, and tensors whose memory was freed, have no values that can be read.
     """
     try:
         floats = _stored_floats(tensor)
@@ -67,7 +67,7 @@ _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that the optimizer is about to update, and the values of their gradients."""
+    """Return the optimizer's parameters that have gradients, and the values of these gradients, as two lists."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = list(map(_GRADIENT, parameters))
     # Asking each tensor for all that makes it special takes a microsecond or two; these take a tenth.
@@ -79,10 +79,10 @@ def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
-    """Return the L2 norm of each tensor as 0-dim tensors, in the order given: one fused kernel per device and dtype.
+    """Return the L2 norm of each tensor, as a list of 0-dim tensors. Runs one fused kernel per device and dtype.
 
-    The norm of a tensor with NaN or Inf is not finite. That of large finite values may overflow, as with 100 float32
-    values of 1e20; `exact` prevents this by squaring in float64.
+    The norm of a tensor with NaN or Inf is never finite. The norm of large finite values may overflow to Inf, as for
+    100 float32 values of 1e20. With `exact`, the values are squared in float64, so that this does not happen.
     """
     kinds, norms = list(map(_PLACE, tensors)), list(tensors)
     for kind in set(kinds):
@@ -96,11 +96,11 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
 
 @torch.no_grad()
 def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: bool = False) -> Tensor | None:
-    """Return each loss and the norm of each gradient, on the first gradient's device.
+    """Return each loss and the L2 norm of each gradient in one tensor, on the first gradient's device.
 
     Returns:
-        The losses, then the norms, in one 1-D tensor; None if there is neither a gradient nor a loss. With `exact`,
-        the norm of a finite gradient never overflows.
+        A 1-D tensor with the losses, then the norms; None if there are no gradients and no losses. With `exact`, the
+        norm of a finite gradient never overflows.
     """
     numbers = [*losses, *norms_of(gradients, exact=exact)]
     if not numbers:
@@ -118,9 +118,9 @@ _FEW_ELEMENTS = 2**16
 
 @torch.no_grad()
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the losses and gradient norms of `measure` as a list of floats. Waits for the device.
+    """Return each loss, then the L2 norm of each gradient, as a list of floats. Waits for the device.
 
-    If all values are finite, the list may hold one norm over all gradients instead of one for each gradient.
+    If all of them are finite, the list may hold a single norm over all gradients instead of one per gradient.
     """
     is_small = all(map(_IS_CPU, gradients)) and sum(map(Tensor.numel, gradients)) <= _FEW_ELEMENTS
     if is_small and len(set(map(_DTYPE, gradients))) == 1:
@@ -135,7 +135,7 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor with NaN or Inf, and how many elements they are. If it is sharded, only this rank's shard is counted."""
+    """A tensor with NaN or Inf, and the number of such elements. Of a sharded tensor, only this rank's shard counts."""
 
     name: str  # the parameter's or buffer's name
     n_nan: int | None  # the number of elements that are NaN; None where only the norm is known
@@ -145,7 +145,7 @@ class BadTensor:
 
     @property
     def amount(self) -> str:
-        """A string that gives the number of NaN and Inf elements."""
+        """A string with the number of NaN and Inf elements, such as "2 NaN of 8, 25%"."""
         if self.n_nan is None or self.n_inf is None:
             return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
@@ -157,7 +157,7 @@ class BadTensor:
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
-    """Return the tensors that hold NaN or Inf, in the order given. Finite values whose norm overflows are not bad."""
+    """Return the tensors that hold NaN or Inf, in the order given. Finite values do not count, however large."""
     pairs = [(name, floats) for name, tensor in named if (floats := floats_of(tensor)) is not None]
     if not pairs:
         return []
@@ -167,7 +167,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return the tensors with NaN or Inf, given (name, values, norm). Values with a finite norm are not read."""
+    """Return the tensors with NaN or Inf, given (name, values, norm) of each. Those with a finite norm are not read."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

@@ -26,7 +26,7 @@ def do_nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """A micro-batch of the current step."""
+    """A micro-batch of an optimizer step, with its losses."""
 
     index: int  # the batch index within the epoch
     batch: Any  # the batch as training_step got it, on the host after it was moved; None where hooks do not see it
@@ -45,9 +45,9 @@ class MicroBatch:
 
 
 class BatchKeeper:
-    """Keeps each batch as training_step got it, in new dicts and lists, since a step may change its batch.
+    """Keeps each batch as training_step got it, in new dicts and lists, because training_step may change its batch.
 
-    If one of the first two steps writes to a tensor of its batch, the tensors of all later batches are copied too.
+    If training_step writes to a tensor of one of the first two batches, the tensors of all later ones are copied, too.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BatchKeeper:
         self._n_watched, self._counts = 0, list[tuple[Tensor, int]]()
 
     def keep(self, batch: Any) -> Any:
-        """Return a copy of a batch, which a step cannot change. Call this before training_step gets the batch."""
+        """Return a copy of a batch that training_step cannot change. Call this before training_step gets the batch."""
         if self.copies:
             return map_tensors(batch, _copied)
         self._n_watched += 1
@@ -64,7 +64,7 @@ class BatchKeeper:
         return in_new_containers(batch)
 
     def end_batch(self) -> None:
-        """Check whether the step has written to the tensors of its batch."""
+        """Check whether training_step has written to the tensors of its batch. If so, later batches are copied."""
         self.copies = self.copies or any(write_count_or_none(tensor) != count for tensor, count in self._counts)
         self._counts = []
 
@@ -104,7 +104,7 @@ UNREAD = StepReading(math.nan, ())
 
 @dataclass(slots=True, eq=False)
 class GuardedStep:
-    """One optimizer step, from its first micro-batch to its update, with its losses, gradients and norms."""
+    """An optimizer step, from its first micro-batch to its update, with its losses and gradient norms."""
 
     number: int  # the training step, counted as the x axis of the logs counts
     # puts the caller's counters back to the start of this step; None while that is not known yet
@@ -136,7 +136,7 @@ class PastStep:
 
 @dataclass(frozen=True, slots=True)
 class BadInput:
-    """A tensor of a batch that holds NaN or Inf."""
+    """A batch tensor that holds NaN or Inf."""
 
     name: str  # its place in the batch, such as ``batch["x"]``
     batch_idx: int
@@ -162,7 +162,7 @@ def list_samples(samples: Sequence[int]) -> str:
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """Return the tensors of a batch that hold NaN or Inf. Slow, since it waits for the device."""
+    """Return the batch tensors that hold NaN or Inf. Slow, because it waits for the device."""
     inputs = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
@@ -177,7 +177,7 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
-    """Undo the division for accumulation and the scaling of a loss, and return it as a 0-dim tensor."""
+    """Return a loss as it was before it was divided for gradient accumulation and scaled, as a 0-dim tensor."""
     value = loss.detach()
     if divided_by != 1 or scale is not None or value.dtype != torch.float32:
         # A float64 loss may be finite beyond float32's range.

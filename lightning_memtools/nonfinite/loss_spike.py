@@ -13,7 +13,7 @@ SpikeAction = Literal["report", "skip", "rollback"]
 
 
 class LossSpikeError(RuntimeError):
-    """Raised by LossSpikes at a spike after `max_actions` of them. The attribute `spike` describes the spike."""
+    """Raised by LossSpikes at the first spike after `max_actions` others. The attribute `spike` describes it."""
 
     def __init__(self, message: str, spike: LossSpike) -> None:
         super().__init__(message)
@@ -22,20 +22,20 @@ class LossSpikeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpike:
-    """A step whose loss or gradient norm is far above those of the steps before.
+    """A spike: a step whose loss or gradient norm is far above those of earlier steps.
 
     Attributes:
         step: The training step, counted as the x axis of the logs counts.
         batches: The indices of the step's batches within the epoch.
-        loss: The mean of the step's losses; with several ranks, the largest of the ranks' means. NaN without a loss.
-        norm: The norm over all gradients, before clipping.
-        loss_spike: If the loss spiked, the comparison of the loss with earlier losses.
-        norm_spike: If the norm spiked, the comparison of the norm with earlier norms.
+        loss: The mean of the step's losses, on the rank where this is largest. NaN if there was no loss.
+        norm: The L2 norm over all gradients, before clipping.
+        loss_spike: The comparison of the loss with earlier losses; None if the loss did not spike.
+        norm_spike: The comparison of the norm with earlier norms; None if the norm did not spike.
         learning_rates: The learning rates of the optimizer.
-        is_late: True if the update had been made before the loss and norm were read.
-        done: The action taken: "report" (nothing), "skip", "rollback" or "halt".
-        taken_back: The number of updates that a rollback takes back.
-        report: The file of the report, if there is one.
+        is_late: True if the host read the loss and norm only after the update had been made.
+        done: The action taken: "report" (training was not changed), "skip", "rollback" or "halt".
+        taken_back: The number of optimizer updates that the rollback undoes; 0 without a rollback.
+        report: The path of the report; None if there is none.
     """
 
     step: int

@@ -42,7 +42,7 @@ _NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A description of an input or output of an operation: its shape, dtype, number of zeros and bad samples."""
+    """A description of one input or output tensor of an operation, such as its shape, dtype and number of zeros."""
 
     text: str  # such as ``"[8] float32 (1 of 8 is 0, largest magnitude 5.59)"``; of a good number, its value
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class BadUse:
-    """An input or output of an operation that holds NaN or Inf."""
+    """A tensor with NaN or Inf that is an input or output of an operation."""
 
     key: int  # the key of its memory; see `StorageKeys`
     has_nan: bool  # whether it holds NaN, and not only Inf
@@ -87,7 +87,7 @@ class BadOperation:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardOperation:
-    """The forward operation that created an autograd node, with the module and line of code that ran it."""
+    """A forward operation that created an autograd node, with the module and the line of code that called it."""
 
     operation: str
     module: str
@@ -121,13 +121,13 @@ def facts_of(tensor: Tensor, *, only_nan: bool = False) -> TensorFacts | None:
 
 
 class StorageKeys:
-    """Assigns a key to the storage of each tensor. A key is never reused, even after its storage was freed."""
+    """Assigns a unique key to each tensor's storage. A key is never reused, even after its storage was freed."""
 
     def __init__(self) -> None:
         self._alive: dict[int, StorageWeakRef] = {}
 
     def key(self, tensor: Tensor) -> int | None:
-        """Return the key of a tensor's storage; None for a tensor without storage."""
+        """Return the key of a tensor's storage; None if the tensor has no storage."""
         try:
             if tensor.layout == torch.sparse_coo:
                 _, tensor = uncoalesced_parts(tensor)
@@ -158,7 +158,7 @@ class OperationTrace(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Return a context manager that records operations. Global hooks tell which module runs."""
+        """Return a context manager that records operations. It adds global module hooks, to know which module runs."""
         self._running.clear()
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._names.get(id(module), ""))),
@@ -212,8 +212,8 @@ class OperationTrace(DispatchMode):
     def _note_nodes(self, func: Any, *, backward: bool) -> None:
         """Record which forward operation created the autograd nodes that are new since the last call.
 
-        Under torch.func.grad, an operation creates one node per level. Nodes that backward creates (create_graph) are
-        assigned to the forward operation whose backward is running.
+        There may be several: under torch.func.grad, an operation creates one node per level. Nodes created in backward
+        (create_graph=True) are recorded for the forward operation whose backward is running.
         """
         if get_ident() != self._thread:  # on a GPU backward has a thread of its own, which counts from 0
             return
@@ -280,7 +280,7 @@ class OperationTrace(DispatchMode):
 
 
 def _is_late_mask(factors: Sequence[Tensor]) -> bool:
-    """Return True if one of two factors is a mask of zeros and ones that is 0 wherever the other factor is NaN."""
+    """Return True if there are two factors, and one is a mask of zeros and ones that is 0 wherever the other is NaN."""
     if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
         return False
     value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]
@@ -297,16 +297,15 @@ def _hold_nan(uses: Sequence[BadUse]) -> bool:
 
 
 def _line_here(*, in_backward: bool) -> CodeLine | None:
-    """Return the innermost line of the stack that is in the user's code or a library, except torch and this package.
+    """Return the innermost line of code on the stack that is not in torch or this package; None if there is none.
 
-    In backward, only lines that backward itself runs count, in a torch.autograd.Function or a recomputed layer. Return
-    None if there is no such line.
+    In backward, only lines that backward itself runs count: those of a torch.autograd.Function or a recomputed layer.
     """
     return line_on_stack(stop_at=_NOT_IN_BACKWARD if in_backward else _NOT_IN_STEP)
 
 
 def _is_view(func: Any) -> bool:
-    """Return True if an operation only returns views, and so writes no memory."""
+    """Return True if an operation only returns views of its inputs, and so writes no memory."""
     returns = operator_schema(func).returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
@@ -320,7 +319,7 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """Return whether the operation's result is finite when computed in float64; None if that is unknown."""
+    """Return whether the operation, computed in float64, gives a finite result; None if it cannot be computed so."""
     narrow = {torch.float32, torch.float16, torch.bfloat16}
 
     def widen(each: Any) -> Any:

@@ -39,16 +39,16 @@ VERSION = 5
 
 
 class StepFileError(RuntimeError):
-    """Raised when the file of a step cannot be written, read or replayed. The message says why, and what to do."""
+    """Raised when the file of a bad step cannot be written, read or replayed. The message says why, and what to do."""
 
 
 def step_as_plain(
     bad: BadStep, rerun: StepRerun, *, parameters: Sequence[str], digests: Mapping[str, str], checkpoint: str
 ) -> dict[str, Any]:
-    """Return what to write to the file of a bad step, as values that `torch.load(weights_only=True)` accepts.
+    """Return the content of a bad step's file, as values that `torch.load(weights_only=True)` accepts.
 
-    `parameters` names the parameters with gradients in the step. `checkpoint` is the name of the file with the weights,
-    in the same folder. StepFileError is raised if a batch holds values that cannot be loaded this way.
+    `parameters` has the names of the parameters that got gradients in the step. `checkpoint` is the name of the file
+    with the weights, in the same folder. If a batch holds values that are not accepted, StepFileError is raised.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
@@ -86,7 +86,7 @@ def step_as_plain(
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a file with the value can be loaded with `weights_only=True`, and the value is unchanged."""
+    """Return True if `torch.load(weights_only=True)` would return the value unchanged from a file."""
     if isinstance(value, Tensor):
         is_sparse = value.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
         return type(value) in {Tensor, nn.Parameter} and (is_sparse or is_in_memory(value))
@@ -96,17 +96,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return the tensor in a storage of its own size, since torch.save writes the whole storage."""
+    """Return the tensor, copied if it is only part of its storage, because torch.save writes the whole storage."""
     tensor = tensor.detach()
     is_whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes
     return tensor if is_whole else tensor.clone()
 
 
 def read_step(path: Path) -> dict[str, Any]:
-    """Return the content of a step's file, with tensors on the CPU. Loading it cannot run any code.
+    """Return the content of a bad step's file, with tensors on the CPU. Loading the file cannot run any code.
 
     Raises:
-        StepFileError: The file is missing, incomplete, or of another version.
+        StepFileError: The file is missing or incomplete, or has another format version.
     """
     saved = _loaded(path, "the file of a step")
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
@@ -137,16 +137,16 @@ def _loaded(path: Path, what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The result of running a step again from its file.
+    """The result of running a bad step again from the file that HaltOnNaN wrote.
 
     Attributes:
         path: The file.
         step: The training step.
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
-        gradients: The gradient of each parameter, by name, as the optimizer would get it.
+        gradients: The gradient of each parameter, by parameter name, as the optimizer would see it.
         is_finite: Whether all losses and gradients are finite in this run.
-        mismatches: The differences between this run and the original step, in one sentence each.
-        doubts: The reasons why this run may differ from the original step, one sentence each.
+        mismatches: The differences between this run and the original step, each as a sentence.
+        doubts: The reasons why this run may differ from the original step, each as a sentence.
         explanation: The step, with the operation that made the first NaN or Inf; None if that was not found.
         text: The message in which HaltOnNaN reported the step.
         model: The module, in its state when the step began.
@@ -171,7 +171,7 @@ class Replay:
         return not self.mismatches
 
     def summary(self) -> str:
-        """Return a string that tells whether the run was exact, its losses, and what made the first NaN or Inf."""
+        """Return a string with the losses, how they differ from the original, and what made the first NaN or Inf."""
         n_bad, bad = len(find_bad(self.gradients.items())), self.explanation
         lines = [
             f"Step {self.step} of {self.path}, run again.",
@@ -196,14 +196,14 @@ class Replay:
 def replay(path: str | Path, *, model: Any) -> Replay:
     """Run again a step that HaltOnNaN wrote to a file, and compare losses and gradients with the original.
 
-    The weights come from the checkpoint beside that file. On the machine that wrote it, losses and gradients are the
-    same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both files are
-    opened with ``weights_only=True``, so that they cannot run any code.
+    The weights come from the checkpoint in the same folder. On the machine where the step ran, losses and gradients
+    are the same bit for bit. No Trainer, data set or process group is needed, and nothing is logged or written. Both
+    files are opened with ``weights_only=True``, so that they cannot run any code.
 
     Args:
         path: The file, ``nonfinite-step<n>-rank<r>.pt``.
-        model: The LightningModule, into which the weights are loaded; or its class, for ``load_from_checkpoint`` with
-            the saved hyperparameters; or a function that returns the module.
+        model: The LightningModule; or its class, on which ``load_from_checkpoint`` is called; or a function that
+            returns the module. The weights are loaded into the module.
 
     Raises:
         StepFileError: A file cannot be read, or the module cannot be created or does not fit the checkpoint.
@@ -287,7 +287,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return the module that `model` is, or that it creates, with the weights of the checkpoint loaded."""
+    """Return `model`, or if it is a class or function, the module that it creates, with the checkpoint's weights."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):
@@ -313,7 +313,7 @@ def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
 
 
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set buffers to their values at the start of the step, including buffers that checkpoints leave out."""
+    """Set all buffers to their saved values, including non-persistent buffers, which checkpoints leave out."""
     parts = {plain_name(name): part for name, part in module.named_modules()}
     for name, value in saved.items():
         owner, _, key = name.rpartition(".")
@@ -321,7 +321,7 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.d
 
 
 def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
-    """Return the settings under which the step ran, from its file. Only plain values and dtypes are accepted."""
+    """Return the settings under which the step ran, read from its file. Only plain values and dtypes are accepted."""
     conditions = StepConditions(**saved)
     for name in filter(None, (conditions.autocast, conditions.default_dtype)):
         if not isinstance(getattr(torch, name, None), torch.dtype):

@@ -46,14 +46,14 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """A function that is called with each finite step and may hold back the step's update."""
+    """A function that is called with each finite step, and that may prevent the step's update."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
     read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
 
 
 class Verdict(Enum):
-    """The decisions that are possible after a step was checked."""
+    """The possible decisions on a step that was checked for NaN and Inf."""
 
     GOOD = auto()  # its update is made
     LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: the gradient scaler may still skip steps, as is normal."""
+    """Return the verdict on a step. `is_scaler_normal`: it is normal if the gradient scaler skips this step."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:
@@ -71,32 +71,32 @@ def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_l
 
 
 class ExchangedError(RuntimeError):
-    """Raised in the same check on all ranks if one rank could not read its losses and gradients."""
+    """Raised on all ranks, in the same check, if one rank could not read its losses and gradients."""
 
 
 class StepGuard:
     """Checks the losses and gradients of every optimizer step for NaN and Inf, between backward and update.
 
-    There are two ways to check. Either the host reads the losses and gradient norms before the update, and waits for
-    them. Or, with a fused optimizer on a GPU, no gradient scaler and no skips, a flag on the device holds the update of
-    a bad step back; the host reads the flag one step late, and nothing waits.
+    There are two ways to check. Usually the host waits for the losses and gradient norms before the update. But with a
+    fused optimizer on a GPU, no gradient scaler and `max_skips=0`, a flag on the device makes the optimizer ignore a
+    bad step. The host reads this flag one step later, so that nothing waits.
 
-    Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
-    `before_update` last. A step that `check` or `drain` returns is bad: call `undo` to restore what it has changed.
+    Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` after backward, and
+    `before_update` right before the update. If `check` or `drain` returns a step, it is bad: pass it to `undo`.
 
     `max_skips` and `amp_patience` are as in HaltOnNaN. With `records`, random states are recorded for a rerun.
     `gradients` is "whole" if there is one rank, "replicated" if all ranks have the same gradients, and "sharded" if
-    each has a part. `mark_loop` is called at the start of each step, and returns a function that resets
-    the caller's counters, for `undo`. `watch` is called with each finite step.
+    each rank has a part of them. `mark_loop` is called at the start of each step. It returns a function by which
+    `undo` resets the caller's counters. `watch` is called with each finite step.
 
     Attributes:
-        history: The last 20 steps, oldest first.
-        skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_gradients: True once a parameter had a gradient. Only gradients in `p.grad` can be checked.
-        carries_losses: True if a bad loss makes gradients NaN, so that other ranks learn of it.
-        is_sharded: True if no rank has all weights and gradients.
-        exchanges: True if all ranks take part in a collective in each check.
-        failure: The caller sets this if this rank cannot go on: the next check tells the other ranks, and all raise.
+        history: The losses and norms of the last 20 steps, oldest first.
+        skipped: (step number, batch indices) of each bad step that was skipped so far.
+        saw_gradients: True once any parameter `p` had a `p.grad`. Gradients kept elsewhere cannot be checked.
+        carries_losses: True if a bad loss is made to turn all gradients into NaN, so that other ranks learn of it.
+        is_sharded: True if each rank has only a part of the weights and gradients.
+        exchanges: True if each check runs a collective, in which all ranks take part.
+        failure: The reason why this rank cannot go on, set by the caller. The next check then raises on all ranks.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StepGuard:
         self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
-        """Store a batch before its forward pass. `first`: it is the first micro-batch of step `number`."""
+        """Store a batch before its forward pass. With `first`, it is the first micro-batch of the step `number`."""
         kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
         micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
         self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
@@ -144,12 +144,12 @@ class StepGuard:
                 micro.move_to_host()
 
     def end_batch(self) -> None:
-        """Release the batch. Until the current step has been checked, the step still holds it."""
+        """Release the current batch. The current step still holds the batch until it has been checked."""
         self._batch = MicroBatch(self._batch.index, None)
         self._batches.end_batch()
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
-        """Record a loss before its backward pass, without the scaling that `divided_by` and `scaler` describe."""
+        """Record a loss before its backward pass, undoing its division by `divided_by` and its scaling by `scaler`."""
         step = self._step or self._open()
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
@@ -158,7 +158,7 @@ class StepGuard:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
-        """Check the step before its update; return a bad step or None. `reopen`: further steps may use the same batch.
+        """Check the step before its update. Return a bad step, or None. `reopen`: the batch may have further steps.
 
         Raises:
             ExchangedError: A rank could not read its losses and gradients. All ranks raise it.
@@ -191,17 +191,17 @@ class StepGuard:
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Remove the gradients if the step is skipped, so that its update does nothing. Call it after all hooks."""
+        """If the step is to be skipped, remove the gradients, so that no weight changes. Call it after all hooks."""
         if self._to_skip is optimizer:
             self._to_skip = None
             hide_gradients(optimizer)
 
     def drain(self) -> GuardedStep | None:
-        """Wait for the results of all checks that the host has not read yet. Return the bad step, or None."""
+        """Wait for the results of all checks that the host has not read yet. Return the first bad step, or None."""
         return self._read_flags(wait=True)
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
-        """Restore buffers, optimizer settings and the caller's counters. Return the names of what was not restored."""
+        """Restore buffers, optimizer settings and the caller's counters. Return the names of what remains changed."""
         for step in reversed((bad, *bad.later)):
             step.restore_settings()
         unrestored = self._buffers.unrestored()
@@ -213,7 +213,7 @@ class StepGuard:
         return tuple(unrestored)
 
     def close(self) -> None:
-        """Stop holding back updates of the optimizers, and release all tensors. Idempotent."""
+        """Let the optimizers make all updates again, and release all tensors. Idempotent."""
         if self._flag is not None:
             self._flag.close()
         self._step = None
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return `before` and the norm of each gradient in one tensor, with the results of `over_ranks` if needed."""
+        """Return one tensor of `before` and each gradient's norm. `over_ranks` extends it if ranks exchange results."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
@@ -367,7 +367,7 @@ class StepGuard:
         return reading
 
     def _note_good(self, step: GuardedStep) -> bool:
-        """Add a finite step to the history. Return True if `watch` asks to hold back the step's update."""
+        """Add a finite step to the history. Return True if `watch` wants the step's update to be skipped."""
         self._remember(step)
         try:
             return self._watch is not None and self._watch.read(step) and not step.late
@@ -380,16 +380,16 @@ class StepGuard:
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:
-    """Return True if the host can read the gradients without waiting for a device, as on the CPU."""
+    """Return True if the host can read the gradients without waiting for a device, because they are on the CPU."""
     return not gradients or gradients[0].is_cpu
 
 
 class HiddenGradientsError(ValueError):
-    """Raised at setup if the strategy makes gradients inaccessible. The message says why, and what to do."""
+    """Raised at setup if gradients cannot be read under the strategy. The message says why, and what to do."""
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return whether a rank's gradients are whole, replicated or sharded; HiddenGradientsError if inaccessible."""
+    """Return whether the gradients on a rank are "whole", "replicated" or "sharded"; raise if they cannot be read."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
         raise HiddenGradientsError(

@@ -39,7 +39,7 @@ TRAINER_FACTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
-    """The settings under which a step ran, as plain values."""
+    """The settings under which a training step ran, such as its autocast type, as plain values."""
 
     divided_by: int = 1  # the number that the loss is divided by for an accumulation
     scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
@@ -51,7 +51,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the current settings of torch, plain-valued attributes of the Trainer, and the values in `given`."""
+        """Return the settings that are now in effect: of torch, of the Trainer, and the fields in `given`."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
@@ -67,7 +67,7 @@ class StepConditions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Return a context manager that sets autocast and the default dtype as they were in training_step."""
+        """Return a context manager that sets autocast and the default dtype as they were in the original step."""
         default = torch.get_default_dtype()
         casting: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
@@ -87,7 +87,7 @@ class CannotRerunError(Exception):
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The losses and gradients of a step."""
+    """The losses and gradients that a rerun of a step gave."""
 
     # the loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors
     losses: list[Tensor]
@@ -95,7 +95,7 @@ class StepOutcome:
 
     @property
     def is_finite(self) -> bool:
-        """True if all losses and gradients are finite."""
+        """True if neither the losses nor the gradients hold NaN or Inf."""
         return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
 
 
@@ -103,12 +103,12 @@ class StepOutcome:
 class StepRerun:
     """Runs a step any number of times from the same state. As a context manager, it restores everything on exit.
 
-    The step runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. Its prints and warnings
-    are not shown.
+    The step runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. What the step prints
+    and warns is not shown.
 
     Attributes:
-        written: The names of parameters, and of tensors in attributes and in the batch, that the step writes. The
-            original step wrote them too, so a rerun does not start from the original values.
+        written: The names of the parameters, attribute tensors and batch tensors that the step overwrites. The
+            original step did so, too, so a rerun cannot start from their original values.
     """
 
     module: Module  # the LightningModule, with the weights and buffers that the step began with
@@ -154,7 +154,7 @@ class StepRerun:
         self._losses = []
 
     def reset(self) -> None:
-        """Restore everything to its state when the context was entered."""
+        """Restore everything to the state that it had when the context manager was entered."""
         self._snapshot.restore()
 
     def run(
@@ -163,8 +163,8 @@ class StepRerun:
         """Run the step from its start, and return its losses and gradients.
 
         Args:
-            within: A context manager for forward and backward, such as a dispatch mode.
-            batches: Batches to use instead of those of the step, by position.
+            within: A context manager in which forward and backward run, such as a dispatch mode.
+            batches: Replacements for some of the step's batches: position of the batch to new batch.
 
         Raises:
             CannotRerunError: The step raised an error or used a collective.
@@ -214,7 +214,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Count an update that the batch makes. Return True at the update of the step itself, where the rerun ends."""
+        """Count an optimizer update. Return True if it ends the rerun, because it is the update of the step itself."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
@@ -222,7 +222,7 @@ class StepRerun:
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return, for each parameter, attribute tensor and batch tensor, a value that changes when it is written."""
+        """Return a marker for each parameter, attribute tensor and batch tensor. A write to a tensor changes it."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
             key: (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
@@ -243,7 +243,7 @@ def _quiet() -> Iterator[None]:
 
 
 def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
-    """Call configure_optimizers; return the optimizers, and the schedulers as Lightning's configurations."""
+    """Call configure_optimizers. Return the optimizers, and Lightning's configurations of the schedulers."""
     with _quiet(), torch.enable_grad():
         loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
         loop.detach()
@@ -251,7 +251,7 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each gradient's dtype and bits, by name. Values that cannot be read are left out."""
+    """Return the SHA-256 of each gradient's dtype and bits, by name; of the dtype only, if bits cannot be read."""
     digests = {}
     for name, gradient in gradients.items():
         digest, floats = sha256(str(gradient.dtype).encode()), floats_of(gradient)
@@ -263,7 +263,7 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
-    """Return how a rerun differs from the original step, in one sentence each; [] if every bit is equal."""
+    """Return the differences between a rerun and the original step, as sentences; [] if every bit is equal."""
     now, gradients = [float(loss) for loss in again.losses], digests_of(again.gradients)
     differences = []
     if list(map(repr, now)) != list(map(repr, losses)):  # the text of a float tells every bit

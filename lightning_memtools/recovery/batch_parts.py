@@ -21,14 +21,14 @@ _NEXT = (
 
 
 class CannotSplitError(Exception):
-    """Raised if a batch cannot be run in parts. The message says why."""
+    """Raised if a batch cannot be split and run in parts. The message says why."""
 
 
 def n_samples_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the common length of its tensors, arrays and lists of values.
+    """Return the number of samples in a batch: the length that all its tensors, arrays and lists of values share.
 
     Raises:
-        CannotSplitError: The lengths differ, or the batch holds an object that cannot be cut.
+        CannotSplitError: The lengths differ, or the batch holds an object that cannot be split.
     """
     leaves, _ = _flattened(batch)
     for leaf in leaves:
@@ -47,11 +47,11 @@ def n_samples_of(batch: Any) -> int:
 def split_plainly(batch: Any, n_parts: int) -> list[Any]:
     """Split a batch into consecutive parts of nearly equal size.
 
-    Tensors and arrays are cut along dimension 0, and so are lists and tuples of strings or numbers. All of them must
-    have the same length. Single values and 0-dim tensors go into every part.
+    Tensors and arrays are split along dimension 0, and lists and tuples of strings or numbers by their items. All
+    must have the same length. Single values and 0-dim tensors go into every part.
 
     Args:
-        batch: Tensors and arrays in dictionaries, lists, tuples and named tuples. The parts hold views of them.
+        batch: Dictionaries, lists, tuples and named tuples of tensors, arrays and values. The parts hold views.
         n_parts: The number of parts; there are fewer if the batch has fewer samples.
 
     Raises:
@@ -65,7 +65,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a nested batch, and a function that rebuilds a batch of that form from other leaves."""
+    """Return the leaves of a nested batch, and a function that builds a like batch from other leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)

@@ -33,10 +33,10 @@ from lightning_memtools.reporting.ranks import refused_collectives
 
 
 class GradientExchange:
-    """Averages gradients over the ranks under DistributedDataParallel, even if a rank runs its step in parts.
+    """Averages gradients over the ranks under DistributedDataParallel, even for a rank that runs its batch in parts.
 
     Args:
-        strategy: The Trainer's strategy. Unless its `model` is a DistributedDataParallel, there is nothing to exchange.
+        strategy: The Trainer's strategy. If its `model` is no DistributedDataParallel, all methods do nothing.
     """
 
     def __init__(self, strategy: Any = None) -> None:
@@ -53,7 +53,7 @@ class GradientExchange:
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context manager for one attempt at the step. It sends no gradients if `n_parts` > 1."""
+        """Return a context manager for one attempt at the step. If `n_parts` > 1, DDP exchanges no gradients in it."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
@@ -67,13 +67,13 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
-        """End a failed backward pass: if it was sending gradients, reset DDP's reducer and set gradients to None.
+        """Clean up after a failed backward pass: if it was sending gradients, reset DDP's reducer and the gradients.
 
-        Returns "" if the step can be run again, else the reason why it cannot.
+        Return "" if the step can be run again, else the reason why it cannot.
 
         Args:
             complete: The parameters to which the failed pass had already added its gradients.
-            keeps: True if the caller keeps these gradients, because earlier batches have accumulated in them.
+            keeps: True if the caller keeps these gradients, because they include gradients of earlier batches.
         """
         if self._has_failed or self._wrapper is None:
             return ""
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients over the ranks. Do nothing if no optimizer update follows this batch."""
+        """Average the gradients over the ranks after the parts have run, unless no update follows this batch."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync
@@ -135,7 +135,7 @@ class GradientExchange:
 
 
 def why_unsent(strategy: Any) -> str:
-    """Return why one rank cannot run its step again alone under this strategy; "" if it can."""
+    """Return why, under this strategy, a single rank cannot run its step again; "" if it can."""
     wrapper = strategy.model
     if not isinstance(wrapper, DistributedDataParallel):
         return ""
@@ -151,7 +151,7 @@ def why_unsent(strategy: Any) -> str:
 
 
 def no_collectives() -> AbstractContextManager[None]:
-    """Return a context manager that, with several ranks, makes any collective raise an error with its name."""
+    """Return a context manager in which, with several ranks, any collective raises an error that names it."""
     return refused_collectives(
         lambda name: CannotSplitError(
             f"it calls the collective {name!r}, in which the other ranks would not take part as often, as "
@@ -161,11 +161,11 @@ def no_collectives() -> AbstractContextManager[None]:
 
 
 def _is_pretended(wrapper: DistributedDataParallel) -> bool:
-    """Return True in a dry run, in which the other ranks are simulated."""
+    """Return True if the other ranks are only simulated, as in a dry run."""
     return bool(distributed.get_backend(wrapper.process_group) == "fake")
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that adds -0.0 to all gradients: nothing changes, but the hooks of DDP's reducer run."""
+    """Run a backward pass that adds -0.0 to all gradients. No value changes, but the hooks of DDP's reducer run."""
     zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)

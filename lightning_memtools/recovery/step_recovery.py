@@ -30,7 +30,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts recovered batches. `n_parts` is of the latest step; `latest` describes the latest recovery."""
+    """Counts batches that ran again in parts. `n_parts` is that of the latest step."""
 
     n_recovered: int = 0
     n_parts: int = 1
@@ -38,7 +38,7 @@ class Recoveries:
     latest: str = ""
 
     def __str__(self) -> str:
-        """Return a line for a summary; "" if no batch was recovered."""
+        """Return these counts as a line for a summary; "" if no batch was recovered."""
         if not self.latest:
             return ""
         batches = "1 batch" if self.n_recovered == 1 else f"{self.n_recovered} batches"
@@ -46,11 +46,11 @@ class Recoveries:
 
 
 class StepRecovery:
-    """Runs training steps. A step that runs out of memory is undone and run again in 2, 4, ... parts.
+    """Runs training steps. If a step runs out of memory, undoes it and runs its batch again in 2, 4, ... parts.
 
     Args:
         strategy: The Trainer's strategy; None without a Trainer.
-        tell: If batches cannot be run in parts, this is called with the reason after the first step.
+        tell: A function that is called after the first step if batches cannot be run in parts, with the reason.
 
     The other arguments are those of OOMRecovery.
     """
@@ -80,10 +80,10 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result; if in parts, that of the last part with the loss of the whole batch.
+        """Run a step and return its result. If it runs in parts: the last part's result, with the whole batch's loss.
 
         Raises:
-            torch.OutOfMemoryError: The step cannot be run in parts that are small enough; a note says why.
+            torch.OutOfMemoryError: The step does not fit, even in parts. A note on the error says why.
         """
         self._exchange.begin()
         start = self._start_of(step)
@@ -114,7 +114,7 @@ class StepRecovery:
         return result
 
     def _run(self, start: StepStart) -> Any:
-        """Run a step, in parts if needed. Errors of the step other than out-of-memory errors are raised."""
+        """Run a step, in parts if needed, and return its result."""
         try:
             return self._attempts(start)
         except Exception as error:
@@ -133,7 +133,7 @@ class StepRecovery:
             start.failure = None  # its frames hold the start
 
     def _attempts(self, start: StepStart) -> Any:
-        """Run the batch in 1, 2, 4, ... parts until the parts fit."""
+        """Run the batch in 1, 2, 4, ... parts until they fit, and return the result."""
         n_elements = sum(map(torch.numel, tensors_in(start.batch)))
         n_parts, is_recovering = self._first_parts(n_elements), False
         if n_parts > 1:
@@ -162,7 +162,7 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return how many parts to try first: enough for each to be smaller than any that ran out of memory."""
+        """Return how many parts to try first: so many that each is smaller than any that has run out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
@@ -184,10 +184,10 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return the parts of a batch, each with the factor for its loss. Parts with a factor of 0 are left out.
+        """Return (part, factor of its loss) for each part of a batch. Parts with a factor of 0 are left out.
 
         Raises:
-            CannotSplitError: The batch cannot be split, or its parts do not add up to it.
+            CannotSplitError: The batch cannot be split, or its parts do not have as many samples as the batch.
         """
         count, counts, total = self._loss_weight or n_samples_of, [1.0], 1.0
         try:
@@ -214,7 +214,7 @@ class StepRecovery:
         """Return the number of parts to try next.
 
         Raises:
-            CannotSplitError: The batch cannot be run in more parts.
+            CannotSplitError: The batch cannot be split into more parts.
         """
         n_samples = self._max_splits + 1 if self._split else n_samples_of(start.batch)  # or not known
         if n_parts < (most := min(self._max_splits, n_samples)):
@@ -224,7 +224,7 @@ class StepRecovery:
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:
-        """Return why no batch of this model can be run in parts; "" if batches can."""
+        """Return why batches of this model cannot be run in parts; "" if they can."""
         if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -233,7 +233,7 @@ class StepRecovery:
         return why_norm_prevents(self._norms)
 
     def _note(self, start: StepStart, n_parts: int, *, is_recovering: bool) -> None:
-        """Count a step that has run. After the first one, tell the user if batches cannot be run in parts."""
+        """Count a step that has run. After the first step, tell the user if batches cannot be run in parts."""
         told = self.recoveries
         told.n_parts, told.most_parts = n_parts, max(n_parts, told.most_parts)
         if is_recovering:
@@ -256,12 +256,12 @@ class StepRecovery:
 
 
 def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of each normalization layer that can use batch statistics."""
+    """Return (name, module) for each layer that can normalize by batch statistics, such as BatchNorm."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return why batches must not be split, if a normalization layer now uses batch statistics; "" if none does."""
+    """Return why batches must not be split: which layer normalizes by batch statistics. Return "" if none does."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (
@@ -279,7 +279,7 @@ def _add_reason(error: Exception, why_not: str) -> None:
 
 
 def _warn_of(fault: Exception) -> str:
-    """Warn of an error in OOMRecovery's own code, which must not hide the user's. Return the warning's message."""
+    """Warn of an error in OOMRecovery's own code, instead of raising it. Return the warning's message."""
     text = f"OOMRecovery itself failed: {in_one_line(fault)}"
     with suppress(DegradedWarning):  # where warnings are errors
         warnings.warn(text, DegradedWarning, stacklevel=2)

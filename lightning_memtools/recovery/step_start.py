@@ -24,7 +24,7 @@ _MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointi
 
 
 class TrainedState:
-    """The parameters, metrics and buffers of a model, which a step may change, and the device that it runs on."""
+    """The parameters, metrics and buffers of a model, which a step may change; and the device of the model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -34,18 +34,18 @@ class TrainedState:
 
 
 class StepStart:
-    """Records the state before a step, to restore it: random state, buffers, metrics, logs, batch and gradients.
+    """Records the state before a step, to restore it: random states, buffers, metrics, logged values and gradients.
 
-    In the first batch of an optimizer step, gradients are reset to None. Gradients that earlier batches accumulated are
-    set aside while parts run, so that a failed part cannot change them. If a failed backward pass of the whole batch
-    has already added to some of these, the sums are kept, since they are complete: backward adds to each parameter only
-    once. The parts then add gradients to the other parameters only.
+    In the first batch of an optimizer step, gradients are reset to None. In later batches, the accumulated gradients
+    are set aside while parts run, so that a failed part cannot change them. A failed backward pass of the whole batch
+    may already have added to the gradients of some parameters. It adds to each only once, so that these are complete:
+    they are kept, and the parts add to the gradients of the other parameters only.
 
     Attributes:
-        batch: The batch in new dicts and lists, which the step cannot change.
+        batch: The batch in new dicts and lists, so that the step cannot change the original ones.
         failure: The out-of-memory error after which the batch is run in parts.
-        raised: The last error that was raised by the step itself, not by the code around it.
-        kept: The parameters that keep gradients of this batch.
+        raised: The last error that came from the step itself, not from the code that recovers it.
+        kept: The parameters whose gradients already include this batch.
     """
 
     def __init__(self, step: StepClosure, state: TrainedState) -> None:
@@ -69,11 +69,11 @@ class StepStart:
             self._note_accumulated()
 
     def run_whole(self) -> Any:
-        """Run forward and backward of the whole batch, and return Lightning's closure result."""
+        """Run forward and backward on the whole batch, and return Lightning's ClosureResult."""
         return self._run(self._step.batch, 1.0)
 
     def run_part(self, part: Any, factor: float) -> Any:
-        """Run forward and backward of a part, its loss multiplied by `factor`. Return the result with that loss."""
+        """Run forward and backward on a part, with its loss multiplied by `factor`. Return its ClosureResult."""
         with _logging_for(part, self._step.results):
             result = self._run(part, factor)
         loss = result.closure_loss
@@ -97,26 +97,26 @@ class StepStart:
         return result
 
     def zero_once(self) -> None:
-        """Zero the gradients of the previous step. Idempotent."""
+        """Zero the gradients of the previous optimizer step, unless this was already done."""
         if not self._is_zeroed and self._step.zero_grad is not None:
             self._is_zeroed = True
             self._step.zero_grad()
 
     def set_gradients_aside(self) -> None:
-        """Set aside the gradients that earlier batches accumulated, so that backward does not touch them."""
+        """Set aside the gradients that earlier batches accumulated, so that backward cannot change them."""
         self._aside = [(parameter, gradient) for parameter, gradient, _ in self._accumulated if gradient is not None]
         for parameter, _ in self._aside:
             parameter.grad = None
 
     @torch.no_grad()
     def add_gradients_set_aside(self) -> None:
-        """Add the gradients that were set aside to the gradients of the parts."""
+        """Add the gradients that were set aside to the gradients that the parts gave."""
         for parameter, gradient in self._aside:
             of_parts = None if parameter in self.kept else parameter.grad
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients a backward pass of the whole batch has already computed."""
+        """Return the parameters to which backward of the whole batch has already added its gradients."""
         if not self._is_whole:
             return []
         if self._step.zero_grad is not None:
@@ -128,7 +128,7 @@ class StepStart:
         ]
 
     def take_back(self) -> str:
-        """Restore the state at the start of the step. Return "", or the reason why that is impossible."""
+        """Restore the state at the start of the step. Return "" if this worked, else the reason why it did not."""
         completed, self._is_whole = self.completed(), False
         self._random.restore()
         self._take_back_log()
@@ -164,7 +164,7 @@ class StepStart:
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:
-    """Return a function that restores the values logged so far. Lightning has no such function."""
+    """Return a function that resets `results` (what `self.log` has collected) to its present content."""
     saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
     batch, size = results.batch, results.batch_size
 
@@ -181,7 +181,7 @@ def _log_restorer(results: Any) -> Callable[[], None]:
 
 @contextmanager
 def _logging_for(part: Any, results: Any) -> Iterator[None]:
-    """Return a context manager that makes `self.log` weight epoch means by the part's batch size."""
+    """Return a context manager in which `self.log` weights epoch means by the batch size of the part."""
     whole, results.batch, results.batch_size = results.batch, part, None
     try:
         yield

@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """The place of a buffer (its module's dict and its name), with the tensor and version last seen there."""
+    """The place of a buffer: its module's dict and its key. Stores the tensor and version last seen there."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -43,7 +43,7 @@ class _BufferPlace:
 
 
 class _BufferCopies:
-    """Copies of all buffers of one device and dtype, in one flat tensor, so that one kernel copies them all."""
+    """Copies of all buffers of one device and dtype, as a single flat tensor, so that one kernel copies them all."""
 
     def __init__(self, places: list[_BufferPlace]) -> None:
         self.places = places
@@ -54,7 +54,7 @@ class _BufferCopies:
         self._values = [part.view(tensor.shape) for part, tensor in parts]
 
     def take(self, unless: Tensor | None) -> bool:
-        """Copy the buffers again, unless `unless` is nonzero. Return False if a device, dtype or shape differs."""
+        """Copy the buffers again, unless `unless` is nonzero. Return False if a device, dtype or shape has changed."""
         now: list[Any] = [place.held.get(place.key) for place in self.places]
         if any(map(is_not, now, self.tensors)):
             if any(tensor is None or _KIND(tensor) != kind for tensor, kind in zip(now, self._kinds, strict=True)):
@@ -81,11 +81,11 @@ class _BufferCopies:
 class BufferKeeper:
     """Copies a module's buffers at the start of a step, to restore them if the step is undone.
 
-    The copies take as much memory as the buffers. Copies of large buffers are released if the step after the copy does
-    not write them. The host never waits for the device.
+    The copies take as much memory as the buffers. The copy of a large buffer is released if the next step does not
+    write to the buffer. The host never waits for the device.
 
     Args:
-        module: The module that is trained.
+        module: The module whose buffers are copied.
     """
 
     def __init__(self, module: Module) -> None:
@@ -100,7 +100,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
-        """Copy the buffers now. If the 0-dim device tensor `unless` is nonzero, keep the earlier copies instead."""
+        """Copy the buffers now; but if the 0-dim device tensor `unless` is nonzero, keep the earlier copies."""
         if self._large:
             constant = [copies for copies in self._large if not copies.places[0].is_written()]
             self._released += [copies.places[0] for copies in constant]
@@ -115,7 +115,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers to their copies."""
+        """Set the buffers back to the values that were copied."""
         for copies in self._copies:
             copies.restore()
         for place in self._none:
@@ -125,11 +125,11 @@ class BufferKeeper:
                 del held[key]
 
     def unrestored(self) -> list[str]:
-        """Return the names of buffers that were written since `keep` but have no copy, as large constants have none."""
+        """Return the names of buffers that cannot be restored: they were written since `keep`, but had no copy."""
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if a buffer was added or removed, or one that was None was set, after the last copy of all."""
+        """Return True if, since all buffers were last copied, any was added, removed, or set after being None."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 
@@ -153,5 +153,5 @@ class BufferKeeper:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as after expand(): it cannot be written in place."""
+    """Return True if elements of a tensor share memory, as after expand(). It cannot be written in place."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made in each step, and a frozen one takes three times as long
 class RandomState:
-    """The state of every global random generator (of Python, NumPy and torch) at one moment."""
+    """The states of the global random generators of Python, NumPy and torch at one moment."""
 
     python: Any  # of the module `random`
     torch_cpu: Tensor  # of torch's default generator on the CPU
@@ -29,7 +29,7 @@ class RandomState:
 
     @classmethod
     def now(cls, *, device: torch.device | None = None) -> RandomState:
-        """Read the states of the host and of `device` (if None, of all devices). Does not wait for a device."""
+        """Read the random states of the host and of `device` (all devices if None). Does not wait for a device."""
         cuda: Any = torch.cuda
         return cls(
             python=random.getstate(),
@@ -41,7 +41,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Restore every generator whose state was read, and leave others as they are."""
+        """Reset each generator to the state that was read. Other generators are not changed."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         for index, state in enumerate(self.cuda or ()):
@@ -54,7 +54,7 @@ class RandomState:
             numpy.random.set_state(self.numpy)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return the states as plain values, which `torch.load(weights_only=True)` accepts."""
+        """Return the states as plain values that `torch.load(weights_only=True)` accepts."""
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
@@ -92,8 +92,8 @@ _LATEST: list[tuple[bytes, Any]] = []
 def _numpy_state() -> Any:
     """Return the state of NumPy's global generator; None if NumPy has not been imported.
 
-    Reading it takes 50 microseconds, so it is cached until the generator's memory changes. It is not cached while NumPy
-    holds a second normal number back for the next call, as that number is not in this memory.
+    Reading the state takes 50 microseconds, so it is cached until the generator's memory changes. But NumPy draws
+    normal numbers in pairs, and keeps the second elsewhere. While it does, the state is not cached.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -112,9 +112,9 @@ GENERATORS = frozenset({"Generator", "Random", "RandomState"})
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a random generator of torch, Python or NumPy; None for any other object.
+    """Return the state of a random generator (torch, Python or NumPy); None for any other object.
 
-    Python's SystemRandom has no state, so the result is None for it too.
+    For Python's SystemRandom, which has no state, return None, too.
     """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -138,7 +138,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def random_streams_restored() -> Iterator[None]:
-    """Return a context manager that, on exit, restores all global random generators to their state on entry."""
+    """Return a context manager that records the states of all global random generators and restores them on exit."""
     before = RandomState.now()
     try:
         yield

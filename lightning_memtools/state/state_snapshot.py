@@ -36,17 +36,17 @@ _EXTERNAL_MODULES = {
 
 
 class StateSnapshot:
-    """Records the state of all objects that can be reached from `roots`, to restore it as often as needed.
+    """Records the state of all objects that can be reached from `roots`, and restores it as often as needed.
 
-    The state of all global random generators is included. In a data set, the contents of containers and attributes are
-    recorded, but not the values of tensors and arrays: they may not fit in host memory, and reading does not change
-    them. If a container has more than 10,000 items and a sample of them holds no tensor, the items are recorded, but
-    not what they contain. Running generators, class attributes and global variables are not restored.
+    The states of all global random generators are included. In a data set, containers and attributes are recorded, but
+    not the values of tensors and arrays: they may not fit in host memory, and loading data does not change them. If a
+    container has more than 10,000 items, and a sample of 64 holds no tensor, the items are not searched further.
+    Generator functions that are running, class attributes and global variables are not restored.
 
     Args:
-        roots: The objects to start from.
+        roots: The objects to start from, such as a module.
         skip: Types whose objects are neither recorded nor searched.
-        host: Returns a context manager in which new tensors are allocated in host memory.
+        host: A function that returns a context manager in which new tensors are allocated in host memory.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StateSnapshot:
             waiting += referred
 
     def _record(self, value: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one return for each kind of object
-        """Record the state of one object, without values if `is_data`. Return the objects that it refers to."""
+        """Record the state of one object; if `is_data`, without tensor values. Return the objects that it refers to."""
         if isinstance(value, Tensor):
             return [] if is_data else self._record_tensor(value) + self._record_object(value)
         # A class derived from a container has items and attributes: Lightning's results are a dict with attributes.
@@ -185,7 +185,7 @@ class StateSnapshot:
             self._restorers.append(restore)
 
     def _record_object(self, value: Any) -> list[Any]:
-        """Record the attributes of an object, from `__dict__` and slots. Return the values of these attributes."""
+        """Record an object's attributes, both those in `__dict__` and those in slots. Return their values."""
         referred: list[Any] = []
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
@@ -202,9 +202,9 @@ _LONG = 10_000
 
 
 def _walked(items: list[Any]) -> list[Any]:
-    """Return the items of a container to record: all, but [] for over 10,000 if a sample of 64 holds no tensor.
+    """Return the items of a container that are to be searched for further state: usually all of them.
 
-    Recording a million items would take minutes. The container itself is recorded in any case.
+    Return [] if there are over 10,000 and a sample of 64 holds no tensor: a million items would take minutes.
     """
     if len(items) <= _LONG or any(next(tensors_in(item), None) is not None for item in items[:: len(items) // 64]):
         return items
@@ -212,7 +212,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:
-    """Return a view without the repeats of `expand` (size 1 in those dimensions), which can be written in place."""
+    """Return a view that can be written in place, even of an expanded tensor: expanded dimensions get size 1."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:

@@ -16,9 +16,9 @@ _FITS: list[tuple[str, float, Sequence[str]]] = []
 
 
 def tell_at_exit(limit: str, seconds: float, lines: Sequence[str]) -> None:
-    """Print the verdict on a fit when the script ends, or at once in a notebook or a child process.
+    """Print the verdict on a fit: when the script ends, or at once in a notebook or a child process.
 
-    If there were several fits, only the verdict on the longest is printed, and how many had which limit.
+    If there were several fits, print the verdict on the longest, and the number of fits with each limit.
     """
     if not _FITS:
         atexit.register(_print)

@@ -19,7 +19,7 @@ class FigureChange:
 
     Attributes:
         name: The name of the quantity.
-        unit: "bytes", "ms", or "share" for a fraction; "" without a unit.
+        unit: "bytes", "ms", or "share" for a fraction; "" if there is none.
         before: The value in the first run; None if unknown.
         after: The value in the second run; None if unknown.
     """
@@ -31,27 +31,27 @@ class FigureChange:
 
     @property
     def increase(self) -> float | None:
-        """The relative increase, such as 0.1 for 10%; None if a value is unknown or the unit is not bytes or ms."""
+        """The relative increase, such as 0.1 for 10%; None if a value is unknown, or unless the unit is bytes or ms."""
         if self.unit not in {"bytes", "ms"} or self.after is None or not self.before:
             return None
         return float(self.after / self.before - 1)
 
     def row(self) -> list[str]:
-        """Return the name, the two values and the increase as the row of a table."""
+        """Return the row of a table: the name, the two values and the increase, as strings."""
         show = _SHOWN.get(self.unit, str)
         values = ["?" if value is None else show(value) for value in (self.before, self.after)]
         return [self.name, *values, "" if self.increase is None else f"{self.increase:+.1%}"]
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """Return the changes between two run summaries, including quantities that only one of them has."""
+    """Return the quantities in two run summaries, each with both values. A value that one of them lacks is None."""
     one, other = _figures(before), _figures(after)
     names = dict.fromkeys([*one, *other])
     return [FigureChange(name, unit, one.get((name, unit)), other.get((name, unit))) for name, unit in names]
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Return the values in a run's summary that can be compared, by (name, unit)."""
+    """Return the quantities in a run's summary that can be compared: (name, unit) to value."""
     memory, times = summary["memory"], summary["time"]
     return {
         ("verdict", ""): summary["verdict"]["limit"],
@@ -67,12 +67,12 @@ def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def table_of(changes: Sequence[FigureChange]) -> Table:
-    """Return a table of the changes, with one row per quantity."""
+    """Return a table with one row per quantity: its value before and after, and the change."""
     return Table(("", "before", "after", "change"), [change.row() for change in changes])
 
 
 def exceeded(changes: Sequence[FigureChange], limits: Mapping[str, float]) -> list[str]:
-    """Return a line of text for each quantity that exceeds its limit, or has a limit but is unknown.
+    """Return a line of text for each quantity that grew beyond its limit, or that has a limit but is unknown.
 
     Args:
         changes: The quantities, with their values in the two runs.

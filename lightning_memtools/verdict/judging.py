@@ -38,10 +38,10 @@ class RunVerdict:
     """The verdict on a run: what limits its speed, and whether something is wrong.
 
     Attributes:
-        limit: The limit of the run's speed, such as "input-bound".
-        healthy: True if only computation limits the run, and nothing is wrong.
-        lines: The verdict as at most ten lines of text: the limit with its evidence, what to try next, and numbers.
-        largest_batch: The largest batch that should fit, estimated from the bytes per sample; None if unknown.
+        limit: The factor that limits the run's speed, such as "input-bound".
+        healthy: True if the run is limited by computation only, and nothing is wrong.
+        lines: The verdict as text, at most ten lines: the limit and its evidence, what to try next, and measurements.
+        largest_batch: The largest batch size that should fit, estimated from the bytes per sample; None if unknown.
     """
 
     limit: Limit
@@ -71,7 +71,7 @@ def judge(facts: RunFacts) -> RunVerdict:
 
 
 def _limit_of(facts: RunFacts) -> _Reason:
-    """Return what limits the run's speed, such as the data loader: the first in a fixed order that applies."""
+    """Return what limits the run's speed, such as the data loader. If several do, the order of the checks decides."""
     slow, steps, least = slow_rank(facts.ranks), facts.ranks[0].steps, THRESHOLDS["least steps"]
     if facts.error:
         return _Reason("error", facts.error, "read the error above, and the reports beside summary.json.")
@@ -110,9 +110,9 @@ def _limit_by_shares(facts: RunFacts, first: RankFacts) -> _Reason:
 
 
 def slow_rank(ranks: Sequence[RankFacts]) -> RankFacts | None:
-    """Return the rank that the others wait for; None if no rank is much slower.
+    """Return the slowest rank, for which the others wait; None if no rank is much slower than the others.
 
-    All ranks wait for each other in backward, so only the host's time for data and forward is compared.
+    Only the time that the host spends on data and forward is compared, because ranks wait for each other in backward.
     """
     if len(ranks) == 1 or not all(rank.steps for rank in ranks):
         return None
@@ -132,7 +132,7 @@ def _others_ms(slowest: RankFacts, ranks: Sequence[RankFacts]) -> float:
 
 
 def _lead(rank: RankFacts) -> float | None:
-    """Return the ratio of the GPU's to the host's time in forward and backward; None without a GPU."""
+    """Return the GPU's time in forward and backward, divided by the host's time in these; None without a GPU."""
     if rank.device_s is None:
         return None
     device, host = (times.get("forward", 0.0) + times.get("backward", 0.0) for times in (rank.device_s, rank.host_s))
@@ -147,10 +147,10 @@ def _faster_loader(facts: RunFacts) -> str:
 
 
 def largest_batch(rank: RankFacts) -> int | None:
-    """Return the largest batch that should fit, estimated from the bytes that a sample took at the peak of training.
+    """Return the largest batch size that should fit, estimated from the bytes per sample at the peak of training.
 
-    The result is None if the capacity or what the peak consists of is unknown, or if activations take little of it.
-    The true maximum is somewhat larger, because some of these bytes do not grow with the batch.
+    Return None if the device's memory or the memory by category at the peak is unknown, or if activations take little
+    of it. The true maximum is somewhat larger, because not all of these bytes grow with the batch.
     """
     composition = rank.composition_bytes or {}
     grows, peak = composition.get("activations", 0) + composition.get("inputs", 0), sum(composition.values())

@@ -14,13 +14,13 @@ _FETCHES = ".train_dataloader_next"
 
 
 class PhaseTimes:
-    """Measures how long the phases of training steps take; each begins when the previous one ends.
+    """Measures how long the phases of training steps take, such as forward. Each begins when the previous one ends.
 
-    The host only queues kernels for a GPU, so its clock shows where the host waits, not where the GPU works. With a
-    GPU, each change of phase therefore also records a CUDA event, which is read after the GPU has reached it.
+    The host only queues kernels for a GPU, so the host's clock does not tell when the GPU runs them. With a GPU, each
+    change of phase therefore also records a CUDA event. It is read later, once the GPU has reached it.
 
     Args:
-        device: The device that computes.
+        device: The device that the model runs on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class PhaseTimes:
         self._behind: list[bool] = []
 
     def switch(self, phase: str | None) -> None:
-        """End the current phase, if any, and begin `phase`; with None, begin no phase."""
+        """End the current phase, if any, and begin `phase`, such as "forward". With None, begin no phase."""
         if phase == self._running:
             return
         self._running = phase
@@ -50,13 +50,13 @@ class PhaseTimes:
         self._read()
 
     def look_at_lead(self) -> None:
-        """Note whether the GPU has begun the current step. Call this when the host has queued the backward pass."""
+        """Record whether the GPU has begun the current step. Call this once the host has queued the backward pass."""
         if self._forward is not None:
             self._behind.append(not self._forward.query())
             self._forward = None
 
     def forget(self) -> None:
-        """Drop all measurements so far, including that of the current phase until now."""
+        """Drop all measurements so far, including the time that the current phase has taken until now."""
         self._host.lap_ms()
         self._device_s.clear()
         self._marks = deque(list(self._marks)[-1:])
@@ -64,15 +64,15 @@ class PhaseTimes:
 
     @property
     def behind_share(self) -> float:
-        """The fraction of steps in which the host queued all of backward before the GPU began the step."""
+        """The fraction of steps that the GPU began only after the host had queued their whole backward."""
         return sum(self._behind) / max(1, len(self._behind))
 
     def host_s(self) -> dict[str, float]:
-        """Return the seconds that each phase took on the host since the last call."""
+        """Return the seconds that each phase took on the host, since the last call of this method."""
         return {phase: ms / 1000 for phase, ms in self._host.lap_ms().items()}
 
     def device_s(self) -> dict[str, float] | None:
-        """Return the seconds that each phase took on the GPU, for phases it has finished; None if nothing was timed."""
+        """Return the seconds that each phase took on the GPU, without unfinished phases; None if nothing was timed."""
         self._read()
         return dict(self._device_s) if any(self._device_s.values()) else None
 
@@ -85,9 +85,9 @@ class PhaseTimes:
 
 
 def watch_fetching(profiler: Any, switch: Callable[[str], None]) -> Callable[[], None]:
-    """Have `switch("data")` called when Lightning fetches a training batch, and `switch("rest")` afterwards.
+    """Make `profiler` call `switch("data")` before Lightning fetches a training batch, and `switch("rest")` after it.
 
-    Lightning has no hook for this, so methods of its profiler are replaced. Return a function that undoes this.
+    Lightning has no hook for this, so two methods of its profiler are replaced. Return a function that restores them.
     """
     start, stop = profiler.start, profiler.stop
 

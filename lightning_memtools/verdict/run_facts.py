@@ -16,18 +16,18 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """One rank's measurements of a fit, as JSON values.
+    """The measurements of a fit on one rank, as JSON values.
 
     Attributes:
         rank: The rank, counted from 0.
-        steps: The number of training batches that were measured, which are all but the first.
-        host_s: The seconds that each phase took on the host.
+        steps: The number of training batches that were measured; the first batch of a fit is not.
+        host_s: The seconds that each phase, such as "forward", took on the host.
         device_s: The seconds that each phase took on the GPU; None without a GPU.
-        behind_share: The fraction of steps in which the host queued all of backward before the GPU began the step.
-        peak_bytes: The highest peak of allocated bytes in any stage; None if the device does not record peaks.
-        reserved_bytes: The highest peak of reserved bytes in any stage; None if the device does not record peaks.
-        capacity_bytes: The memory of the device in bytes; None if unknown.
-        composition_bytes: The bytes by category at the peak of training; None if unknown.
+        behind_share: The fraction of steps that the GPU began only after the host had queued their whole backward.
+        peak_bytes: The peak of allocated bytes in training and validation; None if the device does not record peaks.
+        reserved_bytes: The peak of reserved bytes, likewise.
+        capacity_bytes: The total memory of the device in bytes; None if unknown.
+        composition_bytes: The bytes by category, such as activations, at the memory peak of training; None if unknown.
         batch_size: The largest number of samples in a training batch; None if unknown.
     """
 
@@ -44,12 +44,12 @@ class RankFacts:
 
     @property
     def phases_s(self) -> Mapping[str, float]:
-        """The seconds of each phase, on the GPU if there is one, otherwise on the host."""
+        """The seconds that each phase took: on the GPU if there is one, otherwise on the host."""
         return self.device_s or self.host_s
 
     @property
     def training_s(self) -> float:
-        """The seconds that training took, without validation."""
+        """The seconds that training took, not counting validation."""
         return sum(seconds for phase, seconds in self.phases_s.items() if phase != "validation")
 
     @property
@@ -58,7 +58,7 @@ class RankFacts:
         return 1000 * self.training_s / self.steps if self.steps else None
 
     def share(self, phase: str) -> float:
-        """Return the fraction of training time that a phase took; for "validation", the fraction of the whole fit."""
+        """Return the fraction of training time that a phase took; of the whole fit, if the phase is "validation"."""
         seconds = self.phases_s.get(phase, 0.0)
         whole = self.training_s + (seconds if phase == "validation" else 0.0)
         return seconds / whole if whole else 0.0
@@ -66,20 +66,20 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """All measurements of a fit.
+    """All that was measured and found in a fit.
 
     Attributes:
-        ranks: The measurements of each rank that sent them in time, rank 0 first.
+        ranks: The measurements of the ranks, rank 0 first; without ranks that did not send theirs in time.
         device: The device's name.
         error: The error that ended the run, in one line; "" for none.
-        num_workers: The number of workers of the training loader; None if the loader is not a DataLoader.
+        num_workers: `num_workers` of the training DataLoader; None if the loader has no such attribute.
         skipped_steps: The number of steps that HaltOnNaN has skipped.
-        loss_spikes: The number of spikes that LossSpikes has found.
-        leaks: The number of leaks that EmptyCache or the doctor has found.
-        checks: The number of checks that the doctor ran.
-        findings: The doctor's serious findings.
-        waits: The lines of training_step that wait for the GPU.
-        remarks: Other remarks of callbacks on the run.
+        loss_spikes: The number of loss spikes that LossSpikes has found.
+        leaks: The number of memory leaks that EmptyCache or TrainingDoctor has found.
+        checks: The number of checks that TrainingDoctor ran.
+        findings: The serious findings of TrainingDoctor.
+        waits: The lines of code in training_step that wait for the GPU, such as "train.py:31".
+        remarks: What other callbacks say about memory in the run, one line each.
     """
 
     ranks: Sequence[RankFacts]
@@ -96,7 +96,7 @@ class RunFacts:
 
     @property
     def fullest(self) -> RankFacts:
-        """The rank with the highest peak."""
+        """The measurements of the rank whose memory peak is highest."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes or 0)
 
 
@@ -131,10 +131,10 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Return the content of a run's summary.json.
 
     Args:
-        path: The path of the file, or of a folder that has it directly or in `memtools/`.
+        path: The path of the file, or of a folder that contains it, directly or in its subfolder `memtools/`.
 
     Raises:
-        ValueError: There is no such file, or its schema is not supported.
+        ValueError: There is no such file, or its format is not supported.
     """
     places = [path] if not path.is_dir() else [path / "summary.json", path / "memtools" / "summary.json"]
     place = next((each for each in places if each.is_file()), None)

@@ -17,14 +17,14 @@ from lightning_memtools.verdict.run_facts import RankFacts
 
 
 class RunMeter:
-    """Measures the times and the memory of a fit on one rank.
+    """Measures the time and memory that a fit takes on one rank.
 
     Args:
-        device: The device that computes.
+        device: The device that the model runs on.
         rank: The rank of this process.
 
     Attributes:
-        n_batches: The number of training batches that have ended.
+        n_batches: The number of training batches so far.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -37,20 +37,20 @@ class RunMeter:
         self.n_batches = 0
 
     def enter(self, stage: Any) -> None:
-        """Begin to measure a stage: "train", or "val" within training."""
+        """Start to measure a stage: "train", or "val" for a validation run within training."""
         if self._stages is not None:
             self._stages.enter(stage)
         self.times.switch("rest" if stage == "train" else "validation")
 
     def leave(self, stage: Any) -> None:
-        """Stop measuring a stage."""
+        """Stop measuring a stage that `enter` began."""
         self.times.switch(None if stage == "train" else "rest")
         if self._stages is not None and stage in {"train", self._stages.running}:
             self._stages.point(stage, self._owned if stage == "train" else None)
             self._stages.leave(stage)
 
     def end_batch(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
-        """End a training batch. After batches 1, 2, 4, 8 and so on, also read what memory consists of at its peak."""
+        """End a training batch. After batches 1, 2, 4, 8 and so on, also record what takes memory at its peak."""
         self.times.switch("rest")
         self.n_batches += 1
         if self.n_batches == 1:

@@ -17,12 +17,12 @@ _METHOD = "training_step"
 
 
 def watch_next_step(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
-    """Find the lines of code that wait for the GPU in the module's next training_step, unless it is compiled.
+    """Find the lines of code that wait for the GPU in the next training_step of the module, unless it is compiled.
 
-    PyTorch's sync debug mode warns of each wait; these warnings are collected, and all others issued as usual.
+    PyTorch's sync debug mode warns of each wait. These warnings are collected; all others are shown as usual.
 
     Returns:
-        A list of lines such as "train.py:31", which is filled during that step, and a function that stops watching.
+        A list of lines, such as "train.py:31", that is filled during that step; and a function that stops watching.
     """
     places: list[str] = []
     step = getattr(module, _METHOD)

@@ -20,7 +20,7 @@ def asked_callbacks(
     Args:
         add: The names of other callbacks of this package to add.
         leave_out: The names of default callbacks to leave out.
-        arguments: The arguments of callbacks, by the name of the callback.
+        arguments: Keyword arguments for callbacks, as {callback name: {argument: value}}.
 
     Raises:
         ValueError: A name is unknown, or a callback does not accept an argument. The message suggests similar names.

@@ -37,9 +37,9 @@ _WATCHED_BATCH = 2  # the first ones choose kernels
 
 
 class RunSummary(WatchingCallback):
-    """Adds the selected callbacks to its Trainer, and ends each fit with a verdict and `summary.json`.
+    """Adds `callbacks` to its Trainer. At the end of each fit, writes a verdict (what limits speed) and `summary.json`.
 
-    Lightning creates it through an entry point (autoload.py). It does not add callbacks that the Trainer already has.
+    Lightning creates it, through an entry point of this package. Callbacks that the Trainer already has are not added.
     """
 
     page = "run"
@@ -57,11 +57,11 @@ class RunSummary(WatchingCallback):
 
     @classmethod
     def asked_for(cls, text: str) -> RunSummary:
-        """Create the callback from the environment variable MEMTOOLS: options as JSON, or "1" for the defaults."""
+        """Create the callback from `text`, the value of the variable MEMTOOLS: JSON options, or "1" for defaults."""
         return cls(tuple(asked_callbacks(**json.loads(text) if text.startswith("{") else {})))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Insert the callbacks after this one, so that Lightning calls their setup, too; begin to measure a fit."""
+        """Add `self.callbacks` to the Trainer, after this callback, so that their setup runs, too."""
         self.stop_watching()
         present = callbacks_of(trainer)
         is_ours = type(trainer).__module__.startswith("lightning_memtools.")
@@ -86,7 +86,7 @@ class RunSummary(WatchingCallback):
             self._heard[tag] = int(scalars.get(tag, self._heard[tag]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure training."""
+        """Start to measure the time and memory of training."""
         if self._meter is not None and self._undo is not None:
             self._meter.enter("train")
             profiler = trainer.profiler  # type: ignore[attr-defined]  # a connector sets it
@@ -104,33 +104,33 @@ class RunSummary(WatchingCallback):
             self._meter.times.switch("forward")
 
     def on_before_backward(self, *args: Any) -> None:
-        """Begin the backward phase."""
+        """Start to time the backward phase."""
         self._switch("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward phase. In manual optimization, the time between backward and update counts as forward."""
+        """End the backward phase. In manual optimization, the time until the update counts as forward."""
         if self._meter is not None:
             self._meter.times.look_at_lead()
             self._switch("rest" if pl_module.automatic_optimization else "forward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Begin the optimizer phase."""
+        """Start to time the optimizer phase."""
         self._switch("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
-        """End the measurement of the training batch."""
+        """Stop measuring this training batch."""
         if self._meter is not None:
             self._meter.end_batch(pl_module, trainer.optimizers, batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure a validation within training."""
+        """Start to measure a validation run within training."""
         if self._meter is not None and not trainer.sanity_checking:
             self._meter.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring a validation within training."""
+        """Stop measuring a validation run within training."""
         if self._meter is not None and not trainer.sanity_checking:
             self._meter.leave("val")
 
@@ -191,7 +191,7 @@ class RunSummary(WatchingCallback):
 
 
 def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return what the Trainer's callbacks have found, as keyword arguments for RunFacts."""
+    """Return the findings and remarks of the Trainer's callbacks, as keyword arguments for RunFacts."""
     report = next((each.report for each in callbacks if isinstance(each, TrainingDoctor)), DoctorReport())
     remarks = [each.memory_remark for each in callbacks if isinstance(each, Neighbour)]
     return {
@@ -202,6 +202,6 @@ def _said_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def _free(path: Path) -> Path:
-    """Return a path at which nothing exists: `path`, or `path` with _2, _3, ... appended to its stem."""
+    """Return a path where no file is yet: `path`, or else `path` with _2, _3, ... after its stem."""
     others = (path.with_stem(f"{path.stem}_{n}") for n in count(2))
     return next(each for each in chain([path], others) if not each.exists())
