@@ -98,11 +98,6 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "The frozen part normalizes with each batch, and its pretrained statistics are overwritten.",
         "Call eval() on it in on_train_epoch_start, or in your module's train(); requires_grad_(False) is not enough.",
     ),
-    "checkpointing_switch": (
-        "warning",
-        "Models of transformers look at the switch in train mode only: all activations are kept.",
-        "Call train() on it before training.",
-    ),
     "worker_repeats": (
         "error",
         "Each sample is trained on once for every worker in an epoch.",

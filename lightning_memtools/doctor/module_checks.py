@@ -93,20 +93,6 @@ def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
     return [finding("module_modes/evaluation", first_of(changed), evidence)]
 
 
-def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if modules with gradient checkpointing are trained in eval mode, which turns it off."""
-    idle = [
-        name or type(case.model).__name__
-        for name, part in case.model.named_modules()
-        if getattr(part, "gradient_checkpointing", None) is True and not part.training
-        if any(parameter.grad is not None for parameter in part.parameters())
-    ]
-    if not idle:
-        return []
-    evidence = f"gradient_checkpointing is on in {counted(len(idle), 'part', 'parts')} in eval mode that get gradients."
-    return [finding("checkpointing_switch", first_of(idle), evidence)]
-
-
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding on parameters, buffers and tensor attributes that are not on the device of most parameters."""
     model = case.model

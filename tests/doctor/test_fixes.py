@@ -343,25 +343,6 @@ fix(
 )  # fmt: skip
 
 
-class Switched(nn.Module):
-    """Has the switch of transformers' models, and looks at it in train mode only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.gradient_checkpointing = network(), True
-
-    def forward(self, x: Tensor) -> Any:
-        is_on = self.gradient_checkpointing and self.training
-        return checkpoint(self.net, x, use_reentrant=False) if is_on else self.net(x)
-
-
-fix(
-    "checkpointing_switch",
-    *(lambda _, how=how: found(nn.Sequential(Switched().train(how), nn.Linear(1, 1)), rows()) for how in (False, True)),
-    place="0", evidence=("1 part in eval mode",),
-)  # fmt: skip
-
-
 def left_behind(*, mended: bool) -> Examine:
     def examine(_: Patch) -> list[Finding]:
         model = network().cuda()

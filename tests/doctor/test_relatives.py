@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, get_worker_info
 
 from tests.doctor.specimens import (
-    LANGUAGE_MODELS,
     Paced,
     Stream,
     doctored,
     found,
-    language_model,
     network,
     only,
     rows,
@@ -239,58 +236,3 @@ def test_last_windows(options, said, tmp_path):
 def test_a_stream_of_unknown_length_has_no_last_window(tmp_path):
     data = DataLoader(Stream(samples), 4)
     assert not doctored(tmp_path, Regression(), data, accumulate_grad_batches=4, limit_train_batches=1.0)
-
-
-# --- a switch without effect
-
-
-def switched_on(kind: str) -> Any:
-    model = language_model(kind)
-    model.gradient_checkpointing_enable()
-    return model
-
-
-def with_one_trained_layer(kind: str) -> Any:
-    """All but a part is frozen, as under adapters."""
-    model = frozen(switched_on(kind))
-    [*model.parameters()][4].requires_grad_()
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:.*checkpointing_enable")
-@pytest.mark.parametrize(
-    ("make", "kind", "training", "is_idle"),
-    [
-        *((switched_on, kind, False, True) for kind in LANGUAGE_MODELS),
-        (with_one_trained_layer, "GPT2", False, True),
-        (switched_on, "GPT2", True, False),
-        (switched_on, "Bert", True, False),
-        (language_model, "GPT2", False, False),  # it is off
-        (lambda kind: frozen(switched_on(kind)), "GPT2", False, False),  # nothing of it is kept
-    ],
-)
-def test_the_switch_of_models_of_transformers(make, kind, training, is_idle):
-    model = make(kind).train(training)
-    ids = torch.randint(0, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-    whole = nn.ModuleDict({"language": model, "scale": nn.Linear(1, 1)})  # in train mode as a whole
-
-    def step(whole: Any, batch: Any) -> Any:
-        return whole["scale"](whole["language"](input_ids=batch[0], labels=batch[0]).loss[None]).mean()
-
-    findings = found(whole, [ids], step, steps=2)
-    assert ("checkpointing_switch" in {one.check for one in findings if one.is_serious}) is is_idle
-
-
-class OwnSwitch(nn.Module):
-    """Looks at a switch of its own, in eval mode too, as timm's models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.grad_checkpointing = network(), True
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.net, x, use_reentrant=False) if self.grad_checkpointing else self.net(x)
-
-
-def test_a_switch_that_works_in_eval_mode_is_left_alone():
-    assert not serious(found(nn.Sequential(OwnSwitch().eval(), nn.Linear(1, 1)), rows()))
