@@ -39,7 +39,6 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("devices", "start", module_checks.devices),
     ("reproducibility", "start", module_checks.reproducibility),
     ("scheduler_interval", "start", loader_checks.scheduler_interval),
-    ("last_window", "first batch_start", loader_checks.last_window),
     ("missing_gradients", "update", parameter_checks.note_update),
     ("missing_gradients", "end", parameter_checks.missing_gradients),
     ("retained_graphs", "batch_start", graph_checks.note_clock),

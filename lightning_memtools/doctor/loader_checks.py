@@ -134,16 +134,3 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
             )
             findings.append(finding("scheduler_interval", name, evidence, interval=other))
     return findings
-
-
-def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if an epoch's last optimizer step accumulates gradients over fewer batches than the others."""
-    n_batches, accumulate = case.n_train_batches or 0, case.accumulate
-    n_last = n_batches % accumulate
-    if not n_last:
-        return []
-    evidence = (
-        f"{n_batches:,} batches in windows of {accumulate} leave {n_last} for the last of each epoch: its gradient is "
-        f"{n_last / accumulate:.0%} of their mean, because each loss is divided by {accumulate}."
-    )
-    return [finding("last_window", "Trainer", evidence, n=n_batches, accumulate=accumulate)]

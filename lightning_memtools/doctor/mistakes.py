@@ -108,11 +108,6 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "The learning rate hardly changes in this training, or goes up and down many times.",
         'In configure_optimizers: "lr_scheduler": {{"scheduler": scheduler, "interval": "{interval}"}}.',
     ),
-    "last_window": (
-        "info",
-        "The last update of an epoch is smaller than the others, and counts as one all the same.",
-        "An accumulate_grad_batches that divides {n}, or limit_train_batches= a multiple of {accumulate}.",
-    ),
     "step": (
         "error",
         "Training ends there; the checks that need more steps say nothing.",

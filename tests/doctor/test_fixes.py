@@ -20,7 +20,7 @@ from lightning_memtools.doctor import loader_checks
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import MISTAKES
 from tests.doctor.specimens import HalfUsed, Paced, Stream, ZeroesGradients, doctored, found, network, rows, squared
-from tests.lightning_models import Regression, loader
+from tests.lightning_models import loader
 
 Patch = pytest.MonkeyPatch
 Examine = Callable[[Patch], list[Finding]]
@@ -145,13 +145,6 @@ def in_one_cycle(interval: str) -> Paced:
 fix(
     "scheduler_interval", trained(lambda: in_one_cycle("epoch")), trained(lambda: in_one_cycle("step")),
     place="OneCycleLR", evidence=("16 steps", "once per epoch, 2 times in this training. It has 16 updates"),
-)  # fmt: skip
-fix(
-    "last_window",
-    trained(Regression, accumulate_grad_batches=3),
-    trained(Regression, accumulate_grad_batches=4),
-    trained(Regression, accumulate_grad_batches=3, limit_train_batches=6),
-    evidence=("8 batches in windows of 3 leave 2", "67% of their mean"),
 )  # fmt: skip
 
 # --- the checkpoint

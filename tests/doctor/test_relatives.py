@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, get_worker_info
@@ -26,7 +25,7 @@ from tests.doctor.specimens import (
     serious,
     squared,
 )
-from tests.lightning_models import Regression, loader
+from tests.lightning_models import loader
 
 
 def frozen(part: nn.Module) -> nn.Module:
@@ -208,31 +207,3 @@ def test_schedules_at_the_wrong_pace(make, how, options, tmp_path):
 )
 def test_schedules_at_their_pace_are_left_alone(make, how, tmp_path):
     assert not serious(doctored(tmp_path, Paced(make, **how), loader(64)))
-
-
-# --- a last window that is shorter
-
-
-LAST_WINDOWS = [
-    ({"accumulate_grad_batches": 2, "limit_train_batches": 5}, "5 batches in windows of 2 leave 1"),
-    ({"accumulate_grad_batches": 2, "limit_train_batches": 0.65}, "5 batches in windows of 2 leave 1"),
-    ({"accumulate_grad_batches": 16}, "8 batches in windows of 16 leave 8"),
-    ({"callbacks": [GradientAccumulationScheduler({0: 3})]}, "8 batches in windows of 3 leave 2"),
-    ({"accumulate_grad_batches": 3, "max_epochs": -1, "max_steps": 5}, "8 batches in windows of 3 leave 2"),
-    ({}, ""),
-    ({"accumulate_grad_batches": 4}, ""),
-    ({"accumulate_grad_batches": 3, "limit_train_batches": 6}, ""),
-    ({"accumulate_grad_batches": 3, "max_steps": 2}, ""),  # ends before the first epoch does
-    ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, ""),
-]
-
-
-@pytest.mark.parametrize(("options", "said"), LAST_WINDOWS)
-def test_last_windows(options, said, tmp_path):
-    findings = doctored(tmp_path, Regression(), loader(64), **options)
-    assert [one.evidence.startswith(said) for one in findings] == [True] * bool(said)
-
-
-def test_a_stream_of_unknown_length_has_no_last_window(tmp_path):
-    data = DataLoader(Stream(samples), 4)
-    assert not doctored(tmp_path, Regression(), data, accumulate_grad_batches=4, limit_train_batches=1.0)
