@@ -16,6 +16,7 @@ from lightning_memtools._lightning import Callback
 from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.doctor.graph_checks import evaluation_graphs
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
@@ -28,7 +29,6 @@ from lightning_memtools.simulation.step_runner import (
     StepFunction,
     StepListener,
     StepRunner,
-    has_step,
     is_lightning_module,
 )
 from lightning_memtools.state.state_snapshot import StateSnapshot
@@ -60,13 +60,13 @@ def diagnose(
         optimizer: One or several optimizers. None calls configure_optimizers of a LightningModule. Without any
             optimizer, only gradients are computed.
         step: A function that returns the loss of a batch. Needed unless the model is a LightningModule.
-        val_dataloader: Yields evaluation batches; without it, evaluation is not examined.
-        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. None
-            runs a LightningModule's validation_step under no_grad, as Lightning does.
+        val_dataloader: Yields evaluation batches for `evaluate`.
+        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. None leaves
+            evaluation out, in which Lightning builds no graphs.
         checkpoint: The path of a checkpoint, whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
-        steps: The number of training steps to watch.
+        steps: The number of training steps to watch, and of evaluation batches.
 
     Returns:
         The report. If a step raises, the report keeps what was found before, and adds an error at the user's line.
@@ -100,7 +100,11 @@ def diagnose(
         examination = Examination(case, names, steps)
         examination.findings += findings
         try:
-            _RealSteps(examination, step, given).run(steps, val_dataloader, evaluate)
+            run = _RealSteps(examination, step, given)
+            run.train(steps)
+            if evaluate is not None and "evaluation_graphs" in names:
+                for batch in islice(val_dataloader or (), steps):
+                    examination.findings += evaluation_graphs(evaluate(model, run.place(batch)))
         except Exception as error:  # noqa: BLE001, the user's own step may raise anything
             place = str(user_line_of(error) or "the training step")
             examination.findings.append(finding("step", place, f"The step raised {in_one_line(error).rstrip('.')}."))
@@ -113,7 +117,7 @@ def diagnose(
 
 
 class _RealSteps(StepListener, Callback):
-    """Runs training and evaluation steps in Lightning's loops, and passes their events on to an Examination."""
+    """Runs training steps in Lightning's loop, and passes their events on to an Examination."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
@@ -123,8 +127,8 @@ class _RealSteps(StepListener, Callback):
             model, step, make = PlainModule(model, step, make), None, None
         self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
 
-    def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
-        """Run `steps` training steps, then `evaluate` or validation_step on at most `steps` evaluation batches."""
+    def train(self, steps: int) -> None:
+        """Run `steps` training steps."""
         model, tell = self._case.model, self._examination.tell
         if not model.training:
             model.train()
@@ -134,15 +138,6 @@ class _RealSteps(StepListener, Callback):
             tell("batch_start", self._batches[0])
             self._runner.run_batch()
             tell("batch_end")
-        tell("end")
-        batches = list(islice(val_dataloader or (), steps))
-        if evaluate is not None:
-            for batch in batches:
-                tell("evaluation_start")
-                tell("evaluation_end", evaluate(model, self.place(batch)))
-        elif batches and is_lightning_module(model) and has_step(model, "validation_step"):
-            self._batches = batches
-            StepRunner(model, Recipe(stage="val", steps=len(batches)), self, callbacks=[self]).run()
 
     # --- called by the runner
 
@@ -174,12 +169,3 @@ class _RealSteps(StepListener, Callback):
     def on_before_optimizer_step(self, *arguments: Any) -> None:
         """Pass the optimizer to the examination."""
         self._examination.tell("update", arguments[-1])
-
-    def on_validation_batch_start(self, *_: Any, **_named: Any) -> None:
-        """Tell the examination that an evaluation step begins."""
-        self._examination.tell("evaluation_start")
-
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **_named: Any) -> None:
-        """Pass the outputs of an evaluation step to the examination."""
-        del trainer, pl_module
-        self._examination.tell("evaluation_end", outputs)

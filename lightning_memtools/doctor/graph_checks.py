@@ -75,7 +75,7 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
     return place, f", held through {counted(len(held), 'tensor', 'tensors')} with {format_size(n_bytes)}"
 
 
-def evaluation_graphs(_: TrainingCase, outputs: Any) -> list[Finding]:
+def evaluation_graphs(outputs: Any) -> list[Finding]:
     """Return a finding if an evaluation step has returned outputs with an autograd graph."""
     with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     if not with_graph:

@@ -88,11 +88,6 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "BatchNorm normalizes with its stored statistics and dropout does nothing, as in evaluation.",
         "Call train() on it before training (from_pretrained and model.eval() leave eval mode on), or freeze it.",
     ),
-    "module_modes/evaluation": (
-        "warning",
-        "Evaluation depends on how its data is batched, and leaks into the trained model.",
-        "Call model.eval() before evaluation, and do not call train() on a part of it there.",
-    ),
     "module_modes/frozen": (
         "warning",
         "The frozen part normalizes with each batch, and its pretrained statistics are overwritten.",

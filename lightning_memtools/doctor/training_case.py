@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_memtools.null_cuda.launch import computes_nothing
 
 Shape = tuple[int, ...]
-NormCounts = tuple[str, Any, int]
 
 
 class SumOverBatch(NamedTuple):
@@ -63,9 +62,8 @@ class TrainingCase:
     updates: list[UpdateNorms] = field(default_factory=list)
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
     clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
-    # By name, with what `_weights_of` tells (`weight.data = ...` counts no write), and the writes of statistics so far.
-    norms_at_start: Sequence[tuple[str, Any, tuple[int, list[float]], int]] = ()
-    norms_before: Sequence[NormCounts] = ()
+    # By name, with the weights and the count of writes of their statistics at the start.
+    frozen_norms: Sequence[tuple[str, Any, list[float], int]] = ()
     digests: list[int] = field(default_factory=list)  # of the first batches
 
     @property

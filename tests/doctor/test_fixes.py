@@ -308,12 +308,6 @@ fix(
     place="1", evidence=("1 layer of dropout",),
 )  # fmt: skip
 fix(
-    "module_modes/evaluation",
-    evaluated(torch.no_grad()(squared), norm=True),
-    evaluated(torch.no_grad()(lambda m, batch: squared(m.eval(), batch)), norm=True),
-    place="1", evidence=("changed their running statistics",),
-)  # fmt: skip
-fix(
     "evaluation_graphs",
     evaluated(squared), evaluated(torch.no_grad()(squared)), evaluated(lambda m, batch: squared(m, batch).detach()),
     evidence=("1 output of an evaluation batch",),
