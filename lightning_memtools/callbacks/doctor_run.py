@@ -56,11 +56,10 @@ class DoctorRun:
 
     def begin(self, trainer: Trainer) -> None:
         """Examine the model, its loaders and its settings before the first step."""
-        case, validation, n_batches = self._examination.case, trainer.val_dataloaders, trainer.num_training_batches
+        case, n_batches = self._examination.case, trainer.num_training_batches
         case.optimizers = trainer.optimizers
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
-        case.evaluation_loaders = validation if isinstance(validation, (list, tuple)) else [validation]
         if trainer.max_steps >= 0:  # they may end before an epoch does
             n_batches = min(n_batches, trainer.max_steps * trainer.accumulate_grad_batches)
         case.n_train_batches = None if n_batches == float("inf") else int(n_batches)

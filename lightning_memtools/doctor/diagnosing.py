@@ -93,7 +93,6 @@ def diagnose(
         case = TrainingCase(
             model=model,
             train_loader=dataloader,
-            evaluation_loaders=() if val_dataloader is None else (val_dataloader,),
             device=next((p.device for p in model.parameters()), torch.device("cpu")),
             others=[one for one in (step, evaluate) if one is not None],
         )

@@ -100,21 +100,18 @@ def note_free_memory(case: TrainingCase, _: Any) -> None:
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
     """Return a finding if the batches that DataLoader workers prefetch need more shared memory than is free."""
-    loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
-    if not loaders or case.free_shared is None:
+    loader = case.train_loader
+    if not getattr(loader, "num_workers", 0) or case.free_shared is None:
         return []
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
-    need = sum(one.num_workers * (one.prefetch_factor or 0) for one in loaders) * batch_bytes * case.local_ranks
+    need = loader.num_workers * loader.prefetch_factor * batch_bytes * case.local_ranks
     if need <= case.free_shared:
         return []
-    workers = " + ".join(
-        f"{counted(one.num_workers, 'worker', 'workers')} x {counted(one.prefetch_factor, 'batch', 'batches')}"
-        for one in loaders
-    )
-    ranks = counted(case.local_ranks, "rank", "ranks")
+    workers = counted(loader.num_workers, "worker", "workers")
+    batches = counted(loader.prefetch_factor, "batch", "batches")
     evidence = (
-        f"{workers} of {format_size(batch_bytes)}, on {ranks}, need {format_size(need)} of shared memory when all are "
-        f"ready, and {format_size(case.free_shared)} were free."
+        f"{workers} x {batches} of {format_size(batch_bytes)}, on {counted(case.local_ranks, 'rank', 'ranks')}, need "
+        f"{format_size(need)} of shared memory when all are ready, and {format_size(case.free_shared)} were free."
     )
     return [finding("shared_memory", "DataLoader", evidence)]
 

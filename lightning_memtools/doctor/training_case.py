@@ -41,7 +41,6 @@ class TrainingCase:
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
     train_loader: Any = None
-    evaluation_loaders: Sequence[Any] = ()  # alive at the same time
     n_train_batches: int | None = None  # in an epoch, where it is known
     accumulate: int = 1  # the batches per update, by which Lightning divides the loss
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
