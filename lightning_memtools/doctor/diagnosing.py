@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import Callback
-from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
-from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.graph_checks import evaluation_graphs
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
@@ -23,6 +22,7 @@ from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
+from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.step_runner import (
     PlainModule,
     Recipe,
@@ -33,6 +33,9 @@ from lightning_memtools.simulation.step_runner import (
 )
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from lightning_memtools.warning_categories import DegradedWarning
+
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 def diagnose(
@@ -87,7 +90,7 @@ def diagnose(
     try:
         findings = []
         if checkpoint is not None and "checkpoint_keys" in names:
-            findings = load_and_compare(model, os.fspath(checkpoint))
+            findings = _load_and_compare(model, os.fspath(checkpoint))
             snapshot.restore()
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         case = TrainingCase(
@@ -113,6 +116,37 @@ def diagnose(
     if examination.failures:
         warnings.warn(f"These checks failed: {'; '.join(examination.failures)}.", DegradedWarning, stacklevel=2)
     return examination.report()
+
+
+def _load_and_compare(model: nn.Module, path: str) -> list[Finding]:
+    """Load a checkpoint of Lightning or of a plain script into the model; return findings on mismatched keys.
+
+    The caller has to restore the model afterwards. No code in the file is executed (`weights_only=True`).
+
+    Raises:
+        ValueError: The file cannot be read, or holds no state_dict.
+    """
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"checkpoint={path!r} cannot be read: {in_one_line(error)}") from error
+    for key in _CONTAINERS:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"checkpoint={path!r} holds {type(state).__name__}, and no state_dict.")
+    try:
+        # torch adds missing counters of old checkpoints itself, so that they are not among these.
+        missing, unexpected = nn.Module.load_state_dict(model, state, strict=False)
+    except RuntimeError as error:  # of other sizes
+        return [finding("checkpoint_keys/others", path, " ".join(str(error).split())[:300])]
+    if not (keys := [*missing, *unexpected]):
+        return []
+    evidence = f"Missing: {first_of(missing) or 'none'}. Unexpected: {first_of(unexpected) or 'none'}."
+    if all(key.endswith(_STATISTICS) for key in keys):
+        evidence += " BatchNorm has these keys; it counts batches since PyTorch 0.4.1, where it tracks statistics."
+        return [finding("checkpoint_keys/statistics", f"{path}: {first_of(keys)}", evidence)]
+    return [finding("checkpoint_keys/others", f"{path}: {first_of(keys)}", evidence)]
 
 
 class _RealSteps(StepListener, Callback):

@@ -29,8 +29,8 @@ class UpdateNorms(NamedTuple):
 
     optimizer: Optimizer
     held: list[str]
-    gradients: list[tuple[list[str], Tensor]]
-    weights: list[tuple[list[str], Tensor]]
+    gradients: tuple[list[str], Tensor]
+    weights: tuple[list[str], Tensor]
     """Of the parameters with weight decay; none at most updates."""
 
 
