@@ -43,9 +43,8 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("loss_broadcast", "first loss", loss_checks.loss_broadcast),
     ("loss_sum", "first loss", loss_checks.note_sums),
     ("loss_sum", "first batch_end", loss_checks.loss_sum),
-    ("module_modes", "first gradients", module_checks.trained_in_eval),
-    ("module_modes", "start", module_checks.note_frozen_norms),
-    ("module_modes", "end", module_checks.frozen_norms),
+    ("frozen_batch_norm", "start", module_checks.note_frozen_norms),
+    ("frozen_batch_norm", "end", module_checks.frozen_norms),
 )
 # The findings of the first two come from `diagnose`, which loads the checkpoint and runs the evaluation.
 NAMES = ("checkpoint_keys", "evaluation_graphs", *dict.fromkeys(name for name, _, _ in CHECKS))

@@ -78,12 +78,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "The gradient grows with the batch, and the best learning rate with it; a larger batch can diverge.",
         'reduction="mean", or divide the sum by the number of samples.',
     ),
-    "module_modes/training": (
-        "warning",
-        "BatchNorm normalizes with its stored statistics and dropout does nothing, as in evaluation.",
-        "Call train() on it before training (from_pretrained and model.eval() leave eval mode on), or freeze it.",
-    ),
-    "module_modes/frozen": (
+    "frozen_batch_norm": (
         "warning",
         "The frozen part normalizes with each batch, and its pretrained statistics are overwritten.",
         "Call eval() on it in on_train_epoch_start, or in your module's train(); requires_grad_(False) is not enough.",

@@ -1,4 +1,4 @@
-"""Checks of modules and of the process: train and eval modes, tensors on another device, and the seed."""
+"""Checks of modules and of the process: frozen BatchNorm, tensors on another device, and the seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import AnyBatchNorm, AnyDropout, is_in_memory, write_count
+from lightning_memtools._torch import AnyBatchNorm, is_in_memory, write_count
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
@@ -17,26 +17,6 @@ from lightning_memtools.reporting.phrases import counted, first_of
 
 # A seed that the system draws has 53 bits; one that a person gives is nearly always below.
 _LARGEST_USUAL_SEED = 2**32
-
-
-def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on modules in eval mode that get gradients and contain dropout or BatchNorm.
-
-    Modules without gradients are skipped as frozen parts or teachers. A dropout or BatchNorm layer in eval mode is
-    skipped as intended if its parent is in train mode.
-    """
-    parts = [
-        parent or type(case.model).__name__
-        for name, layer in case.model.named_modules()
-        if isinstance(layer, (AnyDropout, AnyBatchNorm)) and not layer.training and getattr(layer, "p", 1.0) > 0
-        if not (part := case.model.get_submodule(parent := name.rpartition(".")[0])).training
-        if any(parameter.grad is not None for parameter in part.parameters())
-    ]
-    if not parts:
-        return []
-    layers = counted(len(parts), "layer of dropout or BatchNorm is", "layers of dropout or BatchNorm are")
-    evidence = f"{layers} in eval mode, in parts that are too and get gradients in training."
-    return [finding("module_modes/training", first_of(list(dict.fromkeys(parts))), evidence)]
 
 
 def note_frozen_norms(case: TrainingCase, _: Any) -> None:
@@ -64,7 +44,7 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
         return []
     layers = counted(len(moved), "BatchNorm layer of a frozen part runs", "BatchNorm layers of frozen parts run")
     evidence = f"{layers} in train mode: {case.n_steps} steps have written the running statistics, not the weights."
-    return [finding("module_modes/frozen", first_of(moved), evidence)]
+    return [finding("frozen_batch_norm", first_of(moved), evidence)]
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:

@@ -281,20 +281,10 @@ fix(
 # --- modules, devices and the seed
 
 
-def partly_in_eval(*, training: bool = False, frozen: bool = False) -> nn.Sequential:
-    part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)).train(training).requires_grad_(not frozen)
-    return nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 1))
-
-
 def evaluated(evaluate: Callable[..., Any], **options: Any) -> Examine:
     return lambda _: found(network(**options), rows(), val_dataloader=rows(16), evaluate=evaluate, steps=3)
 
 
-fix(
-    "module_modes/training",
-    *(lambda _, how=how: found(partly_in_eval(**how), rows()) for how in ({}, {"training": True}, {"frozen": True})),
-    place="1", evidence=("1 layer of dropout",),
-)  # fmt: skip
 fix(
     "evaluation_graphs",
     evaluated(squared), evaluated(torch.no_grad()(squared)), evaluated(lambda m, batch: squared(m, batch).detach()),
@@ -312,7 +302,7 @@ def pretrained(*, in_eval: bool = False) -> nn.Sequential:
 
 
 fix(
-    "module_modes/frozen",
+    "frozen_batch_norm",
     *(lambda _, how=how: found(pretrained(in_eval=how), rows()) for how in (False, True)),
     place=r"0\.1", evidence=("8 steps have written the running statistics", "overwritten"),
 )  # fmt: skip

@@ -61,7 +61,7 @@ def images() -> Any:
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
     findings = doctored(tmp_path, Tuned(mended=mended), rows())
-    assert [(one.check, one.place) for one in findings] == [("module_modes", "backbone.1")] * (not mended)
+    assert [(one.check, one.place) for one in findings] == [("frozen_batch_norm", "backbone.1")] * (not mended)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
 def test_other_frozen_parts(part, place):
     made = part()
     width = made(torch.zeros(2, 4)).shape[1]
-    assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "module_modes").place == place
+    assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "frozen_batch_norm").place == place
 
 
 def follows(both: Any, batch: Any, *, by_assignment: bool = False) -> Any:
