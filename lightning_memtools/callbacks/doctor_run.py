@@ -57,7 +57,6 @@ class DoctorRun:
     def begin(self, trainer: Trainer) -> None:
         """Examine the model, its loaders and its settings before the first step."""
         case, n_batches = self._examination.case, trainer.num_training_batches
-        case.optimizers = trainer.optimizers
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
         if trainer.max_steps >= 0:  # they may end before an epoch does

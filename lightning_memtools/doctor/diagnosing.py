@@ -183,10 +183,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Store the optimizers. Leave out the mock that Lightning creates if the model has none."""
-        names = self._case.parameter_names()
-        groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
-        self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]
+        """Store the optimizers, in which no holder is searched for."""
         self._case.stop_at = optimizers
 
     # --- called by Lightning

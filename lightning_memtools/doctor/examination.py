@@ -37,7 +37,6 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("scheduler_interval", "start", loader_checks.scheduler_interval),
     ("missing_gradients", "update", parameter_checks.note_update),
     ("missing_gradients", "end", parameter_checks.missing_gradients),
-    ("retained_graphs", "batch_start", graph_checks.note_clock),
     ("retained_graphs", "loss", graph_checks.mark_graph),
     ("retained_graphs", "batch_end", graph_checks.retained_graphs),
     ("loss_broadcast", "first loss", loss_checks.loss_broadcast),

@@ -39,7 +39,6 @@ class TrainingCase:
     """The objects and settings of a training run that the checks read, and the values that they recorded."""
 
     model: nn.Module
-    optimizers: Sequence[Optimizer] = ()
     train_loader: Any = None
     n_train_batches: int | None = None  # in an epoch, where it is known
     accumulate: int = 1  # the batches per update, by which Lightning divides the loss
@@ -60,7 +59,6 @@ class TrainingCase:
     sums: Sequence[SumOverBatch] = ()  # in the first loss
     updates: list[UpdateNorms] = field(default_factory=list)
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
-    clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
     # By name, with the weights and the count of writes of their statistics at the start.
     frozen_norms: Sequence[tuple[str, Any, list[float], int]] = ()
     digests: list[int] = field(default_factory=list)  # of the first batches
