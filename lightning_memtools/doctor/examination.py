@@ -28,7 +28,6 @@ Event = Literal[
 # It returns findings; one that only notes what others need returns nothing.
 CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None]], ...] = (
     ("batch_norm_one_sample", "first loss", loader_checks.batch_norm_one_sample),
-    ("worker_repeats", "batch_start", loader_checks.worker_repeats),
     ("shared_memory", "start", loader_checks.note_free_memory),
     ("shared_memory", "first batch_start", loader_checks.shared_memory),
     ("symmetric_weights", "first gradients", parameter_checks.symmetric_weights),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memtools._torch import AnyBatchNorm, output_shape
 from lightning_memtools.doctor.autograd_nodes import nodes_below, operator_of
@@ -70,26 +69,6 @@ def _ends_with_one(case: TrainingCase) -> bool:
         return False
     is_reached = case.n_train_batches is None or case.n_train_batches >= -(-n_samples // size)
     return is_reached and size > 1 and n_samples % size == 1
-
-
-def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if all workers of an IterableDataset yield the same batches, so that data is repeated.
-
-    If the data set is iterable and has several workers, the host waits for the device in the first steps.
-    """
-    n_workers = getattr(case.train_loader, "num_workers", 0)
-    is_iterable = n_workers > 1 and isinstance(case.train_loader.dataset, IterableDataset)
-    if not is_iterable or case.computes_nothing or len(case.digests) > n_workers:
-        return []
-    tensors = [tensor.detach() for tensor in tensors_in(batch) if tensor.layout is torch.strided]
-    case.digests.append(hash(tuple(t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)))
-    *of_workers, next_of_first = case.digests
-    if len(of_workers) < n_workers or {*of_workers} != {of_workers[0]} or next_of_first == of_workers[0]:
-        return []
-    evidence = (
-        f"The first {n_workers} batches are equal, one from each of {n_workers} workers, and the next one is not."
-    )
-    return [finding("worker_repeats", type(case.train_loader.dataset).__name__, evidence)]
 
 
 def note_free_memory(case: TrainingCase, _: Any) -> None:

@@ -83,11 +83,6 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "The frozen part normalizes with each batch, and its pretrained statistics are overwritten.",
         "Call eval() on it in on_train_epoch_start, or in your module's train(); requires_grad_(False) is not enough.",
     ),
-    "worker_repeats": (
-        "error",
-        "Each sample is trained on once for every worker in an epoch.",
-        "In __iter__: info = get_worker_info(); yield from islice(items, info.id, None, info.num_workers).",
-    ),
     "scheduler_interval": (
         "warning",
         "The learning rate hardly changes in this training, or goes up and down many times.",

@@ -61,7 +61,6 @@ class TrainingCase:
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
     # By name, with the weights and the count of writes of their statistics at the start.
     frozen_norms: Sequence[tuple[str, Any, list[float], int]] = ()
-    digests: list[int] = field(default_factory=list)  # of the first batches
 
     @property
     def computes_nothing(self) -> bool:

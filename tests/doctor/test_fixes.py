@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_memtools.doctor import loader_checks
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import MISTAKES
-from tests.doctor.specimens import HalfUsed, Paced, Stream, ZeroesGradients, doctored, found, network, rows, squared
+from tests.doctor.specimens import HalfUsed, Paced, ZeroesGradients, doctored, found, network, rows, squared
 from tests.lightning_models import loader
 
 Patch = pytest.MonkeyPatch
@@ -111,22 +110,6 @@ fix(  # 8 x (4 + 1) numbers of 4 bytes in a batch, 8 batches ahead
     evidence=("160 B, on 1 rank, need 1.25 KiB", "640 B were free", "bus error (insufficient shared memory)"),
 )  # fmt: skip
 
-
-def streaming(*, shared: bool) -> Examine:
-    """Examine a stream of sixteen samples, which the workers share or not."""
-
-    def samples() -> Iterator[Any]:
-        info: Any = get_worker_info()
-        first, step = (info.id, info.num_workers) if shared else (0, 1)
-        return islice(iter(rows(16).dataset), first, None, step)
-
-    return lambda _: found(network(), DataLoader(Stream(samples), 2, num_workers=2), steps=4)
-
-
-fix(
-    "worker_repeats", streaming(shared=False), streaming(shared=True),
-    place="Stream", evidence=("The first 2 batches are equal, one from each of 2 workers",),
-)  # fmt: skip
 
 # --- the plan of a Trainer
 

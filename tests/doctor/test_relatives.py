@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, get_worker_info
 
 from tests.doctor.specimens import (
     Paced,
-    Stream,
     doctored,
     found,
     network,
@@ -121,55 +118,6 @@ def only_its_scale_is_frozen() -> Any:
 )
 def test_batch_norm_that_is_meant_to_run_so_is_left_alone(model, step):
     assert not serious(found(model(), rows(), step))
-
-
-# --- a data set that each worker repeats
-
-
-def samples() -> Iterator[Any]:
-    return iter(rows(24).dataset)
-
-
-def named() -> Iterator[Any]:
-    return ({"x": x, "y": y, "name": "a"} for x, y in samples())
-
-
-def whole_batches() -> Iterator[Any]:
-    return iter([*rows(24)])
-
-
-def of_each_worker() -> Iterator[Any]:
-    info: Any = get_worker_info()
-    return (pair for n, pair in enumerate(samples()) if n % info.num_workers == info.id)
-
-
-def drawn() -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(torch.initial_seed())  # each worker has its own
-    return ((x, x.sum(0, keepdim=True)) for x in torch.randn(24, 4, generator=generator))
-
-
-def alike() -> Iterator[Any]:
-    return ((torch.ones(4), torch.ones(1)) for _ in range(24))
-
-
-def by_name(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
-
-
-@pytest.mark.parametrize(
-    ("make", "size", "n_workers", "step"),
-    [(samples, 3, 2, squared), (named, 4, 2, by_name), (whole_batches, None, 2, squared), (samples, 1, 2, squared)],
-)
-def test_workers_that_repeat_each_other(make, size, n_workers, step):
-    data = DataLoader(Stream(make), size, num_workers=n_workers)
-    assert only(found(network(), data, step, steps=5), "worker_repeats").place == "Stream"
-
-
-@pytest.mark.parametrize(
-    ("make", "n_workers"), [(of_each_worker, 2), (drawn, 2), (alike, 2), (samples, 1), (samples, 0)]
-)
-def test_workers_that_do_not_are_left_alone(make, n_workers):
-    assert not serious(found(network(), DataLoader(Stream(make), 4, num_workers=n_workers), steps=4))
 
 
 # --- a scheduler at another pace than it is made for
