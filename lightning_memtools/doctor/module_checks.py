@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import Any
 
 import torch
@@ -48,15 +47,10 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on parameters, buffers and tensor attributes that are not on the device of most parameters."""
-    model = case.model
-    sizes: Counter[torch.device] = Counter()
-    for parameter in model.parameters():
-        sizes[parameter.device] += parameter.numel()
-    # accelerate places a model's parts, and moves the inputs of each.
-    if not sizes or any(hasattr(part, "hf_device_map") for part in (model, *model.children())):
+    """Return a finding on parameters, buffers and tensor attributes that are not on the training's device."""
+    model, home = case.model, case.device
+    if case.sharded:  # strategies may keep parameters on the host
         return []
-    home = sizes.most_common(1)[0][0]
     # Of plain attributes, a tensor without dimensions may stay on the host: every device takes it.
     plain = {
         f"{name}.{key}" if name else key: value
