@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
@@ -78,8 +77,7 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Suggest GradientCheckpointing, with the checkpoint plan that it would make for the available memory.
 
-    The budget for the plan leaves out as much memory as the unchanged step reserves without using it. If the step still
-    does not fit, because it reserves more, the plan with the lowest peak is tried.
+    The budget for the plan leaves out as much memory as the unchanged step reserves without using it.
     """
     trials.check_time()
     budget = None
@@ -89,13 +87,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
     elif trials.failed.run.plan is not None:
         return []  # the plan that needs no budget is applied
     plan, given = _planned(trials, budget)
-    actions = _recomputing(trials, plan, given)
-    if any(action.outcome is Outcome.NOT_ENOUGH for action in actions):
-        lowest, least = _planned(trials, 1)
-        with suppress(NotCheckedError):  # there is no time for a second plan
-            others = [] if lowest.chains == plan.chains else _recomputing(trials, lowest, least)
-            return others if any(action.outcome is Outcome.ENOUGH for action in others) else actions
-    return actions
+    return _recomputing(trials, plan, given)
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:

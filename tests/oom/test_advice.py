@@ -97,13 +97,6 @@ def test_a_plan_that_is_said_to_fit_fits():
     assert estimate.fits("40MiB")
 
 
-def test_where_the_first_plan_leaves_too_much_of_its_segments_unused_the_lowest_one_is_advised():
-    failed = failed_on(Weighty(5, 1100), torch.ones(2048, 1100), 218 * MIB)
-    (action,) = of_kind(advice_for(failed, 600.0), ActionKind.CHECKPOINTING)
-    assert action.outcome is Outcome.ENOUGH
-    assert failed.estimate(plan=plan_of(action.code, failed)).fits("218MiB")
-
-
 def test_a_peak_below_what_is_available_that_does_not_fit_is_said_to_be_a_matter_of_segments():
     advice = advice_on(Weighty(2, 1500), torch.ones(2048, 1500), 131 * MIB)
     for action in (*of_kind(advice, ActionKind.CHECKPOINTING), *of_kind(advice, ActionKind.PRECISION)):
