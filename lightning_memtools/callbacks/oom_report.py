@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
+from lightning_memtools.oom.oom_reporter import OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 
@@ -83,11 +81,7 @@ class OOMReport(WatchingCallback):
         """Register with the device to be called when it runs out of memory."""
         self.stop_watching()
         directory = report_directory(trainer, self._reports_to)
-        board = None
-        if trainer.world_size > 1:
-            token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
-            board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
-        self._reporter = OOMReporter(directory, self.top, board, self.checks_seconds)
+        self._reporter = OOMReporter(directory, self.top, self.checks_seconds)
         place, optimizers = partial(place_of, trainer), lambda: trainer.optimizers
         device = trainer.strategy.root_device
         self._capture = FailureCapture(device, pl_module, place, optimizers, snapshot=self.snapshot)
@@ -147,7 +141,7 @@ class OOMReport(WatchingCallback):
     # --- reporting
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write a report if the error is that memory ran out, here or on another rank."""
+        """Write a report if the error is that memory ran out."""
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None:
             return
@@ -156,7 +150,6 @@ class OOMReport(WatchingCallback):
         ran_out = is_out_of_memory(exception)
         try:
             if not ran_out:
-                _log(trainer, reporter.report_other_rank(exception))
                 return
             facts = capture.facts_of(exception)
             # What is still there then is not the step's.

@@ -1,4 +1,4 @@
-"""Makes an out-of-memory report and delivers it: to a file, the console, the error itself, and the other ranks."""
+"""Makes an out-of-memory report and delivers it: to a file, the console, and the error itself."""
 
 from __future__ import annotations
 
@@ -32,35 +32,6 @@ T = TypeVar("T")
 CHECKS_S = 8.0
 
 
-class NoticeBoard:
-    """A file with a message from the rank that ran out of memory: the others only see a lost connection.
-
-    Args:
-        directory: The directory of the reports; None for the system's temporary directory.
-        token: An identifier of this Trainer run, the same on every rank.
-    """
-
-    def __init__(self, directory: Path | None, token: str) -> None:
-        self._path = (directory or Path(tempfile.gettempdir())) / f".oom-{token}.txt"
-
-    def leave(self, text: str) -> bool:
-        """Write a message, unless another rank has written one. Return True if this rank is the first."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError:  # it is there, or no file can be written
-            return not self._path.is_file()
-        return True
-
-    def read(self) -> str:
-        """Return the message; "" if no rank has written one."""
-        try:
-            return self._path.read_text(encoding="utf-8")
-        except OSError:
-            return ""
-
-
 @dataclass(frozen=True, slots=True)
 class OOMReporter:
     """Makes the out-of-memory reports for one fit, validate, test or predict call.
@@ -68,13 +39,11 @@ class OOMReporter:
     Attributes:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules to list.
-        board: Passes notices to other ranks; None if there is only one rank.
         checks_s: The processor time in seconds for all checks; None for the default.
     """
 
     directory: Path | NotWritten
     top: int
-    board: NoticeBoard | None
     checks_s: float | None = None
 
     def report(
@@ -89,7 +58,7 @@ class OOMReporter:
         """Create the report, write it, print its first lines, and return it.
 
         `read_run` reads the properties of the run. A note that names the report is added to `error`, if that ends the
-        run. If the run goes on instead, `done` says how the error was handled, and other ranks are not told.
+        run. If the run goes on instead, `done` says how the error was handled.
         """
         end = time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
@@ -103,28 +72,16 @@ class OOMReporter:
         )
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
-        is_first = True
-        if self.board is not None and not done:
-            notice = f"rank {facts.moment.rank} running out of memory. {page.headline} {page.file_line()}"
-            is_first = self.board.leave(notice)
         take = (lambda: None) if capture.recording is None else capture.recording.take
         snapshot = _tried(page, "The allocator's history", take, None)
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
         _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), end), None)
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, page.markdown())
-        print_on_console(page.console() if is_first else f"{page.headline} {page.file_line()}", soft_wrap=True)
+        print_on_console(page.console(), soft_wrap=True)
         if error is not None:
             error.add_note(page.note())
         return page
-
-    def report_other_rank(self, error: BaseException) -> str:
-        """If another rank ran out of memory, add a note to `error` that says so. Return the note, or "" if none did."""
-        notice = "" if self.board is None else self.board.read()
-        note = f"OOMReport: this error is a consequence of {notice}" if notice else ""
-        if note:
-            error.add_note(note)
-        return note
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
         """Write a report to the directory of reports. If that fails, write it to a temporary directory."""
