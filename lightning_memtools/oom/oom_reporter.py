@@ -38,12 +38,10 @@ class OOMReporter:
 
     Attributes:
         directory: The directory of the reports, or the reason why the run keeps no files.
-        top: The number of modules to list.
         checks_s: The processor time in seconds for all checks; None for the default.
     """
 
     directory: Path | NotWritten
-    top: int
     checks_s: float | None = None
 
     def report(
@@ -68,7 +66,6 @@ class OOMReporter:
             done=done,
             where="" if line is None else f"{line} in {line.function}" + (f": {line.source}" if line.source else ""),
             processes=processes_of(capture, facts),
-            top=self.top,
         )
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
