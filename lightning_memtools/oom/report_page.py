@@ -176,18 +176,12 @@ class ReportPage:
         return [markdown_table(Table(("category", "size", "share"), rows)), what]
 
     def _holders(self) -> list[str]:
-        split, least = self.facts.split, _WORTH_A_LINE * (self.facts.stats.allocated or 0)
+        least = _WORTH_A_LINE * (self.facts.stats.allocated or 0)
         held = [holding for holding in self.held.found if holding.n_bytes > least][:_MOST_ROWS]
         lines = [f"- {holding_in_words(holding)}" for holding in held]
         if self.held.garbage_bytes > least:
             lines.append(f"- garbage that Python had not collected, {format_size(self.held.garbage_bytes)}")
-        known = sum(holding.n_bytes for holding in self.held.found) + self.held.garbage_bytes
-        rest = 0 if split is None else split["other"] - known
-        unknown = (
-            f"Of what was there before the batch, {format_size(rest)} were not found: autograd graphs, workspaces of "
-            "libraries, buffers of the strategy and other threads can hold memory that no Python object shows."
-        )
-        return ["\n".join(lines), unknown if rest > least else ""]
+        return ["\n".join(lines)]
 
     def _modules(self) -> list[str]:
         rows = [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in self.advice.modules if n_bytes][:_MOST_ROWS]

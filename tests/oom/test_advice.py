@@ -54,13 +54,6 @@ def test_without_a_capacity_nothing_is_said_to_fit():
     assert not {"Use a larger GPU", "Use expandable segments", "Stop other processes"} & set(by_title)
 
 
-def test_where_batchnorm_refuses_one_sample_the_advice_is_checked_all_the_same():
-    for capacity, size in ((None, 7), (4 * MIB, 4096)):
-        advice = advice_on(Weighty(2, 64, norm=True), torch.ones(size, 64), capacity)
-        assert advice.unchecked == []
-    assert "Accumulate gradients" in " ".join(action.title for action in advice.actions)
-
-
 def test_the_state_of_the_optimizer_is_named_with_its_size_where_it_is_large():
     model = Weighty()
     n_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -95,14 +88,6 @@ def test_a_plan_that_is_said_to_fit_fits():
     estimate = failed.estimate(plan=plan_of(action.code, failed))
     assert estimate.peak_allocated == action.peak
     assert estimate.fits("40MiB")
-
-
-def test_a_peak_below_what_is_available_that_does_not_fit_is_said_to_be_a_matter_of_segments():
-    advice = advice_on(Weighty(2, 1500), torch.ones(2048, 1500), 131 * MIB)
-    for action in (*of_kind(advice, ActionKind.CHECKPOINTING), *of_kind(advice, ActionKind.PRECISION)):
-        assert action.outcome is Outcome.NOT_ENOUGH
-        assert action.peak < 131 * MIB
-        assert "reserved in segments" in action.detail
 
 
 def test_where_no_plan_fits_the_one_with_the_lowest_peak_is_shown():
