@@ -123,7 +123,6 @@ class FailureCapture:
         self.on_device: OnDevice = lambda tensor: tensor.device.type == device.type
         if self.reader is not None:
             self.on_device = on_device_of(self.reader, device)
-        self.snapshot = snapshot
         self.recording = record(self.reader) if snapshot else None
         self.batch: Any = None
         self.phase = ""

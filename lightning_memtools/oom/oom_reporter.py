@@ -71,7 +71,7 @@ class OOMReporter:
         page.file = self._write(_file_name(facts.moment), page.markdown())
         take = (lambda: None) if capture.recording is None else capture.recording.take
         snapshot = _tried(page, "The allocator's history", take, None)
-        page.snapshot = _write_snapshot(page.file, snapshot, capture)
+        page.snapshot = _write_snapshot(page, snapshot)
         _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), end), None)
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, page.markdown())
@@ -112,17 +112,16 @@ def _advise(
         page.advice = advice_for(failed, end - time.thread_time())
 
 
-def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:
-    """Write the memory snapshot beside the report. Return its path, or a string that says why there is none."""
-    if snapshot is None:
-        return "this device records none" if capture.snapshot else "it was not asked for (snapshot=False)"
-    if isinstance(report, NotWritten):
-        return "no file can be written"
-    path = report.with_name(f"{report.stem}-snapshot.pickle")
+def _write_snapshot(page: ReportPage, snapshot: dict[str, Any] | None) -> Path | None:
+    """Write the memory snapshot beside the report. Return its path; None if nothing was recorded or written."""
+    if snapshot is None or isinstance(page.file, NotWritten):
+        return None
+    path = page.file.with_name(f"{page.file.stem}-snapshot.pickle")
     try:
         write_snapshot(snapshot, path)
     except OSError as error:
-        return f"it could not be written: {error}"
+        page.notes.append(f"The memory snapshot could not be written: {error}")
+        return None
     return path
 
 

@@ -39,7 +39,7 @@ class ReportPage:
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
         file: The path of the report, or the reason why there is none.
-        snapshot: The path of the memory snapshot, or the reason why there is none.
+        snapshot: The path of the memory snapshot; None if there is none.
     """
 
     facts: FailureFacts
@@ -51,7 +51,7 @@ class ReportPage:
     processes: Sequence[GpuProcess] | str | None = None
     notes: list[str] = field(default_factory=list)
     file: Path | NotWritten = NO_RUN
-    snapshot: Path | str = ""
+    snapshot: Path | None = None
 
     # --- the short forms
 
@@ -193,7 +193,8 @@ class ReportPage:
     def _outside(self) -> list[str]:
         least = _WORTH_A_LINE * (self.facts.stats.allocated or 0)
         lines = [(line, format_size(n)) for line, n in self.advice.lines if n > least][:_MOST_ROWS]
-        variables = [(where, what, format_size(n)) for where, what, n in self.facts.variables if n > least][:_MOST_ROWS]
+        large = [variable for variable in self.facts.variables if variable.n_bytes > least][:_MOST_ROWS]
+        variables = [(variable.where, variable.tensors, format_size(variable.n_bytes)) for variable in large]
         of_variables = Table(("variable when memory ran out", "tensor", "size"), variables, "llr")
         of_lines = Table(("line, at the peak of the traced step", "size"), lines)
         return [markdown_table(table) for table in (of_variables, of_lines) if table.rows]
@@ -203,10 +204,8 @@ class ReportPage:
         return [f"{text[0].upper()}{text[1:]}."] if text else []
 
     def _files(self) -> list[str]:
-        snapshot = f"No memory snapshot: {self.snapshot}."
-        if isinstance(self.snapshot, Path):
-            snapshot = (
-                f"Memory snapshot: `{short_path(str(self.snapshot))}`. `memtools snapshot` makes a page from it that "
-                "shows every block; https://pytorch.org/memory_viz can show it too."
-            )
-        return [snapshot if self.snapshot else ""]
+        path = "" if self.snapshot is None else short_path(str(self.snapshot))
+        viewers = (
+            "`memtools snapshot` makes a page from it that shows every block; https://pytorch.org/memory_viz can too."
+        )
+        return [path and f"Memory snapshot: `{path}`. {viewers}"]

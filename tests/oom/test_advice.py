@@ -30,15 +30,13 @@ def loss_of(model: Any, batch: Any) -> Any:
 class Weighty(L.LightningModule):
     """Weights, and activations of a few layers, both of a size that can be chosen."""
 
-    def __init__(self, n_layers: int = 6, width: int = 1024, *, norm: bool = False) -> None:
+    def __init__(self, n_layers: int = 6, width: int = 1024) -> None:
         super().__init__()
         blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(n_layers)]
-        self.norm = nn.BatchNorm1d(width) if norm else None
         self.net = nn.Sequential(*blocks)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        x = self.net(batch)
-        return (x if self.norm is None else self.norm(x)).square().mean()
+        return self.net(batch).square().mean()
 
 
 def test_without_a_capacity_nothing_is_said_to_fit():
