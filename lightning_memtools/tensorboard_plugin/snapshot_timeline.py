@@ -119,8 +119,6 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
             "modules": _held(at_peak, lambda block: _module_or_part(block, is_marked=is_marked)),
             "lines": _held(at_peak, lambda block: _line_of(block, _LIBRARIES)),
         },
-        # A VirtualDevice's only frame is a module, which has no line.
-        "holders": "modules" if owned or not any(":" in name for held in top for name in held["names"]) else "lines",
         **(_block_table(kept, first) if with_blocks else {}),
     }  # fmt: skip
 
@@ -252,7 +250,7 @@ def _columns(shown: range, total: Sequence[int]) -> list[int]:
 def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
     """Return the modules, named tensors or lines of code that hold the most memory at the peak, largest first.
 
-    Those of one category with equal bytes share an entry. The last entry is the sum of the rest, if there is any.
+    The last entry is the sum of the rest, if there is any.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
@@ -260,13 +258,9 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
             return "", block.part
         return block.part, block.name or (_module_of(block) if block.part in _BY_MODULE else "(no name)")
 
-    ties: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for (part, name), size in _held(at_peak, holder).items():
-        ties[part, size].append(name)
-    ranked = sorted(ties.items(), key=lambda item: -item[0][1] * len(item[1]))
-    top = [{"part": part, "bytes": size, "names": names} for (part, size), names in ranked[:_MOST_TOP]]
-    rest = sum(size * len(names) for (_, size), names in ranked[_MOST_TOP:])
-    return [*top, {"part": "", "bytes": rest, "names": [_REST]}] if rest else top
+    held = [{"part": part, "name": name, "bytes": size} for (part, name), size in _held(at_peak, holder).items()]
+    rest = sum(one["bytes"] for one in held[_MOST_TOP:])
+    return [*held[:_MOST_TOP], {"part": "", "name": _REST, "bytes": rest}] if rest else held
 
 
 def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:

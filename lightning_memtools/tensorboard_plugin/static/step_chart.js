@@ -5,9 +5,6 @@ import { h } from "./dom.js";
 import { PART_NAMES, percent, size, whole } from "./format.js";
 import { colours } from "./theme.js";
 
-const MADE_BY_MODULES = ["", "activations", "temporaries"];
-const SHOWN_NAMES = 3;
-
 // Parts without a colour of their own, such as lines of a program, take the colours in turn.
 export function colourOf(name, i) {
   const { parts } = colours();
@@ -52,13 +49,6 @@ function partOf(view, at, bytes) {
 }
 
 function holders(view) {
-  const names = ({ names }) =>
-    names.length === 1
-      ? names[0]
-      : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`;
-  const kind = (part) => (MADE_BY_MODULES.includes(part) ? view.holders : "tensors");
-  const each = ({ part, names, bytes }) =>
-    names.length === 1 ? "" : `${whole(names.length)} ${kind(part)} of ${size(bytes)}: `;
   const hasParts = view.top.some(({ part }) => part);
   const row = (bytes, part, words) =>
     h(
@@ -69,7 +59,7 @@ function holders(view) {
       hasParts ? h("td", {}, PART_NAMES[part] ?? part) : null,
       h("td", { class: "name" }, words),
     );
-  const rows = view.top.map((one) => row(one.bytes * one.names.length, one.part, each(one) + names(one)));
+  const rows = view.top.map(({ bytes, part, name }) => row(bytes, part, name));
   return h(
     "div",
     { class: "scroll" },
