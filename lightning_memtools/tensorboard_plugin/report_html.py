@@ -28,7 +28,7 @@ const source = {
   runs: async () => held.runs,
   run: async (run) => held.views[run],
   reports: async (run) => held.reports[run],
-  step: async (run) => held.steps[run] ?? { names: [] },
+  step: async (run) => held.steps[run] ?? {},
 };
 start(document.getElementById("memtools"), source);
 """

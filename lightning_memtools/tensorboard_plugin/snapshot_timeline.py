@@ -279,27 +279,24 @@ def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
     return {"blocks": list(rows()), "labels": list(labels), "stacks": [list(stack) for stack in stacks]}
 
 
-def step_view(run_directory: Path, name: str | None = None) -> dict[str, Any]:
-    """Return the names of a run's snapshots, latest step first, and the timeline of one snapshot.
+def step_view(run_directory: Path) -> dict[str, Any]:
+    """Return the timeline of a run's snapshot, that of the last step and the first rank, or why it is not shown.
 
     Args:
         run_directory: The directory of the run's event files.
-        name: The name of the snapshot to show; if None or unknown, the snapshot of the last step and the first rank.
     """
-    files = {path.name: path for path in (run_directory / "memtools").glob("memory_snapshot_step*.pickle")}
-    matches = [match for file in files if (match := _NAME.fullmatch(file))]
-    names = [match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), int(match[2])))]
-    if not names:
-        return {"names": []}
-    shown = name if name in names else names[0]
-    status = files[shown].stat()
+    files = (run_directory / "memtools").glob("memory_snapshot_step*.pickle")
+    matches = [(-int(match[1]), int(match[2]), file) for file in files if (match := _NAME.fullmatch(file.name))]
+    if not matches:
+        return {}
+    *_, file = min(matches)
+    status = file.stat()
     if status.st_size > _MOST_BYTES:
-        problem = f"{shown} is too large to be shown here: memtools snapshot {shown} shows it."
-        return {"names": names, "shown": shown, "problem": problem}
+        return {"problem": f"{file.name} is too large to be shown here: memtools snapshot {file.name} shows it."}
     try:
-        return {"names": names, "shown": shown, "timeline": _cached_timeline(files[shown], status.st_mtime_ns)}
+        return {"timeline": _cached_timeline(file, status.st_mtime_ns)}
     except NotASnapshotError as error:
-        return {"names": names, "shown": shown, "problem": str(error)}
+        return {"problem": str(error)}
 
 
 @lru_cache(maxsize=8)

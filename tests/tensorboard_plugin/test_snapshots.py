@@ -69,10 +69,9 @@ def test_holders_of_the_peak_are_named_sorted_by_share_and_add_up_to_it(run_dire
     assert not [name for name in named if "(outside)" in name]
 
 
-def test_the_view_of_a_run_names_its_snapshots(run_directory, tmp_path):
-    found = step_view(run_directory, "../../etc/passwd")
-    assert found["names"] == [found["shown"]] == ["memory_snapshot_step2_rank0.pickle"]
-    assert step_view(tmp_path) == {"names": []}
+def test_the_view_of_a_run_is_its_snapshot(run_directory, tmp_path):
+    assert step_view(run_directory)["timeline"]["title"] == "step 2"
+    assert step_view(tmp_path) == {}
     (tmp_path / "memtools").mkdir()
     (tmp_path / "memtools" / "memory_snapshot_step7_rank1.pickle").write_bytes(b"nonsense")
     assert "is no memory snapshot" in step_view(tmp_path)["problem"]
