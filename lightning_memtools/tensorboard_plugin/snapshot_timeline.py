@@ -18,14 +18,13 @@ _NAME = re.compile(r"memory_snapshot_step(\d+)_rank(\d+)\.pickle")
 _MOST_BYTES = 1 << 28
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "other")
 _COLUMNS = 800
-_MOST_GROUPS = 7
 _MOST_TOP = 10
 _MOST_FRAMES = 24
 _GRANULE = 512
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _BORN_IN = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries"}
 _BY_MODULE = {"activations", "temporaries"}
-_REST = "everything else"
+_REST, _ALL = "everything else", "allocated"
 _LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_memtools/", "/contextlib.py")
 _NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "device": 0, "step": None, "rank": None, "name": ""}
 
@@ -41,7 +40,7 @@ class BlockLife:
         address: Its address.
         stack: The stack frames of its allocation, innermost first; empty if unknown.
         label: The label of its allocation, which names the phase and the module; "" without a label.
-        part: Its category, such as "gradients"; if categories are unknown, the line that allocated it.
+        part: Its category, such as "gradients"; "allocated" if categories are unknown.
         name: The name of its tensor, such as "net.1.weight"; empty if unknown.
     """
 
@@ -63,7 +62,7 @@ def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
     """Return the timeline of memory in a snapshot file, as plain values for JSON.
 
     A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
-    shown as a whole, divided by the lines of code that allocated the most memory.
+    shown as a whole, with the lines of code that hold the peak.
 
     Args:
         path: The path of the snapshot file.
@@ -89,15 +88,13 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
     blocks = _blocks_of(snapshot, entries, device, owned)
     first = phases[0][0] if phases else 0
     for block in blocks:
-        block.part = block.part or _part_of(block, phases, first, is_marked=is_marked)
+        block.part = (block.part or _part_of(block, phases, first)) if is_marked else _ALL
     total, reserved = _totals(blocks, len(entries)), _reserved(snapshot, entries, device)
     shown = range(first, len(entries) + 1)
     peak = max(shown, key=total.__getitem__)
     at_peak = [block for block in blocks if block.is_alive(peak)]
     top = _top(at_peak, is_marked=is_marked)
-    names = _names(blocks, at_peak)
-    for block in blocks:
-        block.part = block.part if block.part in names else _REST
+    names = [name for name in (*PARTS, _ALL) if any(block.part == name for block in blocks)]
     columns = _columns(shown, total)
     kept = [block for block in blocks if block.died is None or block.died > first]
     values = {name: _totals([block for block in kept if block.part == name], len(entries)) for name in names}
@@ -178,11 +175,8 @@ def _frame(frame: Mapping[str, Any]) -> str:
     return f"{frame['filename']}:{frame.get('line')} {name}" if frame.get("filename") else name
 
 
-def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
-    """Return the category of a block of unknown owner, by its phase; if unknown, the line that allocated it."""
-    if not is_marked:
-        line = _line_of(block, ("/torch/",))
-        return block.label or line or (block.stack[0] if block.stack else "(no stack)")
+def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) -> str:
+    """Return the category of a block of unknown owner, by its phase."""
     return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
@@ -231,15 +225,6 @@ def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[
     return dict(sorted(held.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[str]:
-    """Return the parts to show: all categories, or else the lines largest at the peak and one name for the rest."""
-    parts = {block.part for block in blocks}
-    if parts <= set(PARTS):
-        return [name for name in PARTS if name in parts]
-    largest = list(_held(at_peak, lambda block: block.part))[:_MOST_GROUPS]
-    return [*largest, _REST] if len(parts) > len(largest) else largest
-
-
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
     """Return the event to show in each column of the chart: of those in the column, the one with the most memory."""
     n_columns = min(_COLUMNS, len(shown))
@@ -255,7 +240,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
     def holder(block: BlockLife) -> tuple[str, str]:
         if not is_marked:
-            return "", block.part
+            return "", block.label or _line_of(block, ("/torch/",)) or (block.stack[0] if block.stack else "(no stack)")
         return block.part, block.name or (_module_of(block) if block.part in _BY_MODULE else "(no name)")
 
     held = [{"part": part, "name": name, "bytes": size} for (part, name), size in _held(at_peak, holder).items()]

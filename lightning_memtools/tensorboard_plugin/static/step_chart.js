@@ -5,23 +5,15 @@ import { h } from "./dom.js";
 import { PART_NAMES, percent, size, whole } from "./format.js";
 import { colours } from "./theme.js";
 
-// Parts without a colour of their own, such as lines of a program, take the colours in turn.
-export function colourOf(name, i) {
-  const { parts } = colours();
-  return (
-    parts[name] ??
-    (name === "everything else" ? parts.other : Object.values(parts)[i % (Object.keys(parts).length - 1)])
-  );
-}
-
 function stacked(view) {
   const totals = view.columns.map(() => 0);
   const names = Object.keys(view.parts);
-  const series = names.map((name, i) => {
+  const series = names.map((name) => {
     const values = view.parts[name];
     const own = new Map(view.columns.map((at, k) => [at, values[k]]));
     const ceiling = values.map((value, k) => (totals[k] += value));
-    const colour = colourOf(name, i);
+    const { parts } = colours();
+    const colour = parts[name] ?? parts.other;
     return {
       label: PART_NAMES[name] ?? name,
       colour,
