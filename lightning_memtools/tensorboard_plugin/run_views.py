@@ -29,7 +29,6 @@ _COUNTS = {
 _GRAVEST_FIRST = ("ended", "nonfinite_report", "oom_report", "leak", "doctor", "loss_spike")
 _FOUND_NOTHING = "Nothing was found."
 _MAX_MARKS = 500
-_MAX_RUNS = 200
 _DIGITS = 7
 
 
@@ -192,13 +191,12 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
 
 
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
-    """Return the summaries of the newest runs, sorted by name, and the name of the run to show first.
+    """Return the summaries of the runs, sorted by name, and the name of the run to show first.
 
     The run to show first is the newest that has curves, because a run that failed at once may have only reports.
     """
-    newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
-    shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
-    first = max(newest, key=lambda run: (bool(run.curves), _end(run)), default=None)
+    first = max(runs.values(), key=lambda run: (bool(run.curves), _end(run)), default=None)
+    shown = {"runs": [summary_of(run) for run in sorted(runs.values(), key=_natural_name)]}
     return shown | ({"newest": first.name} if first else {})
 
 
