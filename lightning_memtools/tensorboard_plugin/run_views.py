@@ -36,7 +36,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
     """Return everything that the Memory tab shows for a run, as values for JSON.
 
     Long curves are thinned: steps are divided into at most `BUCKETS` buckets, and in each bucket only the highest and
-    lowest points of each curve are kept. For the categories of memory, only the point with the highest sum is kept.
+    lowest points of each curve, and of the sum of the curves of a group, are kept.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -71,7 +71,7 @@ def _family(tag: str) -> str:
 def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     some = next(iter(curves.values()))
     n_points = len(some.steps)
-    kept: Sequence[int] = range(n_points) if n_points <= 2 * BUCKETS else _kept(family, curves, n_points)
+    kept: Sequence[int] = range(n_points) if n_points <= 2 * BUCKETS else _kept(curves, n_points)
     return {
         "family": family,
         "steps": [some.steps[at] for at in kept],
@@ -81,22 +81,19 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     }
 
 
-def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
+def _kept(curves: Mapping[str, Curve], n_points: int) -> list[int]:
     """Return the indices of the points to show: in each range of steps, the highest and lowest of each curve."""
     import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
 
     values = np.array([curve.values for curve in curves.values()])
     values[np.isnan(values)] = np.inf  # NaN must not be lost, and compares with nothing
-    is_composition = family == "memory/composition"
-    # The parts belong together: a point is as high as their sum. A curve that never changes has no highest point.
-    values = values.sum(0)[None] if is_composition else values[values.max(1) > values.min(1)]
+    values = np.vstack([values, values.sum(0)])  # the parts of the memory belong together: their sum has a peak too
+    values = values[values.max(1) > values.min(1)]
     steps = np.array(next(iter(curves.values())).steps)
     bucket = (steps - steps[0]) * BUCKETS // (steps[-1] - steps[0] + 1)
     kept = {0, n_points - 1}
     for begin, end in pairwise([*np.flatnonzero(np.diff(bucket, prepend=-1)).tolist(), n_points]):
-        kept.update(begin + values[:, begin:end].argmax(1))
-        if not is_composition:
-            kept.update(begin + values[:, begin:end].argmin(1))
+        kept.update(begin + values[:, begin:end].argmax(1), begin + values[:, begin:end].argmin(1))
     return sorted(map(int, kept))
 
 
