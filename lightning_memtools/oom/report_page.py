@@ -205,7 +205,5 @@ class ReportPage:
 
     def _files(self) -> list[str]:
         path = "" if self.snapshot is None else short_path(str(self.snapshot))
-        viewers = (
-            "`memtools snapshot` makes a page from it that shows every block; https://pytorch.org/memory_viz can too."
-        )
+        viewers = "`memtools snapshot` draws it and names who holds the peak; https://pytorch.org/memory_viz shows every block."
         return [path and f"Memory snapshot: `{path}`. {viewers}"]

@@ -1,10 +1,10 @@
-"""A memory snapshot as a timeline: the composition of memory after each event, the peak, and the blocks' stacks."""
+"""A memory snapshot as a timeline: the composition of memory after each event, and who holds the peak."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -37,7 +37,6 @@ class BlockLife:
         born: The number of the event that allocated it, counted from 1; 0 if it is older than the history.
         died: The number of the event that freed it; None if it was in use at the end.
         size: Its bytes.
-        address: Its address.
         stack: The stack frames of its allocation, innermost first; empty if unknown.
         label: The label of its allocation, which names the phase and the module; "" without a label.
         part: Its category, such as "gradients"; "allocated" if categories are unknown.
@@ -47,7 +46,6 @@ class BlockLife:
     born: int
     died: int | None
     size: int
-    address: int
     stack: tuple[str, ...]
     label: str
     part: str = ""
@@ -58,27 +56,23 @@ class BlockLife:
         return self.born <= event and (self.died is None or self.died > event)
 
 
-def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
+def timeline_from(path: Path) -> dict[str, Any]:
     """Return the timeline of memory in a snapshot file, as plain values for JSON.
 
     A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
     shown as a whole, with the lines of code that hold the peak.
-
-    Args:
-        path: The path of the snapshot file.
-        with_blocks: Whether to return all blocks and their stacks, too.
 
     Raises:
         NotASnapshotError: The file is not a snapshot, or its entries are inconsistent.
     """
     snapshot = read_snapshot(path)
     try:
-        return _timeline(snapshot, with_blocks=with_blocks)
+        return _timeline(snapshot)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise NotASnapshotError(f"{path} is no memory snapshot: its entries make no sense ({error}).") from error
 
 
-def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, Any]:
+def _timeline(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     marks = _marks_of(snapshot)
     device = marks["device"]
     entries: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device] if snapshot["device_traces"] else []
@@ -116,7 +110,6 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
             "modules": _held(at_peak, lambda block: _module_or_part(block, is_marked=is_marked)),
             "lines": _held(at_peak, lambda block: _line_of(block, _LIBRARIES)),
         },
-        **(_block_table(kept, first) if with_blocks else {}),
     }  # fmt: skip
 
 
@@ -142,7 +135,7 @@ def _blocks_of(
 ) -> list[BlockLife]:
     """Return all blocks of a device. `owned` lists, for some moments, the category and name of blocks by address."""
     live = {
-        address: _block(0, address, block.n_bytes, block.source)
+        address: _block(0, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
     }
     blocks = list(live.values())
@@ -156,18 +149,18 @@ def _blocks_of(
                         live[address].part, live[address].name = part if part in PARTS else "other", name
             moment, owners = next(moments)
         if entry["action"] == "alloc":
-            live[entry["addr"]] = _block(at + 1, entry["addr"], entry["size"], entry)
+            live[entry["addr"]] = _block(at + 1, entry["size"], entry)
             blocks.append(live[entry["addr"]])
         elif entry["action"] == "free_completed" and entry["addr"] in live:
             live.pop(entry["addr"]).died = at + 1
     return blocks
 
 
-def _block(born: int, address: int, n_bytes: int, source: Mapping[str, Any]) -> BlockLife:
+def _block(born: int, n_bytes: int, source: Mapping[str, Any]) -> BlockLife:
     stack = tuple(_frame(frame) for frame in (source.get("frames") or [])[:_MOST_FRAMES])
     label = source.get("user_metadata")
     rounded = -(-n_bytes // _GRANULE) * _GRANULE
-    return BlockLife(born, None, rounded, address, stack, label if isinstance(label, str) else "")
+    return BlockLife(born, None, rounded, stack, label if isinstance(label, str) else "")
 
 
 def _frame(frame: Mapping[str, Any]) -> str:
@@ -246,22 +239,6 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
     held = [{"part": part, "name": name, "bytes": size} for (part, name), size in _held(at_peak, holder).items()]
     rest = sum(one["bytes"] for one in held[_MOST_TOP:])
     return [*held[:_MOST_TOP], {"part": "", "name": _REST, "bytes": rest}] if rest else held
-
-
-def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
-    """Return all blocks as a table, with lists of stacks and labels, to which the rows refer by index."""
-    stacks: dict[tuple[str, ...], int] = {}
-    labels: dict[str, int] = {}
-
-    def rows() -> Iterator[list[Any]]:
-        for block in sorted(blocks, key=lambda block: (block.born, block.address)):
-            died = None if block.died is None else block.died - first
-            yield [
-                max(block.born - first, 0), died, block.size, f"{block.address:#x}", block.part,
-                labels.setdefault(block.label, len(labels)), stacks.setdefault(block.stack, len(stacks)), block.name,
-            ]  # fmt: skip
-
-    return {"blocks": list(rows()), "labels": list(labels), "stacks": [list(stack) for stack in stacks]}
 
 
 def step_view(run_directory: Path) -> dict[str, Any]:

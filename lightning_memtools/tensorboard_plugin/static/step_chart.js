@@ -33,13 +33,6 @@ function stacked(view) {
   return [...series.reverse(), reserved, peak];
 }
 
-// The part whose area covers a point of the chart; null above all areas.
-function partOf(view, at, bytes) {
-  const column = view.columns.reduce((found, event, k) => (event <= at ? k : found), 0);
-  let top = 0;
-  return Object.keys(view.parts).find((name) => (top += view.parts[name][column]) >= bytes) ?? null;
-}
-
 function holders(view) {
   const hasParts = view.top.some(({ part }) => part);
   const row = (bytes, part, words) =>
@@ -75,7 +68,7 @@ function holders(view) {
   );
 }
 
-// Returns the element, and the chart for whoever follows its cursor.
+// Returns the element, and the linked charts, to destroy them.
 export function stepChart(view, title) {
   const linked = new LinkedCharts();
   linked.setFull(0, view.n_events);
@@ -97,12 +90,11 @@ export function stepChart(view, title) {
     chart.fit();
     linked.draw();
   });
-  const partAt = (at, bytes) => partOf(view, at, bytes);
   const element = h(
     "div",
     {},
     chart.element,
     view.top.length ? h("section", { class: "card" }, h("h3", {}, "Who holds the peak"), holders(view)) : null,
   );
-  return { element, chart, linked, partAt };
+  return { element, linked };
 }
