@@ -205,5 +205,5 @@ class ReportPage:
 
     def _files(self) -> list[str]:
         path = "" if self.snapshot is None else short_path(str(self.snapshot))
-        viewers = "`memtools snapshot` draws it and names who holds the peak; https://pytorch.org/memory_viz shows every block."
+        viewers = "`memtools snapshot` draws it; https://pytorch.org/memory_viz shows every block."
         return [path and f"Memory snapshot: `{path}`. {viewers}"]

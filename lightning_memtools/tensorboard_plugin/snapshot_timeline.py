@@ -90,8 +90,7 @@ def _timeline(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     top = _top(at_peak, is_marked=is_marked)
     names = [name for name in (*PARTS, _ALL) if any(block.part == name for block in blocks)]
     columns = _columns(shown, total)
-    kept = [block for block in blocks if block.died is None or block.died > first]
-    values = {name: _totals([block for block in kept if block.part == name], len(entries)) for name in names}
+    values = {name: _totals([block for block in blocks if block.part == name], len(entries)) for name in names}
     return {
         "title": f"step {marks['step']}" if marks["step"] is not None else "",
         "rank": marks["rank"],
