@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -25,7 +25,6 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 _BORN_IN = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries"}
 _BY_MODULE = {"activations", "temporaries"}
 _REST, _ALL = "everything else", "allocated"
-_LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_memtools/", "/contextlib.py")
 _NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "device": 0, "step": None, "rank": None, "name": ""}
 
 
@@ -105,10 +104,6 @@ def _timeline(snapshot: Mapping[str, Any]) -> dict[str, Any]:
         "phases": [[event - first, name] for event, name in phases],
         "peak": {"at": peak - first, "bytes": total[peak], "phase": _phase_at(phases, peak)},
         "top": top,
-        "holders_at_peak": {
-            "modules": _held(at_peak, lambda block: _module_or_part(block, is_marked=is_marked)),
-            "lines": _held(at_peak, lambda block: _line_of(block, _LIBRARIES)),
-        },
     }  # fmt: skip
 
 
@@ -172,9 +167,9 @@ def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) ->
     return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
-def _line_of(block: BlockLife, libraries: Sequence[str]) -> str:
-    """Return the innermost stack frame of a block that is outside of some libraries; "" if there is none."""
-    own = (frame for frame in block.stack if ":" in frame and not any(library in frame for library in libraries))
+def _line_of(block: BlockLife) -> str:
+    """Return the innermost stack frame of a block that is outside of torch; "" if there is none."""
+    own = (frame for frame in block.stack if ":" in frame and "/torch/" not in frame)
     return next(own, "").rpartition("site-packages/")[2]
 
 
@@ -182,10 +177,6 @@ def _module_of(block: BlockLife) -> str:
     phase, _, module = block.label.partition(" | ")
     # A VirtualDevice's only frame is the module.
     return module or (f"({phase})" if phase else "") or (block.stack[0] if block.stack else "(not known)")
-
-
-def _module_or_part(block: BlockLife, *, is_marked: bool) -> str:
-    return f"({block.part})" if is_marked and block.part not in _BY_MODULE else _module_of(block)
 
 
 def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
@@ -208,15 +199,6 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
     return list(accumulate(changes, initial=at_end))[::-1]
 
 
-def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[Any, int]:
-    """Return the total bytes of blocks for each `key(block)`, largest first. Blocks with an empty key are skipped."""
-    held: dict[Any, int] = defaultdict(int)
-    for block in blocks:
-        if name := key(block):
-            held[name] += block.size
-    return dict(sorted(held.items(), key=lambda item: (-item[1], item[0])))
-
-
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
     """Return the event to show in each column of the chart: of those in the column, the one with the most memory."""
     n_columns = min(_COLUMNS, len(shown))
@@ -232,10 +214,14 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
     def holder(block: BlockLife) -> tuple[str, str]:
         if not is_marked:
-            return "", block.label or _line_of(block, ("/torch/",)) or (block.stack[0] if block.stack else "(no stack)")
+            return "", block.label or _line_of(block) or (block.stack[0] if block.stack else "(no stack)")
         return block.part, block.name or (_module_of(block) if block.part in _BY_MODULE else "(no name)")
 
-    held = [{"part": part, "name": name, "bytes": size} for (part, name), size in _held(at_peak, holder).items()]
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    for block in at_peak:
+        sizes[holder(block)] += block.size
+    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    held = [{"part": part, "name": name, "bytes": size} for (part, name), size in ranked]
     rest = sum(one["bytes"] for one in held[_MOST_TOP:])
     return [*held[:_MOST_TOP], {"part": "", "name": _REST, "bytes": rest}] if rest else held
 
