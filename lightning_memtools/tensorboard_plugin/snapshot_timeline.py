@@ -221,9 +221,9 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
     for block in at_peak:
         sizes[holder(block)] += block.size
     ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    held = [{"part": part, "name": name, "bytes": size} for (part, name), size in ranked]
-    rest = sum(one["bytes"] for one in held[_MOST_TOP:])
-    return [*held[:_MOST_TOP], {"part": "", "name": _REST, "bytes": rest}] if rest else held
+    rest = sum(n_bytes for _, n_bytes in ranked[_MOST_TOP:])
+    shown = [*ranked[:_MOST_TOP], (("", _REST), rest)] if rest else ranked
+    return [{"part": part, "name": name, "bytes": n_bytes} for (part, name), n_bytes in shown]
 
 
 def step_view(run_directory: Path) -> dict[str, Any]:
