@@ -18,7 +18,7 @@ _NAME = re.compile(r"memory_snapshot_step(\d+)_rank(\d+)\.pickle")
 _MOST_BYTES = 1 << 28
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "other")
 _COLUMNS = 800
-_MOST_TOP = 15
+_MOST_TOP = 10
 _MOST_FRAMES = 24
 _GRANULE = 512
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -168,8 +168,8 @@ def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) ->
 
 
 def _line_of(block: BlockLife) -> str:
-    """Return the innermost stack frame of a block that is outside of torch; "" if there is none."""
-    own = (frame for frame in block.stack if ":" in frame and "/torch/" not in frame)
+    """Return the innermost Python frame of a block that is outside of torch; "" if there is none."""
+    own = (frame for frame in block.stack if ".py:" in frame and "/torch/" not in frame)
     return next(own, "").rpartition("site-packages/")[2]
 
 
@@ -209,7 +209,8 @@ def _columns(shown: range, total: Sequence[int]) -> list[int]:
 def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
     """Return the modules, named tensors or lines of code that hold the most memory at the peak, largest first.
 
-    The last entry is the sum of the rest, if there is any.
+    Those of one category with equal bytes share an entry, as blocks of a transformer do. The last entry is the sum of
+    the rest, if there is any.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
@@ -220,10 +221,13 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
     sizes: dict[tuple[str, str], int] = defaultdict(int)
     for block in at_peak:
         sizes[holder(block)] += block.size
-    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    rest = sum(n_bytes for _, n_bytes in ranked[_MOST_TOP:])
-    shown = [*ranked[:_MOST_TOP], (("", _REST), rest)] if rest else ranked
-    return [{"part": part, "name": name, "bytes": n_bytes} for (part, name), n_bytes in shown]
+    ties: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for (part, name), n_bytes in sorted(sizes.items()):
+        ties[part, n_bytes].append(name)
+    ranked = sorted(ties.items(), key=lambda item: -item[0][1] * len(item[1]))
+    rest = sum(n_bytes * len(names) for (_, n_bytes), names in ranked[_MOST_TOP:])
+    shown = [*ranked[:_MOST_TOP], (("", rest), [_REST])] if rest else ranked
+    return [{"part": part, "names": names, "bytes": n_bytes} for (part, n_bytes), names in shown]
 
 
 def step_view(run_directory: Path) -> dict[str, Any]:

@@ -57,10 +57,10 @@ def test_one_step_is_divided_into_what_it_holds(run_directory):
 
 def test_holders_of_the_peak_are_named_sorted_by_share_and_add_up_to_it(run_directory):
     view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
-    held = [one["bytes"] for one in view["top"]]
+    held = [one["bytes"] * len(one["names"]) for one in view["top"]]
     assert sum(held) == view["peak"]["bytes"]
     assert held[:-1] == sorted(held[:-1], reverse=True)
-    named = {one["name"]: (one["part"], one["bytes"]) for one in view["top"]}
+    named = {name: (one["part"], one["bytes"]) for one in view["top"] for name in one["names"]}
     for layer in (1, 2):
         assert named[f"net.{layer}.weight"] == ("parameters", MIB)
         assert named[f'net.{layer}.weight["exp_avg"]'] == ("optimizer", MIB)
@@ -136,6 +136,7 @@ def test_the_page_shows_the_peak_and_its_holders(run_directory, tmp_path):
             "Memory over step 2",
             "Peak allocated",
             "optimizer state",
+            "of 1.00 MiB: ",
             "total at the peak",
             "Twins.net.1",
         ):

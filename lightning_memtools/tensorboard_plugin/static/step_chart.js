@@ -5,6 +5,8 @@ import { h } from "./dom.js";
 import { PART_NAMES, percent, size, whole } from "./format.js";
 import { colours } from "./theme.js";
 
+const SHOWN_NAMES = 3;
+
 function stacked(view) {
   const totals = view.columns.map(() => 0);
   const names = Object.keys(view.parts);
@@ -44,7 +46,12 @@ function holders(view) {
       hasParts ? h("td", {}, PART_NAMES[part] ?? part) : null,
       h("td", { class: "name" }, words),
     );
-  const rows = view.top.map(({ bytes, part, name }) => row(bytes, part, name));
+  const words = (names, bytes) => {
+    if (names.length === 1) return names[0];
+    const more = names.length > SHOWN_NAMES ? ", …" : "";
+    return `${whole(names.length)} of ${size(bytes)}: ${names.slice(0, SHOWN_NAMES).join(", ")}${more}`;
+  };
+  const rows = view.top.map(({ bytes, part, names }) => row(bytes * names.length, part, words(names, bytes)));
   return h(
     "div",
     { class: "scroll" },
