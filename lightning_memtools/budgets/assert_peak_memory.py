@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, get_args, overload
 
 from torch import nn
 
 from lightning_memtools.budgets.judgement import judge, parse_budget
-from lightning_memtools.budgets.measuring import Measuring, measured_code, peak_of_estimate
+from lightning_memtools.budgets.measuring import MeasuredCode, peak_of_estimate
 from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.sizes import find_gpu
@@ -47,8 +46,7 @@ def assert_peak_memory(
 
     Given a model and a batch, it estimates steps as `estimate_memory` does: nothing is computed, and a model on the
     meta device needs no memory. Without a model it returns a context manager that measures the code in the `with`
-    block on this process's CUDA device, or on a simulated one if it has none. The CUDA device may be that of a dry
-    run (``python -m lightning_memtools.null_cuda -m pytest``).
+    block, which runs on the CPU, on a simulated device.
 
     Under pytest the peak is also compared with the recorded peak of the test.
 
@@ -95,30 +93,25 @@ class PeakMemoryBudget:
     def __init__(self, budget: int | None, *, gpu: str | None, stage: Stage) -> None:
         self.peak: PeakMemory | None = None
         self._budget = budget
-        self._gpu = gpu
         self._stage = stage
-        self._stack = ExitStack()
-        self._code: Measuring | None = None
+        self._code = MeasuredCode(gpu)
+        self._running = self._code.running()
 
     def __enter__(self) -> Self:
-        __tracebackhide__ = True
-        self._code = self._stack.enter_context(measured_code(self._gpu))
+        self._running.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         __tracebackhide__ = True
-        self._stack.__exit__(kind, error, traceback)
-        if error is not None or self._code is None:
+        self._running.__exit__(kind, error, traceback)
+        if error is not None:
             return
         self.peak = self._code.peak()
         if not self.peak.allocated:
-            where = "Only what runs in this process counts."
-            if self.peak.engine == "cuda":
-                where = "This process has a CUDA device, and only what is put there counts: move model and batch to it."
-            raise ValueError(f"nothing was allocated, so there is nothing to hold to the budget. {where}")
-        if self._stage == "train" and not self._code.lines.n_steps:
+            raise ValueError("nothing was allocated in this process, so there is nothing to hold to the budget.")
+        if self._stage == "train" and not self._code.n_steps:
             raise ValueError(
                 "no optimizer took a step within the budget's code, so it does not say what training takes. Let it "
                 'train for two steps, or say stage="predict" if it is not to train.'

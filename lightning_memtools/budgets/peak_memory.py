@@ -120,6 +120,4 @@ def write_recorded(file: Path, new: Mapping[str, Mapping[str, Any]]) -> None:
     known = {name: peak.as_json() for name, peak in read_recorded(file).items()}
     content = {"about": _ABOUT, "format": FORMAT, "tests": {**known, **new}}
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(f"{text}\n", encoding="utf-8")
-    part.replace(file)
+    file.write_text(f"{text}\n", encoding="utf-8")

@@ -93,12 +93,7 @@ def _without_frames(run: Callable[[], _T]) -> _T:
 def _budget_of(mark: pytest.Mark) -> PeakMemoryBudget:
     from lightning_memtools.budgets.assert_peak_memory import assert_peak_memory  # noqa: PLC0415, only marked tests
 
-    if len(mark.args) > 1 or set(mark.kwargs) - {"at_most", "gpu", "stage"}:
-        raise TypeError(
-            f"the mark {_MARK} has {mark.args!r} and {dict(mark.kwargs)!r}. It takes a budget, gpu and stage: "
-            '@pytest.mark.peak_memory("8GiB", gpu="A100 80GB").'
-        )
-    given = dict(zip(("at_most",), mark.args, strict=False)) | dict(mark.kwargs)
+    given = dict(zip(("at_most", "gpu", "stage"), mark.args, strict=False)) | dict(mark.kwargs)
     budget: PeakMemoryBudget = assert_peak_memory(**given)
     return budget
 

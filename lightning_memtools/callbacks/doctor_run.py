@@ -29,7 +29,7 @@ class DoctorRun:
         trainer: The Trainer.
         module: The module that is trained.
         names: The names of the checks.
-        steps: The number of training batches, and of evaluation batches, to watch.
+        steps: The number of training batches to watch.
         raises: Whether a serious finding ends training instead of giving a warning.
 
     Attributes:
@@ -53,15 +53,12 @@ class DoctorRun:
         self._ranks = RankGather()  # through the store: a rank that failed is not waited for
         self._directory = report_directory(trainer)
         self._told: set[Finding] = set()
-        self._is_stopped = False
 
     def begin(self, trainer: Trainer) -> None:
         """Examine the model, its loaders and its settings before the first step."""
-        case, validation, n_batches = self._examination.case, trainer.val_dataloaders, trainer.num_training_batches
-        case.optimizers = trainer.optimizers
+        case, n_batches = self._examination.case, trainer.num_training_batches
         case.device = trainer.strategy.root_device
         case.train_loader = trainer.train_dataloader
-        case.evaluation_loaders = validation if isinstance(validation, (list, tuple)) else [validation]
         if trainer.max_steps >= 0:  # they may end before an epoch does
             n_batches = min(n_batches, trainer.max_steps * trainer.accumulate_grad_batches)
         case.n_train_batches = None if n_batches == float("inf") else int(n_batches)
@@ -83,27 +80,23 @@ class DoctorRun:
         was_concluded = examination.is_concluded
         examination.tell(event, argument)
         # The same points on every rank, which wait for each other here.
-        has_ended = examination.is_concluded and (not was_concluded or event == "evaluations_end")
-        if not has_ended and not (event == "batch_end" and examination.case.n_steps == 1):
-            return self._is_stopped
-        return (self.publish(trainer) or not trainer.enable_validation) and has_ended
+        has_ended = examination.is_concluded and not was_concluded
+        if has_ended or (event == "batch_end" and examination.case.n_steps == 1):
+            self.publish(trainer)
+        return has_ended
 
-    def publish(self, trainer: Trainer) -> bool:
+    def publish(self, trainer: Trainer) -> None:
         """Collect the findings of all ranks and report the new ones. Called at the same points on every rank.
-
-        Returns:
-            True if an evaluation was watched on every rank.
 
         Raises:
             TrainingMistakeError: There is a new serious finding, and `raises` is set.
         """
         mine = self._examination.report()
-        every = self._ranks.objects((mine.findings, self._examination.n_evaluated))
-        self.report = DoctorReport.of([one for findings, _ in every for one in findings], mine.checks, mine.steps)
+        every = self._ranks.objects(mine.findings)
+        self.report = DoctorReport.of([one for findings in every for one in findings], mine.checks, mine.steps)
         new = self._write(trainer)
         if new and self._raises:
             raise TrainingMistakeError(self.report)
-        return all(n_evaluated for _, n_evaluated in every)
 
     def publish_own(self, trainer: Trainer) -> DoctorReport:
         """Report only this rank's findings. Called when training has failed and other ranks may not answer."""
@@ -114,7 +107,6 @@ class DoctorRun:
 
     def stop(self) -> None:
         """Stop watching. Idempotent."""
-        self._is_stopped = True
         self._examination.stop()
         self._ranks.close()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +15,10 @@ from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of,
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
+from lightning_memtools.oom.oom_reporter import OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 
@@ -53,11 +50,6 @@ class OOMReport(WatchingCallback):
         directory: Where reports go, instead of `<log_dir>/memtools/`.
         snapshot: Record the allocator's history, and write it beside the report as a memory snapshot for
             https://pytorch.org/memory_viz. Without it, fragmentation cannot be judged.
-        top: The number of modules to list.
-
-    Raises:
-        ValueError: `top` is below 1.
-        TypeError: `top` is not a whole number.
     """
 
     takes_part_in_trials = False
@@ -65,14 +57,10 @@ class OOMReport(WatchingCallback):
     documented = (torch.OutOfMemoryError,)  # a model may not fit on the VirtualDevice that it is put on
     parts_of_a_run = ("_capture", "_reporter")
 
-    def __init__(self, *, directory: str | None = None, snapshot: bool = True, top: int = 10) -> None:
-        if not is_count(top):
-            kind = ValueError if isinstance(top, int) else TypeError
-            raise kind(f"top must be a whole number, at least 1, got {top!r}.")
+    def __init__(self, *, directory: str | None = None, snapshot: bool = True) -> None:
         self.directory = directory
         self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
-        self.top = top
         # A dry run sets the one and reads the other.
         self.checks_seconds: float | None = None
         self.advice: tuple[Action, ...] = ()
@@ -83,11 +71,7 @@ class OOMReport(WatchingCallback):
         """Register with the device to be called when it runs out of memory."""
         self.stop_watching()
         directory = report_directory(trainer, self._reports_to)
-        board = None
-        if trainer.world_size > 1:
-            token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
-            board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
-        self._reporter = OOMReporter(directory, self.top, board, self.checks_seconds)
+        self._reporter = OOMReporter(directory, self.checks_seconds)
         place, optimizers = partial(place_of, trainer), lambda: trainer.optimizers
         device = trainer.strategy.root_device
         self._capture = FailureCapture(device, pl_module, place, optimizers, snapshot=self.snapshot)
@@ -147,7 +131,7 @@ class OOMReport(WatchingCallback):
     # --- reporting
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write a report if the error is that memory ran out, here or on another rank."""
+        """Write a report if the error is that memory ran out."""
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None:
             return
@@ -156,7 +140,6 @@ class OOMReport(WatchingCallback):
         ran_out = is_out_of_memory(exception)
         try:
             if not ran_out:
-                _log(trainer, reporter.report_other_rank(exception))
                 return
             facts = capture.facts_of(exception)
             # What is still there then is not the step's.

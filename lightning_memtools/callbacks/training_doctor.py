@@ -19,7 +19,7 @@ from lightning_memtools.memory.sizes import is_count
 class TrainingDoctor(WatchingCallback):
     """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
 
-    It watches the first `steps` training batches and evaluation batches, reports, and does nothing from then on.
+    It watches the first `steps` training batches, reports, and does nothing from then on.
     Training runs the same, bit for bit, with and without it.
 
     The report is printed if something serious was found, and written to `<log_dir>/memtools/doctor.md` and
@@ -34,7 +34,7 @@ class TrainingDoctor(WatchingCallback):
 
     Args:
         checks: "all", or the names of the checks to make.
-        steps: The number of training batches to watch, and of evaluation batches.
+        steps: The number of training batches to watch.
         on_finding: "warn" prints serious findings and warns; "raise" ends training with TrainingMistakeError, on every
             rank.
         ignore: The names of checks to leave out.
@@ -100,20 +100,6 @@ class TrainingDoctor(WatchingCallback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Tell the checks that the training step has ended."""
         self._tell(trainer, "batch_end")
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Note the state of BatchNorm layers before an evaluation step."""
-        self._tell(trainer, "evaluation_start")
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **_named: Any
-    ) -> None:
-        """Check whether the outputs of the evaluation step hold autograd graphs."""
-        self._tell(trainer, "evaluation_end", outputs)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the findings of an evaluation, if the watched training steps are over."""
-        self._tell(trainer, "evaluations_end")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the findings if training ended before all steps were watched."""

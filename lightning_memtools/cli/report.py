@@ -65,12 +65,12 @@ def _snapshot(chosen: argparse.Namespace) -> None:
 
     try:
         with working("The snapshot is read"):
-            timeline = timeline_from(chosen.source, with_blocks=True)
+            timeline = timeline_from(chosen.source)
     except NotASnapshotError as error:
         raise UsageError(str(error)) from error
     output = chosen.output or chosen.source.with_suffix(".html")
     _write(output, lambda: snapshot_html(timeline, f"Memory: {chosen.source.name}"))
-    print(f"{output}: {timeline['n_events']:,} events, {len(timeline['blocks']):,} blocks. Open it in a browser.")  # noqa: T201
+    print(f"{output}: {timeline['n_events']:,} events. Open it in a browser.")  # noqa: T201
 
 
 def _write(output: Path, page: Callable[[], str]) -> None:

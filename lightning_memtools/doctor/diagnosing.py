@@ -13,26 +13,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import Callback
-from lightning_memtools.doctor.checkpoint_checks import load_and_compare
 from lightning_memtools.doctor.examination import Examination, selected_checks
-from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.doctor.findings import DoctorReport, Finding
+from lightning_memtools.doctor.graph_checks import evaluation_graphs
 from lightning_memtools.doctor.mistakes import finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
+from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.step_runner import (
     PlainModule,
     Recipe,
     StepFunction,
     StepListener,
     StepRunner,
-    has_step,
     is_lightning_module,
 )
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from lightning_memtools.warning_categories import DegradedWarning
+
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 def diagnose(
@@ -60,13 +63,13 @@ def diagnose(
         optimizer: One or several optimizers. None calls configure_optimizers of a LightningModule. Without any
             optimizer, only gradients are computed.
         step: A function that returns the loss of a batch. Needed unless the model is a LightningModule.
-        val_dataloader: Yields evaluation batches; without it, evaluation is not examined.
-        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. None
-            runs a LightningModule's validation_step under no_grad, as Lightning does.
+        val_dataloader: Yields evaluation batches for `evaluate`.
+        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. None leaves
+            evaluation out, in which Lightning builds no graphs.
         checkpoint: The path of a checkpoint, whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
-        steps: The number of training steps to watch.
+        steps: The number of training steps to watch, and of evaluation batches.
 
     Returns:
         The report. If a step raises, the report keeps what was found before, and adds an error at the user's line.
@@ -87,20 +90,23 @@ def diagnose(
     try:
         findings = []
         if checkpoint is not None and "checkpoint_keys" in names:
-            findings = load_and_compare(model, os.fspath(checkpoint))
+            findings = _load_and_compare(model, os.fspath(checkpoint))
             snapshot.restore()
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         case = TrainingCase(
             model=model,
             train_loader=dataloader,
-            evaluation_loaders=() if val_dataloader is None else (val_dataloader,),
             device=next((p.device for p in model.parameters()), torch.device("cpu")),
             others=[one for one in (step, evaluate) if one is not None],
         )
         examination = Examination(case, names, steps)
         examination.findings += findings
         try:
-            _RealSteps(examination, step, given).run(steps, val_dataloader, evaluate)
+            run = _RealSteps(examination, step, given)
+            run.train(steps)
+            if evaluate is not None and "evaluation_graphs" in names:
+                for batch in islice(val_dataloader or (), steps):
+                    examination.findings += evaluation_graphs(evaluate(model, run.place(batch)))
         except Exception as error:  # noqa: BLE001, the user's own step may raise anything
             place = str(user_line_of(error) or "the training step")
             examination.findings.append(finding("step", place, f"The step raised {in_one_line(error).rstrip('.')}."))
@@ -112,8 +118,39 @@ def diagnose(
     return examination.report()
 
 
+def _load_and_compare(model: nn.Module, path: str) -> list[Finding]:
+    """Load a checkpoint of Lightning or of a plain script into the model; return findings on mismatched keys.
+
+    The caller has to restore the model afterwards. No code in the file is executed (`weights_only=True`).
+
+    Raises:
+        ValueError: The file cannot be read, or holds no state_dict.
+    """
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"checkpoint={path!r} cannot be read: {in_one_line(error)}") from error
+    for key in _CONTAINERS:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"checkpoint={path!r} holds {type(state).__name__}, and no state_dict.")
+    try:
+        # torch adds missing counters of old checkpoints itself, so that they are not among these.
+        missing, unexpected = nn.Module.load_state_dict(model, state, strict=False)
+    except RuntimeError as error:  # of other sizes
+        return [finding("checkpoint_keys/others", path, " ".join(str(error).split())[:300])]
+    if not (keys := [*missing, *unexpected]):
+        return []
+    evidence = f"Missing: {first_of(missing) or 'none'}. Unexpected: {first_of(unexpected) or 'none'}."
+    if all(key.endswith(_STATISTICS) for key in keys):
+        evidence += " BatchNorm has these keys; it counts batches since PyTorch 0.4.1, where it tracks statistics."
+        return [finding("checkpoint_keys/statistics", f"{path}: {first_of(keys)}", evidence)]
+    return [finding("checkpoint_keys/others", f"{path}: {first_of(keys)}", evidence)]
+
+
 class _RealSteps(StepListener, Callback):
-    """Runs training and evaluation steps in Lightning's loops, and passes their events on to an Examination."""
+    """Runs training steps in Lightning's loop, and passes their events on to an Examination."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
@@ -123,8 +160,8 @@ class _RealSteps(StepListener, Callback):
             model, step, make = PlainModule(model, step, make), None, None
         self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
 
-    def run(self, steps: int, val_dataloader: Iterable[Any] | None, evaluate: Callable[..., Any] | None) -> None:
-        """Run `steps` training steps, then `evaluate` or validation_step on at most `steps` evaluation batches."""
+    def train(self, steps: int) -> None:
+        """Run `steps` training steps."""
         model, tell = self._case.model, self._examination.tell
         if not model.training:
             model.train()
@@ -134,15 +171,6 @@ class _RealSteps(StepListener, Callback):
             tell("batch_start", self._batches[0])
             self._runner.run_batch()
             tell("batch_end")
-        tell("end")
-        batches = list(islice(val_dataloader or (), steps))
-        if evaluate is not None:
-            for batch in batches:
-                tell("evaluation_start")
-                tell("evaluation_end", evaluate(model, self.place(batch)))
-        elif batches and is_lightning_module(model) and has_step(model, "validation_step"):
-            self._batches = batches
-            StepRunner(model, Recipe(stage="val", steps=len(batches)), self, callbacks=[self]).run()
 
     # --- called by the runner
 
@@ -155,10 +183,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Store the optimizers. Leave out the mock that Lightning creates if the model has none."""
-        names = self._case.parameter_names()
-        groups = {one: [p for group in one.param_groups for p in group["params"]] for one in optimizers}
-        self._case.optimizers = [one for one, held in groups.items() if any(id(p) in names for p in held)]
+        """Store the optimizers, in which no holder is searched for."""
         self._case.stop_at = optimizers
 
     # --- called by Lightning
@@ -174,12 +199,3 @@ class _RealSteps(StepListener, Callback):
     def on_before_optimizer_step(self, *arguments: Any) -> None:
         """Pass the optimizer to the examination."""
         self._examination.tell("update", arguments[-1])
-
-    def on_validation_batch_start(self, *_: Any, **_named: Any) -> None:
-        """Tell the examination that an evaluation step begins."""
-        self._examination.tell("evaluation_start")
-
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **_named: Any) -> None:
-        """Pass the outputs of an evaluation step to the examination."""
-        del trainer, pl_module
-        self._examination.tell("evaluation_end", outputs)

@@ -22,42 +22,30 @@ Event = Literal[
     "update",  # with the optimizer, which is about to step
     "batch_end",
     "end",  # the last watched batch is over
-    "evaluation_start",  # of an evaluation batch
-    "evaluation_end",  # with the outputs of an evaluation batch
-    "evaluations_end",  # of a run of evaluation
 ]
 
 # The check's name, the event, or "first " and the event, and a function of the case and of what comes with the event.
 # It returns findings; one that only notes what others need returns nothing.
 CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None]], ...] = (
     ("batch_norm_one_sample", "first loss", loader_checks.batch_norm_one_sample),
-    ("worker_repeats", "batch_start", loader_checks.worker_repeats),
     ("shared_memory", "start", loader_checks.note_free_memory),
     ("shared_memory", "first batch_start", loader_checks.shared_memory),
-    ("optimizer_parameters", "end", parameter_checks.optimizer_parameters),
     ("symmetric_weights", "first gradients", parameter_checks.symmetric_weights),
     ("devices", "start", module_checks.devices),
     ("reproducibility", "start", module_checks.reproducibility),
     ("scheduler_interval", "start", loader_checks.scheduler_interval),
-    ("last_window", "first batch_start", loader_checks.last_window),
-    ("checkpointing_switch", "first gradients", module_checks.checkpointing_switch),
     ("missing_gradients", "update", parameter_checks.note_update),
     ("missing_gradients", "end", parameter_checks.missing_gradients),
-    ("retained_graphs", "batch_start", graph_checks.note_clock),
     ("retained_graphs", "loss", graph_checks.mark_graph),
     ("retained_graphs", "batch_end", graph_checks.retained_graphs),
-    ("evaluation_graphs", "evaluation_end", graph_checks.evaluation_graphs),
     ("loss_broadcast", "first loss", loss_checks.loss_broadcast),
     ("loss_sum", "first loss", loss_checks.note_sums),
     ("loss_sum", "first batch_end", loss_checks.loss_sum),
-    ("module_modes", "first gradients", module_checks.trained_in_eval),
-    ("module_modes", "start", module_checks.note_start),
-    ("module_modes", "end", module_checks.frozen_norms),
-    ("module_modes", "evaluation_start", module_checks.note_statistics),
-    ("module_modes", "evaluation_end", module_checks.norms_in_evaluation),
+    ("frozen_batch_norm", "start", module_checks.note_frozen_norms),
+    ("frozen_batch_norm", "end", module_checks.frozen_norms),
 )
-# The findings of checkpoint_keys come from whoever loads the checkpoint.
-NAMES = ("checkpoint_keys", *dict.fromkeys(name for name, _, _ in CHECKS))
+# The findings of the first two come from `diagnose`, which loads the checkpoint and runs the evaluation.
+NAMES = ("checkpoint_keys", "evaluation_graphs", *dict.fromkeys(name for name, _, _ in CHECKS))
 
 
 def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple[str, ...]:
@@ -79,19 +67,18 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
 
 
 class Examination:
-    """Runs the checks during the first training and evaluation steps.
+    """Runs the checks during the first training steps.
 
     A check's function is not called again once it has raised or has returned findings.
 
     Args:
         case: The objects and settings of the training.
         names: The names of the checks.
-        steps: The number of training batches, and of evaluation batches, to watch.
+        steps: The number of training batches to watch.
 
     Attributes:
         findings: The findings so far.
         failures: Messages of the errors that checks raised, each with the check's name.
-        n_evaluated: The number of evaluation batches that were watched.
         is_concluded: True once the training steps have been watched.
     """
 
@@ -100,7 +87,6 @@ class Examination:
         self.names = tuple(names)
         self.findings: list[Finding] = []
         self.failures: list[str] = []
-        self.n_evaluated = 0
         self.is_concluded = False
         self._steps = steps
         self._active = [check for check in CHECKS if check[0] in names]
@@ -114,8 +100,7 @@ class Examination:
     def tell(self, event: Event, argument: Any = None) -> None:
         """Pass an event and its argument, such as the loss, to the checks. Do nothing after the last watched batch."""
         self.stop()
-        is_evaluation = event.startswith("evaluation")
-        if self.n_evaluated >= self._steps if is_evaluation else self.is_concluded:
+        if self.is_concluded:
             return
         if event == "loss" and not (isinstance(argument, Tensor) and argument.grad_fn is not None):
             return
@@ -125,7 +110,6 @@ class Examination:
             self._call(f"first {event}", argument)
         self._call(event, argument)
         self.is_concluded |= event == "end"
-        self.n_evaluated += event == "evaluation_end"
         if event == "batch_start" and not self.case.n_steps and {"loss_broadcast", "loss_sum"} & set(self.names):
             # Anomaly mode notes the stack of each operation. It checks for NaN only if it did so before.
             checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()

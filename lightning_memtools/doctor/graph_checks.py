@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_memtools._torch import autograd_sequence_number, node_sequence_number
+from lightning_memtools._torch import node_sequence_number
 from lightning_memtools.doctor.autograd_nodes import nodes_below
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
@@ -28,15 +28,10 @@ _IN_A_ROW = 6
 def mark_graph(case: TrainingCase, loss: Tensor) -> None:
     """Attach an object to the autograd graph of a step's first loss, to see later if the graph is still alive."""
     if len(case.marks) <= case.n_steps:
-        mark: set[Any] = set()  # of the plain objects, sets can be referred to weakly
+        mark = {case.n_steps}  # of the plain objects, sets can be referred to weakly
         for node in nodes_below(loss.grad_fn, _MARKED_NODES):
             node.metadata["memtools"] = mark
         case.marks.append(weakref.ref(mark))
-
-
-def note_clock(case: TrainingCase, _: Any) -> None:
-    """Record autograd's sequence number at the start of a step; nodes created later have higher numbers."""
-    case.clocks.append(autograd_sequence_number())
 
 
 def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
@@ -58,12 +53,15 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
     """Return the variable or attribute that holds graphs older than two steps, and a phrase on the tensors in it."""
-    numbers = range(case.clocks[0], case.clocks[-2])
     held = [
         tensor
         for tensor in all_tensors()
         if tensor.grad_fn is not None
-        and any(node_sequence_number(node) in numbers for node in nodes_below(tensor.grad_fn, _MARKED_NODES))
+        and any(
+            step < case.n_steps - 1
+            for node in nodes_below(tensor.grad_fn, _MARKED_NODES)
+            for step in node.metadata.get("memtools", ())
+        )
     ]
     if not held:
         return "an object that Python's garbage collector does not see", ""
@@ -75,7 +73,7 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
     return place, f", held through {counted(len(held), 'tensor', 'tensors')} with {format_size(n_bytes)}"
 
 
-def evaluation_graphs(_: TrainingCase, outputs: Any) -> list[Finding]:
+def evaluation_graphs(outputs: Any) -> list[Finding]:
     """Return a finding if an evaluation step has returned outputs with an autograd graph."""
     with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     if not with_graph:

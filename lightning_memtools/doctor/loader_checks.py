@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memtools._torch import AnyBatchNorm, output_shape
 from lightning_memtools.doctor.autograd_nodes import nodes_below, operator_of
@@ -72,26 +71,6 @@ def _ends_with_one(case: TrainingCase) -> bool:
     return is_reached and size > 1 and n_samples % size == 1
 
 
-def worker_repeats(case: TrainingCase, batch: Any) -> list[Finding]:
-    """Return a finding if all workers of an IterableDataset yield the same batches, so that data is repeated.
-
-    If the data set is iterable and has several workers, the host waits for the device in the first steps.
-    """
-    n_workers = getattr(case.train_loader, "num_workers", 0)
-    is_iterable = n_workers > 1 and isinstance(case.train_loader.dataset, IterableDataset)
-    if not is_iterable or case.computes_nothing or len(case.digests) > n_workers:
-        return []
-    tensors = [tensor.detach() for tensor in tensors_in(batch) if tensor.layout is torch.strided]
-    case.digests.append(hash(tuple(t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)))
-    *of_workers, next_of_first = case.digests
-    if len(of_workers) < n_workers or {*of_workers} != {of_workers[0]} or next_of_first == of_workers[0]:
-        return []
-    evidence = (
-        f"The first {n_workers} batches are equal, one from each of {n_workers} workers, and the next one is not."
-    )
-    return [finding("worker_repeats", type(case.train_loader.dataset).__name__, evidence)]
-
-
 def note_free_memory(case: TrainingCase, _: Any) -> None:
     """Record in `case` how many bytes of shared memory are free before the DataLoader workers use it."""
     limits = (free_shared_memory(), free_in_container())
@@ -100,21 +79,18 @@ def note_free_memory(case: TrainingCase, _: Any) -> None:
 
 def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
     """Return a finding if the batches that DataLoader workers prefetch need more shared memory than is free."""
-    loaders = [one for one in (case.train_loader, *case.evaluation_loaders) if getattr(one, "num_workers", 0)]
-    if not loaders or case.free_shared is None:
+    loader = case.train_loader
+    if not getattr(loader, "num_workers", 0) or case.free_shared is None:
         return []
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
-    need = sum(one.num_workers * (one.prefetch_factor or 0) for one in loaders) * batch_bytes * case.local_ranks
+    need = loader.num_workers * loader.prefetch_factor * batch_bytes * case.local_ranks
     if need <= case.free_shared:
         return []
-    workers = " + ".join(
-        f"{counted(one.num_workers, 'worker', 'workers')} x {counted(one.prefetch_factor, 'batch', 'batches')}"
-        for one in loaders
-    )
-    ranks = counted(case.local_ranks, "rank", "ranks")
+    workers = counted(loader.num_workers, "worker", "workers")
+    batches = counted(loader.prefetch_factor, "batch", "batches")
     evidence = (
-        f"{workers} of {format_size(batch_bytes)}, on {ranks}, need {format_size(need)} of shared memory when all are "
-        f"ready, and {format_size(case.free_shared)} were free."
+        f"{workers} x {batches} of {format_size(batch_bytes)}, on {counted(case.local_ranks, 'rank', 'ranks')}, need "
+        f"{format_size(need)} of shared memory when all are ready, and {format_size(case.free_shared)} were free."
     )
     return [finding("shared_memory", "DataLoader", evidence)]
 
@@ -134,16 +110,3 @@ def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
             )
             findings.append(finding("scheduler_interval", name, evidence, interval=other))
     return findings
-
-
-def last_window(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if an epoch's last optimizer step accumulates gradients over fewer batches than the others."""
-    n_batches, accumulate = case.n_train_batches or 0, case.accumulate
-    n_last = n_batches % accumulate
-    if not n_last:
-        return []
-    evidence = (
-        f"{n_batches:,} batches in windows of {accumulate} leave {n_last} for the last of each epoch: its gradient is "
-        f"{n_last / accumulate:.0%} of their mean, because each loss is divided by {accumulate}."
-    )
-    return [finding("last_window", "Trainer", evidence, n=n_batches, accumulate=accumulate)]

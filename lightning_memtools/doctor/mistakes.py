@@ -28,11 +28,6 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "load_state_dict raises, for other sizes also with strict=False; what is missing keeps its initial values.",
         "Build the model as it was saved, or rename the keys: key.removeprefix('module.') for those of a wrapper.",
     ),
-    "optimizer_parameters": (
-        "warning",
-        "They are never trained, and their gradients add up and cost time and memory.",
-        "Add them to the optimizer, or call requires_grad_(False) on them.",
-    ),
     "symmetric_weights": (
         "warning",
         "The outputs stay copies of one another: the layer has the capacity of one.",
@@ -83,40 +78,15 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "The gradient grows with the batch, and the best learning rate with it; a larger batch can diverge.",
         'reduction="mean", or divide the sum by the number of samples.',
     ),
-    "module_modes/training": (
-        "warning",
-        "BatchNorm normalizes with its stored statistics and dropout does nothing, as in evaluation.",
-        "Call train() on it before training (from_pretrained and model.eval() leave eval mode on), or freeze it.",
-    ),
-    "module_modes/evaluation": (
-        "warning",
-        "Evaluation depends on how its data is batched, and leaks into the trained model.",
-        "Call model.eval() before evaluation, and do not call train() on a part of it there.",
-    ),
-    "module_modes/frozen": (
+    "frozen_batch_norm": (
         "warning",
         "The frozen part normalizes with each batch, and its pretrained statistics are overwritten.",
         "Call eval() on it in on_train_epoch_start, or in your module's train(); requires_grad_(False) is not enough.",
-    ),
-    "checkpointing_switch": (
-        "warning",
-        "Models of transformers look at the switch in train mode only: all activations are kept.",
-        "Call train() on it before training.",
-    ),
-    "worker_repeats": (
-        "error",
-        "Each sample is trained on once for every worker in an epoch.",
-        "In __iter__: info = get_worker_info(); yield from islice(items, info.id, None, info.num_workers).",
     ),
     "scheduler_interval": (
         "warning",
         "The learning rate hardly changes in this training, or goes up and down many times.",
         'In configure_optimizers: "lr_scheduler": {{"scheduler": scheduler, "interval": "{interval}"}}.',
-    ),
-    "last_window": (
-        "info",
-        "The last update of an epoch is smaller than the others, and counts as one all the same.",
-        "An accumulate_grad_batches that divides {n}, or limit_train_batches= a multiple of {accumulate}.",
     ),
     "step": (
         "error",

@@ -1,67 +1,30 @@
-"""Checks of modules and of the process: train and eval modes, tensors on another device, and the seed."""
+"""Checks of modules and of the process: frozen BatchNorm, tensors on another device, and the seed."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import AnyBatchNorm, AnyDropout, is_in_memory, write_count
+from lightning_memtools._torch import AnyBatchNorm, is_in_memory, write_count
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import finding
-from lightning_memtools.doctor.training_case import NormCounts, TrainingCase
+from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.reporting.phrases import counted, first_of
 
 # A seed that the system draws has 53 bits; one that a person gives is nearly always below.
 _LARGEST_USUAL_SEED = 2**32
 
 
-def trained_in_eval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on modules in eval mode that get gradients and contain dropout or BatchNorm.
-
-    Modules without gradients are skipped as frozen parts or teachers. A dropout or BatchNorm layer in eval mode is
-    skipped as intended if its parent is in train mode.
-    """
-    parts = [
-        parent or type(case.model).__name__
-        for name, layer in case.model.named_modules()
-        if isinstance(layer, (AnyDropout, AnyBatchNorm)) and not layer.training and getattr(layer, "p", 1.0) > 0
-        if not (part := case.model.get_submodule(parent := name.rpartition(".")[0])).training
-        if any(parameter.grad is not None for parameter in part.parameters())
-    ]
-    if not parts:
-        return []
-    layers = counted(len(parts), "layer of dropout or BatchNorm is", "layers of dropout or BatchNorm are")
-    evidence = f"{layers} in eval mode, in parts that are too and get gradients in training."
-    return [finding("module_modes/training", first_of(list(dict.fromkeys(parts))), evidence)]
-
-
-def note_start(case: TrainingCase, _: Any) -> None:
+def note_frozen_norms(case: TrainingCase, _: Any) -> None:
     """Record in `case` the weights of frozen BatchNorm layers, and how often their running statistics were written."""
-    case.norms_at_start = [
-        (name, norm, _weights_of(norm), n_counter)
-        for name, norm, n_counter in _norm_counts(case)
-        if norm.weight is not None and not norm.weight.requires_grad
-    ]
-
-
-def note_statistics(case: TrainingCase, _: Any) -> None:
-    """Record in `case`, before an evaluation batch, how often BatchNorm running statistics were written."""
-    case.norms_before = _norm_counts(case)
-
-
-def _weights_of(norm: Any) -> tuple[int, list[float]]:
-    return write_count(norm.weight), norm.weight.tolist() if is_in_memory(norm.weight) else []
-
-
-def _norm_counts(case: TrainingCase) -> list[NormCounts]:
-    return [
-        (name, norm, write_count(seen))
+    case.frozen_norms = [
+        (name, norm, norm.weight.tolist(), write_count(norm.num_batches_tracked))
         for name, norm in case.model.named_modules()
-        if isinstance(norm, AnyBatchNorm) and (seen := norm.num_batches_tracked) is not None and not seen.is_inference()
+        if isinstance(norm, AnyBatchNorm) and norm.num_batches_tracked is not None
+        if norm.weight is not None and not norm.weight.requires_grad and is_in_memory(norm.weight)
     ]
 
 
@@ -72,51 +35,22 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     """
     moved = [
         name
-        for name, norm, weights, n_counter in case.norms_at_start
-        if write_count(norm.num_batches_tracked) > n_counter and _weights_of(norm) == weights
+        for name, norm, weights, n_written in case.frozen_norms
+        if write_count(norm.num_batches_tracked) > n_written and norm.weight.tolist() == weights
         if not any(p.requires_grad for p in case.model.get_submodule(name.rpartition(".")[0]).parameters())
     ]
     if not moved:
         return []
     layers = counted(len(moved), "BatchNorm layer of a frozen part runs", "BatchNorm layers of frozen parts run")
     evidence = f"{layers} in train mode: {case.n_steps} steps have written the running statistics, not the weights."
-    return [finding("module_modes/frozen", first_of(moved), evidence)]
-
-
-def norms_in_evaluation(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on BatchNorm layers whose running statistics an evaluation batch has changed."""
-    changed = [name for name, norm, count in case.norms_before if write_count(norm.num_batches_tracked) != count]
-    if not changed:
-        return []
-    layers = counted(len(changed), "BatchNorm layer is", "BatchNorm layers are")
-    evidence = f"{layers} in train mode in evaluation, and an evaluation batch has changed their running statistics."
-    return [finding("module_modes/evaluation", first_of(changed), evidence)]
-
-
-def checkpointing_switch(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if modules with gradient checkpointing are trained in eval mode, which turns it off."""
-    idle = [
-        name or type(case.model).__name__
-        for name, part in case.model.named_modules()
-        if getattr(part, "gradient_checkpointing", None) is True and not part.training
-        if any(parameter.grad is not None for parameter in part.parameters())
-    ]
-    if not idle:
-        return []
-    evidence = f"gradient_checkpointing is on in {counted(len(idle), 'part', 'parts')} in eval mode that get gradients."
-    return [finding("checkpointing_switch", first_of(idle), evidence)]
+    return [finding("frozen_batch_norm", first_of(moved), evidence)]
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on parameters, buffers and tensor attributes that are not on the device of most parameters."""
-    model = case.model
-    sizes: Counter[torch.device] = Counter()
-    for parameter in model.parameters():
-        sizes[parameter.device] += parameter.numel()
-    # accelerate places a model's parts, and moves the inputs of each.
-    if not sizes or any(hasattr(part, "hf_device_map") for part in (model, *model.children())):
+    """Return a finding on parameters, buffers and tensor attributes that are not on the training's device."""
+    model, home = case.model, case.device
+    if case.sharded:  # strategies may keep parameters on the host
         return []
-    home = sizes.most_common(1)[0][0]
     # Of plain attributes, a tensor without dimensions may stay on the host: every device takes it.
     plain = {
         f"{name}.{key}" if name else key: value

@@ -1,4 +1,4 @@
-"""Checks of parameters that no optimizer holds, that get no gradient, or that stay equal to each other."""
+"""Checks of parameters that get no gradient, or that stay equal to each other."""
 
 from __future__ import annotations
 
@@ -22,26 +22,6 @@ from lightning_memtools.reporting.phrases import counted, first_of
 _MIN_UPDATES = 5
 
 
-def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on parameters that get gradients but are in no optimizer, so they are never updated."""
-    if case.sharded or not case.optimizers or case.n_steps < _MIN_UPDATES:
-        return []
-    held = {id(p) for optimizer in case.optimizers for group in optimizer.param_groups for p in group["params"]}
-    gradients = {
-        name: parameter.grad
-        for name, parameter in case.model.named_parameters()
-        if id(parameter) not in held and parameter.requires_grad and parameter.grad is not None
-    }
-    if not gradients:
-        return []
-    n_bytes = sum(gradient.nbytes for gradient in gradients.values())
-    evidence = (
-        f"{counted(len(gradients), 'parameter gets', 'parameters get')} gradients ({n_bytes:,} bytes after "
-        f"{case.n_steps} steps) without being in any optimizer."
-    )
-    return [finding("optimizer_parameters", first_of(list(gradients)), evidence)]
-
-
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
     """Record in `case` the norm of each gradient of an optimizer, and of each of its weights with weight decay.
 
@@ -56,31 +36,31 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name, gradient = names.get(id(parameter)), parameter.grad
-            if (
-                name is None
-                or not parameter.requires_grad
-                or not (gradient is None or gradient.layout is torch.strided)
-            ):
+            if name is None or not parameter.requires_grad:
+                continue
+            if gradient is not None and gradient.layout is not torch.strided:
                 continue
             held.append(name)
             if gradient is not None:
                 gradients[name] = gradient
                 if group.get("weight_decay") and number in {0, _MIN_UPDATES - 1}:
                     weights[name] = parameter.detach()
-    case.updates.append(UpdateNorms(optimizer, held, _norms_of(gradients), _norms_of(weights)))
+    norms = _norms_of(gradients, case.device), _norms_of(weights, case.device)
+    case.updates.append(UpdateNorms(optimizer, held, *norms))
 
 
-def _norms_of(tensors: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return the names and norms of tensors. The norms of one device and dtype are in one tensor, to save memory."""
-    alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
-    for name, norm in zip(tensors, l2_norm_of_each(list(tensors.values()), None) if tensors else (), strict=True):
-        alike[norm.device, norm.dtype][name] = norm.detach()
-    return [(list(norms), torch.stack(list(norms.values()))) for norms in alike.values()]
+def _norms_of(tensors: dict[str, Tensor], device: torch.device) -> tuple[list[str], Tensor]:
+    """Return the names and norms of tensors. The norms are in one tensor on the device, to save memory."""
+    if not tensors:
+        return [], torch.empty(0)
+    norms = l2_norm_of_each(list(tensors.values()), None)
+    return list(tensors), torch.stack([norm.detach().to(device, torch.float32) for norm in norms])
 
 
-def _values_of(norms: list[tuple[list[str], Tensor]]) -> Iterable[tuple[str, float]]:
-    """Return (name, norm) pairs with the norms as floats. The host waits once for each tensor of norms."""
-    return (one for names, values in norms for one in zip(names, values.tolist(), strict=True))
+def _values_of(norms: tuple[list[str], Tensor]) -> Iterable[tuple[str, float]]:
+    """Return (name, norm) pairs with the norms as floats. The host waits for the device once."""
+    names, values = norms
+    return zip(names, values.tolist(), strict=True)
 
 
 def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_memtools.null_cuda.launch import computes_nothing
 
 Shape = tuple[int, ...]
-NormCounts = tuple[str, Any, int]
 
 
 class SumOverBatch(NamedTuple):
@@ -30,8 +29,8 @@ class UpdateNorms(NamedTuple):
 
     optimizer: Optimizer
     held: list[str]
-    gradients: list[tuple[list[str], Tensor]]
-    weights: list[tuple[list[str], Tensor]]
+    gradients: tuple[list[str], Tensor]
+    weights: tuple[list[str], Tensor]
     """Of the parameters with weight decay; none at most updates."""
 
 
@@ -40,9 +39,7 @@ class TrainingCase:
     """The objects and settings of a training run that the checks read, and the values that they recorded."""
 
     model: nn.Module
-    optimizers: Sequence[Optimizer] = ()
     train_loader: Any = None
-    evaluation_loaders: Sequence[Any] = ()  # alive at the same time
     n_train_batches: int | None = None  # in an epoch, where it is known
     accumulate: int = 1  # the batches per update, by which Lightning divides the loss
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -62,11 +59,8 @@ class TrainingCase:
     sums: Sequence[SumOverBatch] = ()  # in the first loss
     updates: list[UpdateNorms] = field(default_factory=list)
     marks: list[weakref.ref[Any]] = field(default_factory=list)  # alive as long as the graph of their step
-    clocks: list[int] = field(default_factory=list)  # autograd's count of nodes at the start of each step
-    # By name, with what `_weights_of` tells (`weight.data = ...` counts no write), and the writes of statistics so far.
-    norms_at_start: Sequence[tuple[str, Any, tuple[int, list[float]], int]] = ()
-    norms_before: Sequence[NormCounts] = ()
-    digests: list[int] = field(default_factory=list)  # of the first batches
+    # By name, with the weights and the count of writes of their statistics at the start.
+    frozen_norms: Sequence[tuple[str, Any, list[float], int]] = ()
 
     @property
     def computes_nothing(self) -> bool:

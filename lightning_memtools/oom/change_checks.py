@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
@@ -27,8 +26,8 @@ def smaller_batch(trials: StepTrials) -> list[Action]:
         return Action(kind=ActionKind.BATCH_SIZE, title=title, code=f"DataLoader(batch_size={smaller})")
 
     if limit is None:
-        half = max(size // 2, min(2, size - 1))  # BatchNorm refuses to train on one sample
-        return [_compared(trials, trials.at(half).peak_allocated, batches_of(half), fits=None)] if size > 1 else []
+        half = size // 2
+        return [_compared(trials, trials.at(half).peak_allocated, batches_of(half), fits=None)] if half else []
     largest = trials.largest_batch
     if not largest:
         return [Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches", detail="Not even one sample fits")]
@@ -43,12 +42,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
         if effective % smaller:
             continue
         n_batches = effective // smaller
-        try:
-            estimate = trials.at(smaller, n_batches)
-        except ValueError:
-            if smaller > 1:
-                raise
-            return []  # BatchNorm refuses to train on one sample
+        estimate = trials.at(smaller, n_batches)
         fits, peak = trials.fits(estimate), estimate.peak_allocated
         if fits is False:
             continue
@@ -78,8 +72,7 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Suggest GradientCheckpointing, with the checkpoint plan that it would make for the available memory.
 
-    The budget for the plan leaves out as much memory as the unchanged step reserves without using it. If the step still
-    does not fit, because it reserves more, the plan with the lowest peak is tried.
+    The budget for the plan leaves out as much memory as the unchanged step reserves without using it.
     """
     trials.check_time()
     budget = None
@@ -89,13 +82,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
     elif trials.failed.run.plan is not None:
         return []  # the plan that needs no budget is applied
     plan, given = _planned(trials, budget)
-    actions = _recomputing(trials, plan, given)
-    if any(action.outcome is Outcome.NOT_ENOUGH for action in actions):
-        lowest, least = _planned(trials, 1)
-        with suppress(NotCheckedError):  # there is no time for a second plan
-            others = [] if lowest.chains == plan.chains else _recomputing(trials, lowest, least)
-            return others if any(action.outcome is Outcome.ENOUGH for action in others) else actions
-    return actions
+    return _recomputing(trials, plan, given)
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
@@ -167,9 +154,6 @@ def _compared(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
         detail += ". Whether that is enough is not known"
     elif fits:
         detail += f" and fits within the available {format_size(trials.limit)}"
-    elif trials.limit is not None and peak <= trials.limit:
-        available = format_size(trials.limit)
-        detail += f". That is not enough by itself: memory is reserved in segments, and they need more than {available}"
     else:
-        detail += f". That is not enough by itself: {format_size(trials.limit)} are available"
+        detail += f". That is not enough by itself: {format_size(trials.limit)} are available, in segments"
     return replace(action, outcome=Outcome.of(fits=fits), detail=detail, saved=saved, peak=peak, price=price)

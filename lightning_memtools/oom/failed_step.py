@@ -15,7 +15,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.estimator import estimate_step
-from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
+from lightning_memtools.memory.allocator import AllocatorConfig
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
 from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
@@ -71,7 +71,7 @@ class FailedStep:
         run: The properties of the run, read from its Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
         cuda: True to trace CUDA operators, False to trace CPU operators.
-        gpu: The name of this GPU, or of a known one with an equally large cuBLAS workspace; None for the default size.
+        gpu: The known name of this GPU; None for a default.
         config: The allocator's settings.
         history: The allocator's recorded history; None if none was recorded.
         evaluation_began: The time, on the history's clock, at which the evaluation began; None in training.
@@ -199,7 +199,7 @@ def failed_step(
         run=run,
         is_cuda_like=device.type == "cuda" or virtual is not None,
         cuda=device.type == "cuda" or (virtual is not None and virtual.cuda_like),
-        gpu=_gpu_like(device),
+        gpu=_name_of_gpu(device),
         config=config,
         history=history,
         evaluation_began=None if facts.moment.stage == "train" else capture.evaluation_began,
@@ -216,13 +216,11 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
     return other_gpu_processes(capture.device.index or 0) if capture.device.type == "cuda" else None
 
 
-def _gpu_like(device: torch.device) -> str | None:
-    """Return the name of the GPU, or if it is unknown, of one with as large a cuBLAS workspace; None for others."""
+def _name_of_gpu(device: torch.device) -> str | None:
+    """Return the known name of a CUDA device; None for other devices and unknown GPUs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes
-        if (gpu := find_gpu(torch.cuda.get_device_name(device).removesuffix(" (dry run)"))) is not None:
-            return gpu.name
-    capability = torch.cuda.get_device_capability(device)
-    is_large = cublas_workspace_bytes(compute_capability=capability) > cublas_workspace_bytes()
-    return "H100 80GB" if is_large else None
+        gpu = find_gpu(torch.cuda.get_device_name(device).removesuffix(" (dry run)"))
+        return None if gpu is None else gpu.name
+    return None

@@ -34,7 +34,7 @@ from lightning_memtools.oom.failure_facts import (
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
 # A stack of each allocation may take a quarter of a step's time on the host. Stacks are recorded where memory may run
-# out: in the first batches of a stage, in larger ones than any before, and while more than half of it is reserved.
+# out: in the first batches of a stage, and while more than half of it is reserved.
 _BATCHES_WITH_STACKS = 20
 
 OOMObserver = Callable[[int, int, int, int], object]
@@ -123,7 +123,6 @@ class FailureCapture:
         self.on_device: OnDevice = lambda tensor: tensor.device.type == device.type
         if self.reader is not None:
             self.on_device = on_device_of(self.reader, device)
-        self.snapshot = snapshot
         self.recording = record(self.reader) if snapshot else None
         self.batch: Any = None
         self.phase = ""
@@ -138,7 +137,6 @@ class FailureCapture:
         # By the owners of memory that there were: the first batch, but for the stage's own first one, and its number.
         self._first: dict[tuple[bool, bool], tuple[MemoryAtBatchStart, int]] = {}
         self._ran: defaultdict[str, BatchesBefore] = defaultdict(BatchesBefore)  # by stage
-        self._most_inputs: defaultdict[str, int] = defaultdict(int)  # in bytes, by stage
         stats = MemoryStats() if self.reader is None else self.reader.stats()
         capacity = stats.capacity or 0
         self._scarce_from = min(int(_fraction(self.reader) * capacity), capacity - stats.used_by_others) // 2
@@ -170,9 +168,8 @@ class FailureCapture:
         allocated, reserved = allocated_and_reserved(self.reader)
         inputs = bytes_on_device(tensors_in(batch), self.on_device, set())
         if self.recording is not None:
-            is_usual = self._ran[stage].n >= _BATCHES_WITH_STACKS and inputs <= self._most_inputs[stage]
-            self.recording.want_stacks(not is_usual or reserved > self._scarce_from)
-        self._most_inputs[stage] = max(inputs, self._most_inputs[stage])
+            is_first = self._ran[stage].n < _BATCHES_WITH_STACKS
+            self.recording.want_stacks(is_first or reserved > self._scarce_from)
         self._before = before = MemoryAtBatchStart(
             allocated,
             inputs,

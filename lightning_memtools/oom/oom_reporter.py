@@ -1,4 +1,4 @@
-"""Makes an out-of-memory report and delivers it: to a file, the console, the error itself, and the other ranks."""
+"""Makes an out-of-memory report and delivers it: to a file, the console, and the error itself."""
 
 from __future__ import annotations
 
@@ -32,49 +32,16 @@ T = TypeVar("T")
 CHECKS_S = 8.0
 
 
-class NoticeBoard:
-    """A file with a message from the rank that ran out of memory: the others only see a lost connection.
-
-    Args:
-        directory: The directory of the reports; None for the system's temporary directory.
-        token: An identifier of this Trainer run, the same on every rank.
-    """
-
-    def __init__(self, directory: Path | None, token: str) -> None:
-        self._path = (directory or Path(tempfile.gettempdir())) / f".oom-{token}.txt"
-
-    def leave(self, text: str) -> bool:
-        """Write a message, unless another rank has written one. Return True if this rank is the first."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError:  # it is there, or no file can be written
-            return not self._path.is_file()
-        return True
-
-    def read(self) -> str:
-        """Return the message; "" if no rank has written one."""
-        try:
-            return self._path.read_text(encoding="utf-8")
-        except OSError:
-            return ""
-
-
 @dataclass(frozen=True, slots=True)
 class OOMReporter:
     """Makes the out-of-memory reports for one fit, validate, test or predict call.
 
     Attributes:
         directory: The directory of the reports, or the reason why the run keeps no files.
-        top: The number of modules to list.
-        board: Passes notices to other ranks; None if there is only one rank.
         checks_s: The processor time in seconds for all checks; None for the default.
     """
 
     directory: Path | NotWritten
-    top: int
-    board: NoticeBoard | None
     checks_s: float | None = None
 
     def report(
@@ -89,7 +56,7 @@ class OOMReporter:
         """Create the report, write it, print its first lines, and return it.
 
         `read_run` reads the properties of the run. A note that names the report is added to `error`, if that ends the
-        run. If the run goes on instead, `done` says how the error was handled, and other ranks are not told.
+        run. If the run goes on instead, `done` says how the error was handled.
         """
         end = time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
@@ -99,32 +66,19 @@ class OOMReporter:
             done=done,
             where="" if line is None else f"{line} in {line.function}" + (f": {line.source}" if line.source else ""),
             processes=processes_of(capture, facts),
-            top=self.top,
         )
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
-        is_first = True
-        if self.board is not None and not done:
-            notice = f"rank {facts.moment.rank} running out of memory. {page.headline} {page.file_line()}"
-            is_first = self.board.leave(notice)
         take = (lambda: None) if capture.recording is None else capture.recording.take
         snapshot = _tried(page, "The allocator's history", take, None)
-        page.snapshot = _write_snapshot(page.file, snapshot, capture)
+        page.snapshot = _write_snapshot(page, snapshot)
         _tried(page, "The failed step", lambda: _advise(page, capture, snapshot, read_run(), end), None)
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, page.markdown())
-        print_on_console(page.console() if is_first else f"{page.headline} {page.file_line()}", soft_wrap=True)
+        print_on_console(page.console(), soft_wrap=True)
         if error is not None:
             error.add_note(page.note())
         return page
-
-    def report_other_rank(self, error: BaseException) -> str:
-        """If another rank ran out of memory, add a note to `error` that says so. Return the note, or "" if none did."""
-        notice = "" if self.board is None else self.board.read()
-        note = f"OOMReport: this error is a consequence of {notice}" if notice else ""
-        if note:
-            error.add_note(note)
-        return note
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
         """Write a report to the directory of reports. If that fails, write it to a temporary directory."""
@@ -158,17 +112,16 @@ def _advise(
         page.advice = advice_for(failed, end - time.thread_time())
 
 
-def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:
-    """Write the memory snapshot beside the report. Return its path, or a string that says why there is none."""
-    if snapshot is None:
-        return "this device records none" if capture.snapshot else "it was not asked for (snapshot=False)"
-    if isinstance(report, NotWritten):
-        return "no file can be written"
-    path = report.with_name(f"{report.stem}-snapshot.pickle")
+def _write_snapshot(page: ReportPage, snapshot: dict[str, Any] | None) -> Path | None:
+    """Write the memory snapshot beside the report. Return its path; None if nothing was recorded or written."""
+    if snapshot is None or isinstance(page.file, NotWritten):
+        return None
+    path = page.file.with_name(f"{page.file.stem}-snapshot.pickle")
     try:
         write_snapshot(snapshot, path)
     except OSError as error:
-        return f"it could not be written: {error}"
+        page.notes.append(f"The memory snapshot could not be written: {error}")
+        return None
     return path
 
 

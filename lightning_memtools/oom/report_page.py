@@ -20,6 +20,7 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
 _MOST_TENSORS = 12
+_MOST_ROWS = 10  # of modules, holders, variables and lines
 _WORTH_A_LINE = 0.01
 _MOST = 0.4  # of what is allocated, and that of the device
 
@@ -37,9 +38,8 @@ class ReportPage:
         advice: The changes that were tried, with their results.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
-        top: The number of modules to list.
         file: The path of the report, or the reason why there is none.
-        snapshot: The path of the memory snapshot, or the reason why there is none.
+        snapshot: The path of the memory snapshot; None if there is none.
     """
 
     facts: FailureFacts
@@ -50,9 +50,8 @@ class ReportPage:
     advice: Advice = field(default_factory=Advice)
     processes: Sequence[GpuProcess] | str | None = None
     notes: list[str] = field(default_factory=list)
-    top: int = 10
     file: Path | NotWritten = NO_RUN
-    snapshot: Path | str = ""
+    snapshot: Path | None = None
 
     # --- the short forms
 
@@ -177,21 +176,15 @@ class ReportPage:
         return [markdown_table(Table(("category", "size", "share"), rows)), what]
 
     def _holders(self) -> list[str]:
-        split, least = self.facts.split, _WORTH_A_LINE * (self.facts.stats.allocated or 0)
-        held = [holding for holding in self.held.found if holding.n_bytes > least][: self.top]
+        least = _WORTH_A_LINE * (self.facts.stats.allocated or 0)
+        held = [holding for holding in self.held.found if holding.n_bytes > least][:_MOST_ROWS]
         lines = [f"- {holding_in_words(holding)}" for holding in held]
         if self.held.garbage_bytes > least:
             lines.append(f"- garbage that Python had not collected, {format_size(self.held.garbage_bytes)}")
-        known = sum(holding.n_bytes for holding in self.held.found) + self.held.garbage_bytes
-        rest = 0 if split is None else split["other"] - known
-        unknown = (
-            f"Of what was there before the batch, {format_size(rest)} were not found: autograd graphs, workspaces of "
-            "libraries, buffers of the strategy and other threads can hold memory that no Python object shows."
-        )
-        return ["\n".join(lines), unknown if rest > least else ""]
+        return ["\n".join(lines)]
 
     def _modules(self) -> list[str]:
-        rows = [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in self.advice.modules if n_bytes][: self.top]
+        rows = [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in self.advice.modules if n_bytes][:_MOST_ROWS]
         in_training = self.facts.moment.stage == "train"
         when = "keeps for the backward pass in" if in_training else "holds at the peak of"
         text = f"These are the activations that each module {when} the traced step."
@@ -199,8 +192,9 @@ class ReportPage:
 
     def _outside(self) -> list[str]:
         least = _WORTH_A_LINE * (self.facts.stats.allocated or 0)
-        lines = [(line, format_size(n)) for line, n in self.advice.lines if n > least][: self.top]
-        variables = [(where, what, format_size(n)) for where, what, n in self.facts.variables if n > least][: self.top]
+        lines = [(line, format_size(n)) for line, n in self.advice.lines if n > least][:_MOST_ROWS]
+        large = [variable for variable in self.facts.variables if variable.n_bytes > least][:_MOST_ROWS]
+        variables = [(variable.where, variable.tensors, format_size(variable.n_bytes)) for variable in large]
         of_variables = Table(("variable when memory ran out", "tensor", "size"), variables, "llr")
         of_lines = Table(("line, at the peak of the traced step", "size"), lines)
         return [markdown_table(table) for table in (of_variables, of_lines) if table.rows]
@@ -210,10 +204,6 @@ class ReportPage:
         return [f"{text[0].upper()}{text[1:]}."] if text else []
 
     def _files(self) -> list[str]:
-        snapshot = f"No memory snapshot: {self.snapshot}."
-        if isinstance(self.snapshot, Path):
-            snapshot = (
-                f"Memory snapshot: `{short_path(str(self.snapshot))}`. `memtools snapshot` makes a page from it that "
-                "shows every block; https://pytorch.org/memory_viz can show it too."
-            )
-        return [snapshot if self.snapshot else ""]
+        path = "" if self.snapshot is None else short_path(str(self.snapshot))
+        viewers = "`memtools snapshot` draws it; https://pytorch.org/memory_viz shows every block."
+        return [path and f"Memory snapshot: `{path}`. {viewers}"]

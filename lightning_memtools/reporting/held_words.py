@@ -13,15 +13,14 @@ _LEAST_OF_A_CAUSE = 0.05
 
 
 def holding_in_words(holding: Holding) -> str:
-    """Describe the tensors that an object keeps, as in "`Net.outs`, a list of 240 tensors; made at train.py:31"."""
+    """Describe the tensors that an object keeps, as in "`Net.outs`, a list of 240 tensors, 120 MiB"."""
     graph = ""
     if holding.with_graph:
         n_tensors = sum(holding.tensors.values())
         some = "" if holding.with_graph >= n_tensors else f"{holding.with_graph} of them "
         one = "its autograd graph and what that saved" if n_tensors == 1 else "autograd graphs and what these saved"
         graph = f", {some}with {one}"
-    made = f"; made {holding.made_at}" if holding.made_at else ""
-    return f"`{holding.path}`, {_contents(holding)}, {format_size(holding.n_bytes)}{graph}{made}"
+    return f"`{holding.path}`, {_contents(holding)}, {format_size(holding.n_bytes)}{graph}"
 
 
 def _contents(holding: Holding) -> str:

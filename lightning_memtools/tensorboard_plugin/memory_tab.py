@@ -101,7 +101,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         run = self._named(request)
         assert self._directory is not None, "it has the run"
         # The run's name comes from the directories that were found, not from the request.
-        return step_view(self._directory.log_dir / run.name, request.args.get("snapshot"))
+        return step_view(self._directory.log_dir / run.name)
 
     def _named(self, request: wrappers.Request) -> LoggedRun:
         name = request.args.get("run", "")

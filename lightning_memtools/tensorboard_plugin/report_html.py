@@ -28,7 +28,7 @@ const source = {
   runs: async () => held.runs,
   run: async (run) => held.views[run],
   reports: async (run) => held.reports[run],
-  step: async (run) => held.steps[run] ?? { names: [] },
+  step: async (run) => held.steps[run] ?? {},
 };
 start(document.getElementById("memtools"), source);
 """
@@ -56,7 +56,7 @@ def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | No
 
 
 def snapshot_html(timeline: Mapping[str, Any], title: str) -> str:
-    """Return an HTML page that shows the timeline of one memory snapshot, with its blocks."""
+    """Return an HTML page that shows the timeline of one memory snapshot."""
     return _page(title, timeline, _START_SNAPSHOT)
 
 

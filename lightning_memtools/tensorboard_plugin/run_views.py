@@ -29,7 +29,6 @@ _COUNTS = {
 _GRAVEST_FIRST = ("ended", "nonfinite_report", "oom_report", "leak", "doctor", "loss_spike")
 _FOUND_NOTHING = "Nothing was found."
 _MAX_MARKS = 500
-_MAX_RUNS = 200
 _DIGITS = 7
 
 
@@ -37,7 +36,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
     """Return everything that the Memory tab shows for a run, as values for JSON.
 
     Long curves are thinned: steps are divided into at most `BUCKETS` buckets, and in each bucket only the highest and
-    lowest points of each curve are kept. For the categories of memory, only the point with the highest sum is kept.
+    lowest points of each curve, and of the sum of the curves of a group, are kept.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -72,7 +71,7 @@ def _family(tag: str) -> str:
 def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     some = next(iter(curves.values()))
     n_points = len(some.steps)
-    kept: Sequence[int] = range(n_points) if n_points <= 2 * BUCKETS else _kept(family, curves, n_points)
+    kept: Sequence[int] = range(n_points) if n_points <= 2 * BUCKETS else _kept(curves, n_points)
     return {
         "family": family,
         "steps": [some.steps[at] for at in kept],
@@ -82,28 +81,20 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     }
 
 
-def _kept(family: str, curves: Mapping[str, Curve], n_points: int) -> list[int]:
+def _kept(curves: Mapping[str, Curve], n_points: int) -> list[int]:
     """Return the indices of the points to show: in each range of steps, the highest and lowest of each curve."""
     import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
 
     values = np.array([curve.values for curve in curves.values()])
     values[np.isnan(values)] = np.inf  # NaN must not be lost, and compares with nothing
-    is_composition = family == "memory/composition"
-    # The parts belong together: a point is as high as their sum. A curve that never changes has no highest point.
-    values = values.sum(0)[None] if is_composition else values[values.max(1) > values.min(1)]
+    values = np.vstack([values, values.sum(0)])  # the parts of the memory belong together: their sum has a peak too
+    values = values[values.max(1) > values.min(1)]
     steps = np.array(next(iter(curves.values())).steps)
     bucket = (steps - steps[0]) * BUCKETS // (steps[-1] - steps[0] + 1)
     kept = {0, n_points - 1}
     for begin, end in pairwise([*np.flatnonzero(np.diff(bucket, prepend=-1)).tolist(), n_points]):
-        kept.update(begin + values[:, begin:end].argmax(1))
-        if not is_composition:
-            kept.update(begin + values[:, begin:end].argmin(1))
+        kept.update(begin + values[:, begin:end].argmax(1), begin + values[:, begin:end].argmin(1))
     return sorted(map(int, kept))
-
-
-def _is_finite(values: Sequence[float]) -> bool:
-    """Return True if no value is NaN or Inf. This checks only the sum, which is faster than a loop in Python."""
-    return math.isfinite(sum(values))
 
 
 def _json(value: float) -> float | None:
@@ -136,7 +127,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
                 marks.append({"step": step, "kind": kind, "count": n, "words": one if n == 1 else several})
             before = count
     for tag, curve in run.curves.items():
-        if tag.startswith("loss/") and not _is_finite(curve.values):
+        if tag.startswith("loss/") and not math.isfinite(sum(curve.values)):  # faster than a loop
             bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
             marks.extend(
                 {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
@@ -169,8 +160,8 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
     for stage in STAGES:
         for name in ("peak_allocated", "peak_reserved"):
             curve = _first_curve(run, f"memory/{stage}/{name}_gib")
-            if curve is not None and (highest := _highest(curve)) is not None:
-                stages.setdefault(stage, {})[name] = highest
+            if curve is not None:
+                stages.setdefault(stage, {})[name] = _highest(curve)
     capacity = _first_curve(run, "memory/capacity_gib")
     return {
         "run": run.name,
@@ -192,13 +183,12 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
 
 
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
-    """Return the summaries of the newest runs, sorted by name, and the name of the run to show first.
+    """Return the summaries of the runs, sorted by name, and the name of the run to show first.
 
     The run to show first is the newest that has curves, because a run that failed at once may have only reports.
     """
-    newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
-    shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
-    first = max(newest, key=lambda run: (bool(run.curves), _end(run)), default=None)
+    first = max(runs.values(), key=lambda run: (bool(run.curves), _end(run)), default=None)
+    shown = {"runs": [summary_of(run) for run in sorted(runs.values(), key=_natural_name)]}
     return shown | ({"newest": first.name} if first else {})
 
 
@@ -215,12 +205,9 @@ def _with_prefix(run: LoggedRun, prefix: str) -> Iterable[Curve]:
     return (curve for tag, curve in sorted(run.curves.items()) if tag.startswith(prefix))
 
 
-def _highest(curve: Curve) -> dict[str, Any] | None:
-    finite: Sequence[int] = range(len(curve.values))
-    if not _is_finite(curve.values):
-        finite = [at for at in finite if math.isfinite(curve.values[at])]
-    at = max(finite, key=curve.values.__getitem__, default=None)
-    return None if at is None else {"gib": _json(curve.values[at]), "step": curve.steps[at]}
+def _highest(curve: Curve) -> dict[str, Any]:
+    at = max(range(len(curve.values)), key=curve.values.__getitem__)
+    return {"gib": _json(curve.values[at]), "step": curve.steps[at]}
 
 
 def _highest_value(curve: Curve | None) -> float | None:

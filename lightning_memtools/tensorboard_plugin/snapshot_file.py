@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 _IN_USE = {"active_allocated", "active_pending_free", "active_awaiting_free"}
 
@@ -20,9 +20,6 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise NotASnapshotError(f"it refers to {str(pid)[:50]!r} outside of the file")
-
 
 def read_snapshot(path: Path) -> dict[str, Any]:
     """Read a memory snapshot. This never runs code from the file, so the file need not be trusted.
@@ -32,26 +29,17 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            snapshot = _load(file)
+            snapshot: Any = _PlainUnpickler(file).load()
+        if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= set(snapshot):
+            raise NotASnapshotError("it has no segments and device_traces")  # noqa: TRY301, described below
     except OSError as error:
         raise NotASnapshotError(f"{path} cannot be read: {error.strerror}.") from error
-    except NotASnapshotError as error:
+    except Exception as error:  # bytes that are no pickle raise errors of a dozen classes
+        why = error if isinstance(error, NotASnapshotError) else f"it is no pickle ({type(error).__name__})"
         raise NotASnapshotError(
-            f"{path} is no memory snapshot: {error}. Give a file that torch.cuda.memory._dump_snapshot or "
+            f"{path} is no memory snapshot: {why}. Give a file that torch.cuda.memory._dump_snapshot or "
             "MemoryMonitor(snapshot_at_step=...) wrote."
         ) from error
-    return snapshot
-
-
-def _load(file: BinaryIO) -> dict[str, Any]:
-    try:
-        snapshot: Any = _PlainUnpickler(file).load()
-    except NotASnapshotError:
-        raise
-    except Exception as error:  # bytes that are no pickle raise errors of a dozen classes
-        raise NotASnapshotError(f"it is no pickle ({type(error).__name__})") from error
-    if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= set(snapshot):
-        raise NotASnapshotError("it has no segments and device_traces")
     return snapshot
 
 

@@ -1,10 +1,10 @@
-"""A memory snapshot as a timeline: the composition of memory after each event, the peak, and the blocks' stacks."""
+"""A memory snapshot as a timeline: the composition of memory after each event, and who holds the peak."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -18,15 +18,13 @@ _NAME = re.compile(r"memory_snapshot_step(\d+)_rank(\d+)\.pickle")
 _MOST_BYTES = 1 << 28
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "other")
 _COLUMNS = 800
-_MOST_GROUPS = 7
 _MOST_TOP = 10
 _MOST_FRAMES = 24
 _GRANULE = 512
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _BORN_IN = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries"}
 _BY_MODULE = {"activations", "temporaries"}
-_REST = "everything else"
-_LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_memtools/", "/contextlib.py")
+_REST, _ALL = "everything else", "allocated"
 _NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "device": 0, "step": None, "rank": None, "name": ""}
 
 
@@ -38,17 +36,15 @@ class BlockLife:
         born: The number of the event that allocated it, counted from 1; 0 if it is older than the history.
         died: The number of the event that freed it; None if it was in use at the end.
         size: Its bytes.
-        address: Its address.
         stack: The stack frames of its allocation, innermost first; empty if unknown.
         label: The label of its allocation, which names the phase and the module; "" without a label.
-        part: Its category, such as "gradients"; if categories are unknown, the line that allocated it.
+        part: Its category, such as "gradients"; "allocated" if categories are unknown.
         name: The name of its tensor, such as "net.1.weight"; empty if unknown.
     """
 
     born: int
     died: int | None
     size: int
-    address: int
     stack: tuple[str, ...]
     label: str
     part: str = ""
@@ -59,27 +55,23 @@ class BlockLife:
         return self.born <= event and (self.died is None or self.died > event)
 
 
-def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
+def timeline_from(path: Path) -> dict[str, Any]:
     """Return the timeline of memory in a snapshot file, as plain values for JSON.
 
     A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
-    shown as a whole, divided by the lines of code that allocated the most memory.
-
-    Args:
-        path: The path of the snapshot file.
-        with_blocks: Whether to return all blocks and their stacks, too.
+    shown as a whole, with the lines of code that hold the peak.
 
     Raises:
         NotASnapshotError: The file is not a snapshot, or its entries are inconsistent.
     """
     snapshot = read_snapshot(path)
     try:
-        return _timeline(snapshot, with_blocks=with_blocks)
+        return _timeline(snapshot)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise NotASnapshotError(f"{path} is no memory snapshot: its entries make no sense ({error}).") from error
 
 
-def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, Any]:
+def _timeline(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     marks = _marks_of(snapshot)
     device = marks["device"]
     entries: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device] if snapshot["device_traces"] else []
@@ -89,18 +81,15 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
     blocks = _blocks_of(snapshot, entries, device, owned)
     first = phases[0][0] if phases else 0
     for block in blocks:
-        block.part = block.part or _part_of(block, phases, first, is_marked=is_marked)
+        block.part = (block.part or _part_of(block, phases, first)) if is_marked else _ALL
     total, reserved = _totals(blocks, len(entries)), _reserved(snapshot, entries, device)
     shown = range(first, len(entries) + 1)
     peak = max(shown, key=total.__getitem__)
     at_peak = [block for block in blocks if block.is_alive(peak)]
     top = _top(at_peak, is_marked=is_marked)
-    names = _names(blocks, at_peak)
-    for block in blocks:
-        block.part = block.part if block.part in names else _REST
+    names = [name for name in (*PARTS, _ALL) if any(block.part == name for block in blocks)]
     columns = _columns(shown, total)
-    kept = [block for block in blocks if block.died is None or block.died > first]
-    values = {name: _totals([block for block in kept if block.part == name], len(entries)) for name in names}
+    values = {name: _totals([block for block in blocks if block.part == name], len(entries)) for name in names}
     return {
         "title": f"step {marks['step']}" if marks["step"] is not None else "",
         "rank": marks["rank"],
@@ -115,13 +104,6 @@ def _timeline(snapshot: Mapping[str, Any], *, with_blocks: bool) -> dict[str, An
         "phases": [[event - first, name] for event, name in phases],
         "peak": {"at": peak - first, "bytes": total[peak], "phase": _phase_at(phases, peak)},
         "top": top,
-        "holders_at_peak": {
-            "modules": _held(at_peak, lambda block: _module_or_part(block, is_marked=is_marked)),
-            "lines": _held(at_peak, lambda block: _line_of(block, _LIBRARIES)),
-        },
-        # A VirtualDevice's only frame is a module, which has no line.
-        "holders": "modules" if owned or not any(":" in name for held in top for name in held["names"]) else "lines",
-        **(_block_table(kept, first) if with_blocks else {}),
     }  # fmt: skip
 
 
@@ -147,7 +129,7 @@ def _blocks_of(
 ) -> list[BlockLife]:
     """Return all blocks of a device. `owned` lists, for some moments, the category and name of blocks by address."""
     live = {
-        address: _block(0, address, block.n_bytes, block.source)
+        address: _block(0, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
     }
     blocks = list(live.values())
@@ -161,18 +143,18 @@ def _blocks_of(
                         live[address].part, live[address].name = part if part in PARTS else "other", name
             moment, owners = next(moments)
         if entry["action"] == "alloc":
-            live[entry["addr"]] = _block(at + 1, entry["addr"], entry["size"], entry)
+            live[entry["addr"]] = _block(at + 1, entry["size"], entry)
             blocks.append(live[entry["addr"]])
         elif entry["action"] == "free_completed" and entry["addr"] in live:
             live.pop(entry["addr"]).died = at + 1
     return blocks
 
 
-def _block(born: int, address: int, n_bytes: int, source: Mapping[str, Any]) -> BlockLife:
+def _block(born: int, n_bytes: int, source: Mapping[str, Any]) -> BlockLife:
     stack = tuple(_frame(frame) for frame in (source.get("frames") or [])[:_MOST_FRAMES])
     label = source.get("user_metadata")
     rounded = -(-n_bytes // _GRANULE) * _GRANULE
-    return BlockLife(born, None, rounded, address, stack, label if isinstance(label, str) else "")
+    return BlockLife(born, None, rounded, stack, label if isinstance(label, str) else "")
 
 
 def _frame(frame: Mapping[str, Any]) -> str:
@@ -180,17 +162,14 @@ def _frame(frame: Mapping[str, Any]) -> str:
     return f"{frame['filename']}:{frame.get('line')} {name}" if frame.get("filename") else name
 
 
-def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> str:
-    """Return the category of a block of unknown owner, by its phase; if unknown, the line that allocated it."""
-    if not is_marked:
-        line = _line_of(block, ("/torch/",))
-        return block.label or line or (block.stack[0] if block.stack else "(no stack)")
+def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) -> str:
+    """Return the category of a block of unknown owner, by its phase."""
     return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
-def _line_of(block: BlockLife, libraries: Sequence[str]) -> str:
-    """Return the innermost stack frame of a block that is outside of some libraries; "" if there is none."""
-    own = (frame for frame in block.stack if ":" in frame and not any(library in frame for library in libraries))
+def _line_of(block: BlockLife) -> str:
+    """Return the innermost Python frame of a block that is outside of torch; "" if there is none."""
+    own = (frame for frame in block.stack if ".py:" in frame and "/torch/" not in frame)
     return next(own, "").rpartition("site-packages/")[2]
 
 
@@ -198,10 +177,6 @@ def _module_of(block: BlockLife) -> str:
     phase, _, module = block.label.partition(" | ")
     # A VirtualDevice's only frame is the module.
     return module or (f"({phase})" if phase else "") or (block.stack[0] if block.stack else "(not known)")
-
-
-def _module_or_part(block: BlockLife, *, is_marked: bool) -> str:
-    return f"({block.part})" if is_marked and block.part not in _BY_MODULE else _module_of(block)
 
 
 def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
@@ -224,24 +199,6 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
     return list(accumulate(changes, initial=at_end))[::-1]
 
 
-def _held(blocks: Iterable[BlockLife], key: Callable[[BlockLife], Any]) -> dict[Any, int]:
-    """Return the total bytes of blocks for each `key(block)`, largest first. Blocks with an empty key are skipped."""
-    held: dict[Any, int] = defaultdict(int)
-    for block in blocks:
-        if name := key(block):
-            held[name] += block.size
-    return dict(sorted(held.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _names(blocks: Iterable[BlockLife], at_peak: Iterable[BlockLife]) -> list[str]:
-    """Return the parts to show: all categories, or else the lines largest at the peak and one name for the rest."""
-    parts = {block.part for block in blocks}
-    if parts <= set(PARTS):
-        return [name for name in PARTS if name in parts]
-    largest = list(_held(at_peak, lambda block: block.part))[:_MOST_GROUPS]
-    return [*largest, _REST] if len(parts) > len(largest) else largest
-
-
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
     """Return the event to show in each column of the chart: of those in the column, the one with the most memory."""
     n_columns = min(_COLUMNS, len(shown))
@@ -252,60 +209,45 @@ def _columns(shown: range, total: Sequence[int]) -> list[int]:
 def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
     """Return the modules, named tensors or lines of code that hold the most memory at the peak, largest first.
 
-    Those of one category with equal bytes share an entry. The last entry is the sum of the rest, if there is any.
+    Those of one category with equal bytes share an entry, as blocks of a transformer do. The last entry is the sum of
+    the rest, if there is any.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
         if not is_marked:
-            return "", block.part
+            return "", block.label or _line_of(block) or (block.stack[0] if block.stack else "(no stack)")
         return block.part, block.name or (_module_of(block) if block.part in _BY_MODULE else "(no name)")
 
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    for block in at_peak:
+        sizes[holder(block)] += block.size
     ties: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for (part, name), size in _held(at_peak, holder).items():
-        ties[part, size].append(name)
+    for (part, name), n_bytes in sorted(sizes.items()):
+        ties[part, n_bytes].append(name)
     ranked = sorted(ties.items(), key=lambda item: -item[0][1] * len(item[1]))
-    top = [{"part": part, "bytes": size, "names": names} for (part, size), names in ranked[:_MOST_TOP]]
-    rest = sum(size * len(names) for (_, size), names in ranked[_MOST_TOP:])
-    return [*top, {"part": "", "bytes": rest, "names": [_REST]}] if rest else top
+    rest = sum(n_bytes * len(names) for (_, n_bytes), names in ranked[_MOST_TOP:])
+    shown = [*ranked[:_MOST_TOP], (("", rest), [_REST])] if rest else ranked
+    return [{"part": part, "names": names, "bytes": n_bytes} for (part, n_bytes), names in shown]
 
 
-def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
-    """Return all blocks as a table, with lists of stacks and labels, to which the rows refer by index."""
-    stacks: dict[tuple[str, ...], int] = {}
-    labels: dict[str, int] = {}
-
-    def rows() -> Iterator[list[Any]]:
-        for block in sorted(blocks, key=lambda block: (block.born, block.address)):
-            died = None if block.died is None else block.died - first
-            yield [
-                max(block.born - first, 0), died, block.size, f"{block.address:#x}", block.part,
-                labels.setdefault(block.label, len(labels)), stacks.setdefault(block.stack, len(stacks)), block.name,
-            ]  # fmt: skip
-
-    return {"blocks": list(rows()), "labels": list(labels), "stacks": [list(stack) for stack in stacks]}
-
-
-def step_view(run_directory: Path, name: str | None = None) -> dict[str, Any]:
-    """Return the names of a run's snapshots, latest step first, and the timeline of one snapshot.
+def step_view(run_directory: Path) -> dict[str, Any]:
+    """Return the timeline of a run's snapshot, that of the last step and the first rank, or why it is not shown.
 
     Args:
         run_directory: The directory of the run's event files.
-        name: The name of the snapshot to show; if None or unknown, the snapshot of the last step and the first rank.
     """
-    files = {path.name: path for path in (run_directory / "memtools").glob("memory_snapshot_step*.pickle")}
-    matches = [match for file in files if (match := _NAME.fullmatch(file))]
-    names = [match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), int(match[2])))]
-    if not names:
-        return {"names": []}
-    shown = name if name in names else names[0]
-    status = files[shown].stat()
+    files = (run_directory / "memtools").glob("memory_snapshot_step*.pickle")
+    matches = [(-int(match[1]), int(match[2]), file) for file in files if (match := _NAME.fullmatch(file.name))]
+    if not matches:
+        return {}
+    *_, file = min(matches)
+    status = file.stat()
     if status.st_size > _MOST_BYTES:
-        problem = f"{shown} is too large to be shown here: memtools snapshot {shown} shows it."
-        return {"names": names, "shown": shown, "problem": problem}
+        return {"problem": f"{file.name} is too large to be shown here: memtools snapshot {file.name} shows it."}
     try:
-        return {"names": names, "shown": shown, "timeline": _cached_timeline(files[shown], status.st_mtime_ns)}
+        return {"timeline": _cached_timeline(file, status.st_mtime_ns)}
     except NotASnapshotError as error:
-        return {"names": names, "shown": shown, "problem": str(error)}
+        return {"problem": str(error)}
 
 
 @lru_cache(maxsize=8)

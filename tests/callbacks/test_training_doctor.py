@@ -150,19 +150,6 @@ def test_trials_of_the_batch_size_leave_it_out():
     assert not takes_part(TrainingDoctor())
 
 
-def test_evaluation_after_the_watched_steps_is_examined_once(tmp_path):
-    class Leaks(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                return self.loss([tensor.clone() for tensor in batch])
-
-    doctor = TrainingDoctor(steps=2)
-    with pytest.warns(UserWarning, match="evaluation_graphs"):
-        fit(tmp_path, Leaks(), doctor, num_sanity_val_steps=0)
-    (finding,) = doctor.report.serious
-    assert "1 output of an evaluation batch" in finding.evidence
-
-
 def weights_after(root: Path, *callbacks: L.Callback) -> dict[str, torch.Tensor]:
     L.seed_everything(0, verbose=False)
     model = Regression()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import TrainingDoctor
 from lightning_memtools.doctor.diagnosing import diagnose
@@ -85,14 +85,6 @@ def doctored(root: Any, model: Any, data: Any, **options: Any) -> list[Any]:
         callbacks = options.pop("callbacks", [])
         trainer(root, doctor, *callbacks, **({"logger": False, "max_epochs": 2} | options)).fit(model, data)
     return list(doctor.report.findings)
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self.make = make
-
-    def __iter__(self) -> Any:
-        return self.make()
 
 
 class Logs(Regression):

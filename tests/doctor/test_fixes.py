@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_memtools.doctor import loader_checks
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.mistakes import MISTAKES
-from tests.doctor.specimens import HalfUsed, Paced, Stream, ZeroesGradients, doctored, found, network, rows, squared
-from tests.lightning_models import Regression, loader
+from tests.doctor.specimens import HalfUsed, Paced, ZeroesGradients, doctored, found, network, rows, squared
+from tests.lightning_models import loader
 
 Patch = pytest.MonkeyPatch
 Examine = Callable[[Patch], list[Finding]]
@@ -112,22 +111,6 @@ fix(  # 8 x (4 + 1) numbers of 4 bytes in a batch, 8 batches ahead
 )  # fmt: skip
 
 
-def streaming(*, shared: bool) -> Examine:
-    """Examine a stream of sixteen samples, which the workers share or not."""
-
-    def samples() -> Iterator[Any]:
-        info: Any = get_worker_info()
-        first, step = (info.id, info.num_workers) if shared else (0, 1)
-        return islice(iter(rows(16).dataset), first, None, step)
-
-    return lambda _: found(network(), DataLoader(Stream(samples), 2, num_workers=2), steps=4)
-
-
-fix(
-    "worker_repeats", streaming(shared=False), streaming(shared=True),
-    place="Stream", evidence=("The first 2 batches are equal, one from each of 2 workers",),
-)  # fmt: skip
-
 # --- the plan of a Trainer
 
 
@@ -145,13 +128,6 @@ def in_one_cycle(interval: str) -> Paced:
 fix(
     "scheduler_interval", trained(lambda: in_one_cycle("epoch")), trained(lambda: in_one_cycle("step")),
     place="OneCycleLR", evidence=("16 steps", "once per epoch, 2 times in this training. It has 16 updates"),
-)  # fmt: skip
-fix(
-    "last_window",
-    trained(Regression, accumulate_grad_batches=3),
-    trained(Regression, accumulate_grad_batches=4),
-    trained(Regression, accumulate_grad_batches=3, limit_train_batches=6),
-    evidence=("8 batches in windows of 3 leave 2", "67% of their mean"),
 )  # fmt: skip
 
 # --- the checkpoint
@@ -203,12 +179,6 @@ def half_frozen() -> HalfUsed:
     return model
 
 
-def first_frozen() -> nn.Sequential:
-    model = network()
-    model[0].requires_grad_(requires_grad=False)
-    return model
-
-
 def dead(bias: float = -100) -> Any:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     nn.init.constant_(model[0].bias, bias)
@@ -228,12 +198,6 @@ def decayed(optimizer: Callable[..., Any]) -> Examine:
     return examine
 
 
-fix(
-    "optimizer_parameters",
-    optimizing(lambda m: m[2].parameters()), optimizing(lambda m: m.parameters()),
-    optimizing(lambda m: m[2].parameters(), first_frozen),
-    place=r"0\.weight, 0\.bias", evidence=("2 parameters", "(160 bytes after 8 steps)"),
-)  # fmt: skip
 fix(
     "missing_gradients/none",
     lambda _: found(dead(), rows()),
@@ -300,26 +264,10 @@ fix(
 # --- modules, devices and the seed
 
 
-def partly_in_eval(*, training: bool = False, frozen: bool = False) -> nn.Sequential:
-    part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)).train(training).requires_grad_(not frozen)
-    return nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 1))
-
-
 def evaluated(evaluate: Callable[..., Any], **options: Any) -> Examine:
     return lambda _: found(network(**options), rows(), val_dataloader=rows(16), evaluate=evaluate, steps=3)
 
 
-fix(
-    "module_modes/training",
-    *(lambda _, how=how: found(partly_in_eval(**how), rows()) for how in ({}, {"training": True}, {"frozen": True})),
-    place="1", evidence=("1 layer of dropout",),
-)  # fmt: skip
-fix(
-    "module_modes/evaluation",
-    evaluated(torch.no_grad()(squared), norm=True),
-    evaluated(torch.no_grad()(lambda m, batch: squared(m.eval(), batch)), norm=True),
-    place="1", evidence=("changed their running statistics",),
-)  # fmt: skip
 fix(
     "evaluation_graphs",
     evaluated(squared), evaluated(torch.no_grad()(squared)), evaluated(lambda m, batch: squared(m, batch).detach()),
@@ -337,28 +285,9 @@ def pretrained(*, in_eval: bool = False) -> nn.Sequential:
 
 
 fix(
-    "module_modes/frozen",
+    "frozen_batch_norm",
     *(lambda _, how=how: found(pretrained(in_eval=how), rows()) for how in (False, True)),
     place=r"0\.1", evidence=("8 steps have written the running statistics", "overwritten"),
-)  # fmt: skip
-
-
-class Switched(nn.Module):
-    """Has the switch of transformers' models, and looks at it in train mode only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.gradient_checkpointing = network(), True
-
-    def forward(self, x: Tensor) -> Any:
-        is_on = self.gradient_checkpointing and self.training
-        return checkpoint(self.net, x, use_reentrant=False) if is_on else self.net(x)
-
-
-fix(
-    "checkpointing_switch",
-    *(lambda _, how=how: found(nn.Sequential(Switched().train(how), nn.Linear(1, 1)), rows()) for how in (False, True)),
-    place="0", evidence=("1 part in eval mode",),
 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,26 +9,20 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, get_worker_info
 
 from tests.doctor.specimens import (
-    LANGUAGE_MODELS,
     Paced,
-    Stream,
     doctored,
     found,
-    language_model,
     network,
     only,
     rows,
     serious,
     squared,
 )
-from tests.lightning_models import Regression, loader
+from tests.lightning_models import loader
 
 
 def frozen(part: nn.Module) -> nn.Module:
@@ -65,7 +58,7 @@ def images() -> Any:
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
     findings = doctored(tmp_path, Tuned(mended=mended), rows())
-    assert [(one.check, one.place) for one in findings] == [("module_modes", "backbone.1")] * (not mended)
+    assert [(one.check, one.place) for one in findings] == [("frozen_batch_norm", "backbone.1")] * (not mended)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +72,7 @@ def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
 def test_other_frozen_parts(part, place):
     made = part()
     width = made(torch.zeros(2, 4)).shape[1]
-    assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "module_modes").place == place
+    assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "frozen_batch_norm").place == place
 
 
 def follows(both: Any, batch: Any, *, by_assignment: bool = False) -> Any:
@@ -127,55 +120,6 @@ def test_batch_norm_that_is_meant_to_run_so_is_left_alone(model, step):
     assert not serious(found(model(), rows(), step))
 
 
-# --- a data set that each worker repeats
-
-
-def samples() -> Iterator[Any]:
-    return iter(rows(24).dataset)
-
-
-def named() -> Iterator[Any]:
-    return ({"x": x, "y": y, "name": "a"} for x, y in samples())
-
-
-def whole_batches() -> Iterator[Any]:
-    return iter([*rows(24)])
-
-
-def of_each_worker() -> Iterator[Any]:
-    info: Any = get_worker_info()
-    return (pair for n, pair in enumerate(samples()) if n % info.num_workers == info.id)
-
-
-def drawn() -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(torch.initial_seed())  # each worker has its own
-    return ((x, x.sum(0, keepdim=True)) for x in torch.randn(24, 4, generator=generator))
-
-
-def alike() -> Iterator[Any]:
-    return ((torch.ones(4), torch.ones(1)) for _ in range(24))
-
-
-def by_name(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
-
-
-@pytest.mark.parametrize(
-    ("make", "size", "n_workers", "step"),
-    [(samples, 3, 2, squared), (named, 4, 2, by_name), (whole_batches, None, 2, squared), (samples, 1, 2, squared)],
-)
-def test_workers_that_repeat_each_other(make, size, n_workers, step):
-    data = DataLoader(Stream(make), size, num_workers=n_workers)
-    assert only(found(network(), data, step, steps=5), "worker_repeats").place == "Stream"
-
-
-@pytest.mark.parametrize(
-    ("make", "n_workers"), [(of_each_worker, 2), (drawn, 2), (alike, 2), (samples, 1), (samples, 0)]
-)
-def test_workers_that_do_not_are_left_alone(make, n_workers):
-    assert not serious(found(network(), DataLoader(Stream(make), 4, num_workers=n_workers), steps=4))
-
-
 # --- a scheduler at another pace than it is made for
 
 
@@ -211,86 +155,3 @@ def test_schedules_at_the_wrong_pace(make, how, options, tmp_path):
 )
 def test_schedules_at_their_pace_are_left_alone(make, how, tmp_path):
     assert not serious(doctored(tmp_path, Paced(make, **how), loader(64)))
-
-
-# --- a last window that is shorter
-
-
-LAST_WINDOWS = [
-    ({"accumulate_grad_batches": 2, "limit_train_batches": 5}, "5 batches in windows of 2 leave 1"),
-    ({"accumulate_grad_batches": 2, "limit_train_batches": 0.65}, "5 batches in windows of 2 leave 1"),
-    ({"accumulate_grad_batches": 16}, "8 batches in windows of 16 leave 8"),
-    ({"callbacks": [GradientAccumulationScheduler({0: 3})]}, "8 batches in windows of 3 leave 2"),
-    ({"accumulate_grad_batches": 3, "max_epochs": -1, "max_steps": 5}, "8 batches in windows of 3 leave 2"),
-    ({}, ""),
-    ({"accumulate_grad_batches": 4}, ""),
-    ({"accumulate_grad_batches": 3, "limit_train_batches": 6}, ""),
-    ({"accumulate_grad_batches": 3, "max_steps": 2}, ""),  # ends before the first epoch does
-    ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, ""),
-]
-
-
-@pytest.mark.parametrize(("options", "said"), LAST_WINDOWS)
-def test_last_windows(options, said, tmp_path):
-    findings = doctored(tmp_path, Regression(), loader(64), **options)
-    assert [one.evidence.startswith(said) for one in findings] == [True] * bool(said)
-
-
-def test_a_stream_of_unknown_length_has_no_last_window(tmp_path):
-    data = DataLoader(Stream(samples), 4)
-    assert not doctored(tmp_path, Regression(), data, accumulate_grad_batches=4, limit_train_batches=1.0)
-
-
-# --- a switch without effect
-
-
-def switched_on(kind: str) -> Any:
-    model = language_model(kind)
-    model.gradient_checkpointing_enable()
-    return model
-
-
-def with_one_trained_layer(kind: str) -> Any:
-    """All but a part is frozen, as under adapters."""
-    model = frozen(switched_on(kind))
-    [*model.parameters()][4].requires_grad_()
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:.*checkpointing_enable")
-@pytest.mark.parametrize(
-    ("make", "kind", "training", "is_idle"),
-    [
-        *((switched_on, kind, False, True) for kind in LANGUAGE_MODELS),
-        (with_one_trained_layer, "GPT2", False, True),
-        (switched_on, "GPT2", True, False),
-        (switched_on, "Bert", True, False),
-        (language_model, "GPT2", False, False),  # it is off
-        (lambda kind: frozen(switched_on(kind)), "GPT2", False, False),  # nothing of it is kept
-    ],
-)
-def test_the_switch_of_models_of_transformers(make, kind, training, is_idle):
-    model = make(kind).train(training)
-    ids = torch.randint(0, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-    whole = nn.ModuleDict({"language": model, "scale": nn.Linear(1, 1)})  # in train mode as a whole
-
-    def step(whole: Any, batch: Any) -> Any:
-        return whole["scale"](whole["language"](input_ids=batch[0], labels=batch[0]).loss[None]).mean()
-
-    findings = found(whole, [ids], step, steps=2)
-    assert ("checkpointing_switch" in {one.check for one in findings if one.is_serious}) is is_idle
-
-
-class OwnSwitch(nn.Module):
-    """Looks at a switch of its own, in eval mode too, as timm's models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.grad_checkpointing = network(), True
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.net, x, use_reentrant=False) if self.grad_checkpointing else self.net(x)
-
-
-def test_a_switch_that_works_in_eval_mode_is_left_alone():
-    assert not serious(found(nn.Sequential(OwnSwitch().eval(), nn.Linear(1, 1)), rows()))

@@ -61,7 +61,6 @@ def test_a_real_step_has_its_phases_its_modules_and_what_each_block_is(tmp_path)
         event = dict(map(reversed, view["phases"]))[phase]
         nearest = min(range(len(view["columns"])), key=lambda at, event=event: abs(view["columns"][at] - event))
         assert view["total"][nearest] == pytest.approx(allocated, rel=0.05), phase
-    assert all(len(one["names"]) == 1 or one["bytes"] for one in view["top"])
     assert any(name.startswith("net.layer1") for one in view["top"] for name in one["names"])
 
 
@@ -73,8 +72,7 @@ def test_a_snapshot_that_torch_dumps_is_read(tmp_path):
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    view = timeline_from(path, with_blocks=True)
+    view = timeline_from(path)
     assert max(view["total"]) >= kept.nbytes
-    assert any(kept.nbytes == bytes_ for _, _, bytes_, *_ in view["blocks"])
-    assert any(__file__ in frame for stack in view["stacks"] for frame in stack)
+    assert any(one["bytes"] == kept.nbytes and Path(__file__).name in one["names"][0] for one in view["top"])
     assert main(["snapshot", str(path), "-o", str(tmp_path / "page.html")]) == 0

@@ -117,9 +117,7 @@ def test_stacks_are_recorded_where_memory_may_run_out():
 
     try:
         assert all(has_stack(1000) for _ in range(20))
-        assert not any(has_stack(1000) for _ in range(5))  # as large as those before
-        assert has_stack(2000)
-        assert not has_stack(2000)
+        assert not any(has_stack(1000) for _ in range(5))
         other = record(capture.reader)  # such as that of MemoryMonitor(snapshot_at_step=...)
         assert has_stack(2000)
         other.stop()

@@ -58,7 +58,6 @@ class Holding:
         owners: The number of models and optimizers of other runs that the object holds, by name: {"model Net": 3}.
         piles_up: True if several tensors are in a container without a maximum size, or carry autograd graphs.
         is_of_run: True if the object belongs to the run: the model, its callbacks or its Trainer.
-        made_at: Where the largest of the tensors was made, such as "at train.py:31"; "" if it is not known.
     """
 
     holder: TensorHolder
@@ -68,7 +67,6 @@ class Holding:
     owners: dict[str, int] = field(default_factory=dict)
     piles_up: bool = False
     is_of_run: bool = True
-    made_at: str = ""
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:

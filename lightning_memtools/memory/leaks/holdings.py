@@ -36,19 +36,6 @@ class Holdings:
     garbage_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlockNotes:
-    """Looks up the block of a tensor in a recording of the allocator; by default there is no recording.
-
-    Attributes:
-        is_young: Returns True if the tensor was allocated since the present batch began.
-        made_at: Returns where the tensor was made, such as "at train.py:31"; "" if it is not known.
-    """
-
-    is_young: Callable[[Tensor], bool] = lambda _: False
-    made_at: Callable[[Tensor], str] = lambda _: ""
-
-
 def find_holdings(
     on_device: OnDevice,
     model: nn.Module,
@@ -56,7 +43,7 @@ def find_holdings(
     batch: Any,
     names: Mapping[int, str],
     *,
-    notes: BlockNotes | None = None,
+    is_young: Callable[[Tensor], bool] | None = None,
     seconds: float = 3.0,
 ) -> Holdings:
     """Find who holds memory of a device that does not belong to the model, its optimizers or its batch.
@@ -70,15 +57,15 @@ def find_holdings(
         optimizers: The optimizers of the model.
         batch: The present batch.
         names: The names of the objects of the run, by `id`.
-        notes: What a recording of the allocator knows about blocks; None without a recording.
+        is_young: Returns True if a tensor was allocated since the present batch began; None if that is not known.
         seconds: The seconds of processor time after which no further holder is searched for.
     """
     end = time.thread_time() + seconds
-    notes = notes or BlockNotes()
+    is_young = is_young or (lambda _: False)
     left_out = owned_by(model, optimizers, on_device, inputs=batch).storages
-    before = {one.key: one.n_bytes for one in _settled(on_device, left_out, notes)}
+    before = {one.key: one.n_bytes for one in _settled(on_device, left_out, is_young)}
     gc.collect()
-    search = _HoldingSearch(on_device, left_out, names, notes)
+    search = _HoldingSearch(on_device, left_out, names, is_young)
     after = set(search.remaining)
     search.find_owners(optimizers, end)
     search.find_piles(end)
@@ -88,9 +75,9 @@ def find_holdings(
     return Holdings(tuple(search.joined()), garbage)
 
 
-def _settled(on_device: OnDevice, left_out: Collection[int], notes: BlockNotes) -> list[LivingTensor]:
+def _settled(on_device: OnDevice, left_out: Collection[int], is_young: Callable[[Tensor], bool]) -> list[LivingTensor]:
     """Return the tensors that are older than the present batch, except those with storages in `left_out`."""
-    return [one for one in TensorCensus(on_device).take(left_out) if not any(map(notes.is_young, one.tensors))]
+    return [one for one in TensorCensus(on_device).take(left_out) if not any(map(is_young, one.tensors))]
 
 
 class _HoldingSearch:
@@ -100,10 +87,14 @@ class _HoldingSearch:
     """
 
     def __init__(
-        self, on_device: OnDevice, left_out: Collection[int], names: Mapping[int, str], notes: BlockNotes
+        self,
+        on_device: OnDevice,
+        left_out: Collection[int],
+        names: Mapping[int, str],
+        is_young: Callable[[Tensor], bool],
     ) -> None:
-        self._of_run, self._notes, self._on_device = names, notes, on_device
-        self._search = HolderSearch(_settled(on_device, left_out, notes), {**names_of_variables(), **names})
+        self._of_run, self._on_device = names, on_device
+        self._search = HolderSearch(_settled(on_device, left_out, is_young), {**names_of_variables(), **names})
         self.remaining = self._search.remaining
         self._known = {*left_out, *self.remaining}
         self._least = LEAST_SHARE * bytes_of([*self.remaining.values()])
@@ -151,14 +142,12 @@ class _HoldingSearch:
             self.unheld |= {one.key: one.n_bytes for one in pile}
             return
         holding = Holding.of(holder, pile, saved_bytes=sum(self._take_saved_by(one.tensors) for one in pile))
-        largest = max(pile, key=lambda one: one.n_bytes)
         self._found.append(
             replace(
                 holding,
                 owners=owners or {},
                 piles_up=holding.piles_up and not owners,
                 is_of_run=id(holder.root) in self._of_run,
-                made_at=next(filter(None, map(self._notes.made_at, largest.tensors)), ""),
             )
         )
 

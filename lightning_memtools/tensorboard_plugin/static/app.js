@@ -53,7 +53,6 @@ export async function start(root, source) {
     ),
   );
   const place = h("main", { id: "view", role: "tabpanel", tabindex: "-1" });
-  const left = h("span", { class: "remark" });
   const problem = h("p", { class: "problem", role: "alert" });
   const pages = {
     run: new RunPage(source, place, "run"),
@@ -65,7 +64,6 @@ export async function start(root, source) {
     { class: "top" },
     h("h1", {}, "Memory"),
     h("label", { for: "run", class: "picker" }, h("span", {}, "Run"), picker),
-    left,
     h("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs),
   );
   root.replaceChildren(bar, problem, place);
@@ -126,8 +124,6 @@ export async function start(root, source) {
     state.ready = true;
     state.runs = found.runs;
     bar.hidden = !found.runs.length;
-    left.textContent =
-      found.n_runs > found.runs.length ? `the newest ${found.runs.length} of ${found.n_runs} runs` : "";
     if (!found.runs.length) {
       clear(place, emptyState());
       return;

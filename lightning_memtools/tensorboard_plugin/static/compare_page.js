@@ -1,5 +1,4 @@
-// The figures of several runs side by side, with the difference to the first; their curves in one chart; and the
-// modules and lines whose memory differs most, where each run has a snapshot of a step.
+// The figures of several runs side by side, with the difference to the first, and their curves in one chart.
 
 import { LinkedCharts, StepChart, column } from "./charts.js";
 import { breakable, clear, h } from "./dom.js";
@@ -25,7 +24,6 @@ const CURVES = [
     false,
   ],
 ];
-const MOST_ROWS = 15;
 const AT_FIRST = 6;
 const STAGES = ["train", "val", "test", "predict"];
 
@@ -100,55 +98,6 @@ export function comparison(runs) {
   );
 }
 
-// Rows of names whose bytes differ between runs, largest difference to the first run first.
-export function changes(sides) {
-  const [reference] = sides;
-  const names = [...new Set(sides.flatMap((side) => Object.keys(side)))];
-  const most = (name) => Math.max(...sides.map((side) => Math.abs((side[name] ?? 0) - (reference[name] ?? 0))));
-  return names.filter((name) => most(name) > 0).sort((a, b) => most(b) - most(a) || (a < b ? -1 : 1));
-}
-
-function holdersTable(what, views, kind) {
-  const sides = views.map(({ step }) => step.timeline.holders_at_peak[kind]);
-  const names = changes(sides);
-  if (!names.length) return null;
-  const signed = (bytes) => (bytes ? ` ${bytes > 0 ? "+" : "−"}${size(Math.abs(bytes))}` : "");
-  const cell = (side, name, i) => {
-    const change = i ? (side[name] ?? 0) - (sides[0][name] ?? 0) : 0;
-    return h(
-      "td",
-      { class: "right" },
-      name in side ? size(side[name]) : "–",
-      change ? h("span", { class: `change ${change > 0 ? "up" : "down"}` }, signed(change)) : null,
-    );
-  };
-  const head = h(
-    "tr",
-    {},
-    h("th", { scope: "col" }, what),
-    views.map(({ run }) => h("th", { scope: "col", class: "right name" }, breakable(run))),
-  );
-  const rows = names.slice(0, MOST_ROWS).map((name) =>
-    h(
-      "tr",
-      {},
-      h("th", { scope: "row", class: "holder" }, breakable(name)),
-      sides.map((side, i) => cell(side, name, i)),
-    ),
-  );
-  const left =
-    names.length > MOST_ROWS
-      ? h("p", { class: "remark" }, `${whole(names.length - MOST_ROWS)} more differ by less.`)
-      : null;
-  return h(
-    "section",
-    { class: "card" },
-    h("h3", {}, `Memory by ${what} at the peak of a step`),
-    h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, rows))),
-    left,
-  );
-}
-
 export class ComparePage {
   constructor(source, container) {
     this.source = source;
@@ -159,13 +108,11 @@ export class ComparePage {
   show(runs) {
     const place = h("div", {});
     const curves = h("div", { class: "one-step" });
-    const holders = h("div", {});
     const draw = () => {
       const chosen = runs.filter((run) => !this.left.has(run.run));
       clear(place, chosen.length ? comparison(chosen) : h("p", { class: "empty" }, "Choose at least one run."));
       this.drawn = chosen;
       this.overlay(chosen, curves).catch((error) => clear(curves, h("p", { class: "card problem" }, error.message)));
-      this.hold(chosen, holders).catch((error) => clear(holders, h("p", { class: "card problem" }, error.message)));
     };
     if (!this.left) {
       // A run with reports alone has nothing to compare. The last names are mostly the newest.
@@ -197,7 +144,6 @@ export class ComparePage {
         place,
       ),
       curves,
-      holders,
     );
     draw();
   }
@@ -244,27 +190,5 @@ export class ComparePage {
       linked.charts.forEach((chart) => chart.fit());
       linked.draw();
     });
-  }
-
-  // What the peaks consist of, in the runs that have a snapshot of a step.
-  async hold(chosen, place) {
-    const steps = await Promise.all(chosen.map(async ({ run }) => ({ run, step: await this.source.step(run, null) })));
-    if (this.drawn !== chosen || !place.isConnected) return;
-    const views = steps.filter(({ step }) => step.timeline);
-    if (views.length < 2) {
-      clear(
-        place,
-        chosen.length < 2
-          ? null
-          : h(
-              "p",
-              { class: "remark" },
-              "Memory by module is compared where two runs have a snapshot of a step: " +
-                "MemoryMonitor(snapshot_at_step=...) takes one.",
-            ),
-      );
-      return;
-    }
-    clear(place, holdersTable("module", views, "modules"), holdersTable("line", views, "lines"));
   }
 }

@@ -49,7 +49,7 @@ function ask(path, query = {}) {
 const source = {
   grows: true,
   runs: () => ask("./runs"),
-  step: (run, snapshot) => ask("./step", { run, ...(snapshot ? { snapshot } : {}) }),
+  step: (run) => ask("./step", { run }),
   reports: (run) => ask("./reports", { run }),
   run: (run) => ask("./run", { run }),
 };

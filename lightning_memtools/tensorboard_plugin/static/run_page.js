@@ -518,30 +518,22 @@ export class RunPage {
     });
   }
 
-  // Where there are snapshots of single steps: a choice, and the chosen one's timeline.
+  // Where there is a snapshot of a single step: its timeline.
   oneStep(run) {
     const place = h("div", { class: "one-step" });
-    const failed = (error) => clear(place, h("p", { class: "card problem" }, error.message));
-    const show = async (name) => {
-      const found = await this.source.step(run, name);
-      if (!found.names.length || this.run !== run) return;
-      const words = (one) => one.replace(/^memory_snapshot_step(\d+)_rank(\d+)\.pickle$/, "step $1, rank $2");
-      const picker = h(
-        "select",
-        { "aria-label": "Snapshot", onchange: (event) => show(event.target.value).catch(failed) },
-        found.names.map((one) => h("option", { value: one, selected: one === found.shown }, words(one))),
-      );
-      const drawn = found.timeline ? stepChart(found.timeline, `Composition over ${words(found.shown)}`) : null;
+    const problem = (words) => clear(place, h("p", { class: "card problem" }, words));
+    const show = async () => {
+      const found = await this.source.step(run);
+      if (this.run !== run) return;
+      if (found.problem) problem(found.problem);
+      if (!found.timeline) return;
+      const { title, rank } = found.timeline;
+      const drawn = stepChart(found.timeline, `Composition over ${title}, rank ${rank}`);
       this.step?.destroy();
-      this.step = drawn?.linked;
-      clear(
-        place,
-        this.source.grows && found.names.length > 1 ? h("div", { class: "bar" }, picker) : null,
-        drawn?.element,
-        found.problem ? h("p", { class: "card problem" }, found.problem) : null,
-      );
+      this.step = drawn.linked;
+      clear(place, drawn.element);
     };
-    show(null).catch(failed);
+    show().catch((error) => problem(error.message));
     return place;
   }
 

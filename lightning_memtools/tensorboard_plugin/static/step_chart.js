@@ -5,26 +5,17 @@ import { h } from "./dom.js";
 import { PART_NAMES, percent, size, whole } from "./format.js";
 import { colours } from "./theme.js";
 
-const MADE_BY_MODULES = ["", "activations", "temporaries"];
 const SHOWN_NAMES = 3;
-
-// Parts without a colour of their own, such as lines of a program, take the colours in turn.
-export function colourOf(name, i) {
-  const { parts } = colours();
-  return (
-    parts[name] ??
-    (name === "everything else" ? parts.other : Object.values(parts)[i % (Object.keys(parts).length - 1)])
-  );
-}
 
 function stacked(view) {
   const totals = view.columns.map(() => 0);
   const names = Object.keys(view.parts);
-  const series = names.map((name, i) => {
+  const series = names.map((name) => {
     const values = view.parts[name];
     const own = new Map(view.columns.map((at, k) => [at, values[k]]));
     const ceiling = values.map((value, k) => (totals[k] += value));
-    const colour = colourOf(name, i);
+    const { parts } = colours();
+    const colour = parts[name] ?? parts.other;
     return {
       label: PART_NAMES[name] ?? name,
       colour,
@@ -44,21 +35,7 @@ function stacked(view) {
   return [...series.reverse(), reserved, peak];
 }
 
-// The part whose area covers a point of the chart; null above all areas.
-function partOf(view, at, bytes) {
-  const column = view.columns.reduce((found, event, k) => (event <= at ? k : found), 0);
-  let top = 0;
-  return Object.keys(view.parts).find((name) => (top += view.parts[name][column]) >= bytes) ?? null;
-}
-
 function holders(view) {
-  const names = ({ names }) =>
-    names.length === 1
-      ? names[0]
-      : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`;
-  const kind = (part) => (MADE_BY_MODULES.includes(part) ? view.holders : "tensors");
-  const each = ({ part, names, bytes }) =>
-    names.length === 1 ? "" : `${whole(names.length)} ${kind(part)} of ${size(bytes)}: `;
   const hasParts = view.top.some(({ part }) => part);
   const row = (bytes, part, words) =>
     h(
@@ -69,7 +46,12 @@ function holders(view) {
       hasParts ? h("td", {}, PART_NAMES[part] ?? part) : null,
       h("td", { class: "name" }, words),
     );
-  const rows = view.top.map((one) => row(one.bytes * one.names.length, one.part, each(one) + names(one)));
+  const words = (names, bytes) => {
+    if (names.length === 1) return names[0];
+    const more = names.length > SHOWN_NAMES ? ", …" : "";
+    return `${whole(names.length)} of ${size(bytes)}: ${names.slice(0, SHOWN_NAMES).join(", ")}${more}`;
+  };
+  const rows = view.top.map(({ bytes, part, names }) => row(bytes * names.length, part, words(names, bytes)));
   return h(
     "div",
     { class: "scroll" },
@@ -93,7 +75,7 @@ function holders(view) {
   );
 }
 
-// Returns the element, and the chart for whoever follows its cursor.
+// Returns the element, and the linked charts, to destroy them.
 export function stepChart(view, title) {
   const linked = new LinkedCharts();
   linked.setFull(0, view.n_events);
@@ -115,12 +97,11 @@ export function stepChart(view, title) {
     chart.fit();
     linked.draw();
   });
-  const partAt = (at, bytes) => partOf(view, at, bytes);
   const element = h(
     "div",
     {},
     chart.element,
     view.top.length ? h("section", { class: "card" }, h("h3", {}, "Who holds the peak"), holders(view)) : null,
   );
-  return { element, chart, linked, partAt };
+  return { element, linked };
 }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.leaks.holder_search import Holding, names_of_run
-from lightning_memtools.memory.leaks.holdings import BlockNotes, Holdings, find_holdings
+from lightning_memtools.memory.leaks.holdings import Holdings, find_holdings
 from lightning_memtools.reporting.held_words import holding_in_words
 
 MIB = 2**20
@@ -86,6 +86,6 @@ def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
             [],
             batch,
             names_of_run(model, []),
-            notes=BlockNotes(lambda one: one is young),
+            is_young=lambda one: one is young,
         )
     assert [(one.path, one.n_bytes) for one in held.found] == [("Model.kept", 2 * MIB)]
