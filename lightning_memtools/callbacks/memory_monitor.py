@@ -23,7 +23,6 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
@@ -60,8 +59,6 @@ class MemoryMonitor(WatchingCallback):
         phases: Also log the peaks of forward, backward and optimizer step, and the host's time in each and between two
             batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and
             backward is the time to queue kernels; a wait for the device counts in the phase in which it happens.
-        load: Also log the GPU's utilization, power and temperature, which a thread reads from NVML twice a second.
-            Needs nvidia-ml-py (`lightning_memtools[nvml]`).
         snapshot_at_step: Write a memory snapshot of this training step on every rank, as
             `<log_dir>/memtools/memory_snapshot_step<n>_rank<r>.pickle`, with its phases and modules marked. The Memory
             tab, `memtools snapshot` and https://pytorch.org/memory_viz show it. Recording slows that one step down.
@@ -80,7 +77,6 @@ class MemoryMonitor(WatchingCallback):
         *,
         every_n_steps: int | None = None,
         phases: bool = False,
-        load: bool = False,
         snapshot_at_step: int | None = None,
     ) -> None:
         if snapshot_at_step is not None and not is_count(snapshot_at_step, least=0):
@@ -89,7 +85,6 @@ class MemoryMonitor(WatchingCallback):
             )
         self.every_n_steps = checked_interval(every_n_steps)
         self.phases = phases
-        self.load = load
         self.snapshot_at_step = snapshot_at_step
         self._run: MemoryRun | None = None
         self._step_snapshot: StepSnapshot | None = None
@@ -110,11 +105,6 @@ class MemoryMonitor(WatchingCallback):
         self.stop_watching()
         device = self._device = trainer.strategy.root_device
         reader = reader_for(device)
-        load = None
-        if self.load and device.type == "cuda" and torch.version.hip is None:
-            load = GpuLoad.begin(device.index or 0)
-        elif self.load:
-            self._warn(trainer, f"load=True: NVML tells nothing of {device}, so no device/* is logged.")
         self._run = MemoryRun(
             device,
             reader,
@@ -122,7 +112,6 @@ class MemoryMonitor(WatchingCallback):
             call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
             phases=self.phases and stage == "fit",
             has_trained=training_step(trainer) > 0,
-            load=load,
         )
         self._directory = report_directory(trainer)
         if self._run.shortcoming not in {"", NO_GPU}:

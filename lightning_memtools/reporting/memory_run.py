@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.early_warnings import EarlyWarnings
-from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.history_recording import recorded_snapshot
 from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.owned import Owned, on_device_of, owned_by
@@ -55,7 +54,6 @@ class MemoryRun:
         phases: Whether to measure the phases of a training step.
         has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
             what its memory consists of, because training uses the same tags.
-        load: Samples the GPU's utilization; None to log none.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -70,12 +68,11 @@ class MemoryRun:
         call: str,
         phases: bool = False,
         has_trained: bool = False,
-        load: GpuLoad | None = None,
     ) -> None:
         self.call = call
         self.last_step = -1
         self._device, self._name = device, str(device) if reader is None else reader.name
-        self._reader, self._write, self._load = reader, write, load
+        self._reader, self._write = reader, write
         self._has_trained = has_trained or call == "fit"
         self._posts = RankPosts("MemoryMonitor")
         self._host = HostWatch()
@@ -178,8 +175,6 @@ class MemoryRun:
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
         if stage == "train":
             scalars |= self._step_scalars(step)
-        if self._load is not None:
-            scalars |= self._load.scalars()
         if self._stages is not None:
             point = self._stages.point(stage, self._owned_by(model, optimizers, batch))
             scalars |= device_scalars(stage, point, since=self._since)
@@ -245,16 +240,12 @@ class MemoryRun:
             remarks.append(f"Allocation retries: {retries}; out-of-memory errors: {ooms - (self._since.ooms or 0)}.")
         if isinstance(reader, CudaReader):
             remarks.append(f"Other processes on the device: {in_words(other_gpu_processes(reader.index))}.")
-        if self._load is not None and self._load.problem:
-            remarks.append(f"load=True: no device/* was logged. {self._load.problem}.")
         title = f"{'Memory peaks' if peaks else 'Memory'} on {self._name}{capacity}{ranks}, during {self.call}"
         remarks += [*filter(None, (*events, self.shortcoming)), *_highest_in_words(peaks, now.capacity)]
         return MemorySummary(title, peaks, now.capacity, remarks)
 
     def close(self) -> None:
         """Stop measuring. Idempotent."""
-        if self._load is not None:
-            self._load.stop()
         for watch in (self._phases, self._stages):
             if watch is not None:
                 watch.close()

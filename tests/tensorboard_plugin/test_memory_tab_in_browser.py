@@ -205,9 +205,8 @@ def test_a_mark_is_said_when_the_cursor_is_on_it(window, board):
 def test_every_chart_is_drawn_and_a_leak_is_marked_in_those_of_memory_and_loss(window, board):
     open_memory_tab(window, board, "run <script>window.attacked=1<")
     charts = window.execute_script("return [...document.querySelectorAll('.chart')].map((one) => one.innerText)")
-    assert [one.split("\n")[0] for one in charts] == ["Memory", "Loss", "Step time", "GPU utilization"]
+    assert [one.split("\n")[0] for one in charts] == ["Memory", "Loss", "Step time"]
     assert "wait for data" in charts[2]
-    assert inked(window, 3, ALLOCATED) > 500
     assert [inked(window, chart, [17, 24, 39]) > 15 for chart in (0, 1, 2)] == [True, True, False]
     assert ["leak found" in one for one in charts[:3]] == [True, True, False]
     assert "2 leaks were found." in window.execute_script("return document.querySelector('.events').textContent")

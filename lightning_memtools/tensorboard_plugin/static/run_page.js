@@ -301,13 +301,6 @@ function timeSeries(view) {
   ]);
 }
 
-function loadSeries(tag) {
-  return (view) =>
-    those(view, [
-      [`device/${tag}`, "mean", colours().allocated],
-      [`device/${tag}_max`, "highest", colours().reserved],
-    ]);
-}
 const normSeries = (view) =>
   curves(view, [{ prefix: "grad/norm", label: (tag) => tag.replace("grad/", ""), colour: colours().norm }]);
 
@@ -579,16 +572,6 @@ export class RunPage {
     });
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
     add("Gradient norm", "Before clipping.", normSeries, number);
-    add("GPU utilization", "By NVML, since the point before.", loadSeries("utilization_pct"), (value) =>
-      percent(value / 100),
-    );
-    add("GPU power", "By NVML, since the point before.", loadSeries("power_w"), (value) => `${threeDigits(value)} W`);
-    add(
-      "GPU temperature",
-      "By NVML, since the point before.",
-      loadSeries("temperature_c"),
-      (value) => `${threeDigits(value)} °C`,
-    );
     if (memory)
       add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, {
         isSize: true,
