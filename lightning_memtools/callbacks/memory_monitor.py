@@ -95,11 +95,6 @@ class MemoryMonitor(WatchingCallback):
         # goes on over all calls of the Trainer.
         self._summary_step = -1
 
-    def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract the allocation retries and OOMs of a trial from those counted. BatchSizeTuner calls this."""
-        if self._run is not None:
-            self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device, and warn if it has no memory statistics or does not track peaks."""
         self.stop_watching()

@@ -38,10 +38,6 @@ class EarlyWarnings:
         """Return the new warnings at a memory point. In the first steps (`warms_up`), growth gives no warning."""
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
-    def leave_out(self, retries: int) -> None:
-        """Exclude a number of allocation retries from the run's count, because they happened outside of the run."""
-        self._retries += retries
-
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:
         stats = point.stats
         n_retries = (stats.alloc_retries or 0) - self._retries

@@ -78,14 +78,18 @@ class MemoryRun:
         self._host = HostWatch()
         self._is_training = False
         self._input_bytes = 0
-        self._since = MemoryStats() if reader is None else reader.stats()
+        self._count_from_now()
         counter = None if reader is None else peak_counter(reader)
         self._stages = None if counter is None else StageWatch(counter)
         self._step_clock, self._clock = PhaseClock(), PhaseClock()
         self._phases = PhaseWatch(counter, clock=self._clock) if phases else None
-        if reader is not None:
+
+    def _count_from_now(self) -> None:
+        """Count allocation retries and out-of-memory errors from now on."""
+        self._since = MemoryStats() if self._reader is None else self._reader.stats()
+        if self._reader is not None:
             self._early = EarlyWarnings(
-                retries=self._since.alloc_retries or 0, snapshot=partial(recorded_snapshot, reader)
+                retries=self._since.alloc_retries or 0, snapshot=partial(recorded_snapshot, self._reader)
             )
 
     @property
@@ -98,17 +102,10 @@ class MemoryRun:
             return f"{self._name} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
 
-    def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract allocation retries and out-of-memory errors that do not belong to the run from its counts."""
-        since = self._since
-        retries = (since.alloc_retries or 0) + alloc_retries
-        self._since = replace(since, alloc_retries=retries, ooms=(since.ooms or 0) + ooms)
-        if self._reader is not None:
-            self._early.leave_out(alloc_retries)
-
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
         """Begin training; `between_phases` is the phase to which time after backward or an optimizer step counts."""
         self.last_step = step - 1
+        self._count_from_now()  # what trials of BatchSizeTuner have met is no part of training
         if self._phases is not None:
             self._phases.between = between_phases
             self._phases.follow(optimizers)

@@ -22,6 +22,3 @@ class Neighbour:
     def memory_remark(self) -> str:
         """A line on what the callback did, for MemoryMonitor's summary of a run; "" if it did nothing."""
         return ""
-
-    def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract a BatchSizeTuner trial's allocation retries and out-of-memory errors from the callback's counts."""

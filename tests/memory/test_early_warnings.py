@@ -28,12 +28,6 @@ def test_each_warning_is_said_once():
     assert early.look(point(retries=9, peak=10 * GIB)) == []
 
 
-def test_retries_of_a_trial_do_not_count():
-    early = EarlyWarnings()
-    early.leave_out(4)
-    assert early.look(point(retries=4)) == []
-
-
 def test_fragmentation_has_to_grow_and_to_matter():
     def said(*sizes):
         early = EarlyWarnings()
