@@ -148,16 +148,13 @@ class MemoryReleaser:
         self._collection_s = SECONDS_PER_BLOCK * blocks_to_walk()
         self._last_collection = time.perf_counter()
 
-    def collect(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
-    ) -> RetainedMemory:
+    def collect(self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None) -> RetainedMemory:
         """Collect garbage if that can free something, and return what stays allocated.
 
         Args:
             model: The model, which stays allocated with its gradients.
             optimizers: The optimizers, whose state stays allocated.
             inputs: Tensors that belong on the device now, such as a batch; `RetainedMemory.total` excludes them.
-            exact: Whether to collect small amounts of garbage too, so that the result does not count them.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         stats = self.reader.stats()
@@ -165,7 +162,7 @@ class MemoryReleaser:
         growth = retained.unaccounted - self._unaccounted_after_collection
         is_worth_releasing = growth >= self._threshold.minimum_bytes(stats)
         allowance = FOR_MEMORY if is_worth_releasing else FOR_EXACTNESS
-        if growth > 0 and (is_worth_releasing or exact) and self._can_afford_collection(allowance):
+        if growth > 0 and self._can_afford_collection(allowance):
             return self.collect_now(owned)
         self._unaccounted_after_collection = min(self._unaccounted_after_collection, retained.unaccounted)
         return retained
@@ -181,11 +178,11 @@ class MemoryReleaser:
         return retained
 
     def release(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None
     ) -> tuple[ReleasedMemory, RetainedMemory]:
         """Collect garbage as `collect` does, and empty the cache if worthwhile; return the freed and kept memory."""
         begin = time.perf_counter()
-        retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
+        retained = self.collect(model, optimizers, inputs=inputs)
         freed_bytes = 0
         if not self.cannot_empty and self._threshold.is_reached(self.reader.stats()):
             freed_bytes = self._empty_cache()
