@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_memtools._lightning import training_step, values_logged_in_evaluation
 from lightning_memtools.callbacks.guarded import WatchingCallback
@@ -24,7 +19,6 @@ from lightning_memtools.reporting.loss_names import (
 )
 from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import PATIENCE_S
-from lightning_memtools.warning_categories import DegradedWarning
 
 
 class LossCurves(WatchingCallback):
@@ -44,8 +38,6 @@ class LossCurves(WatchingCallback):
         val: The same for validation. None takes a logged metric such as "val_loss", else the loss that validation_step
             returns, weighted by batch size.
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
-        grad_norm: Also log `grad/norm`, the L2 norm of the gradients before clipping, averaged since the last point;
-            with several optimizers `grad/norm/optimizer_<i>`. This reads all gradients once in every step.
 
     Raises:
         ValueError: `every_n_steps` is below 1, or a list of names is empty.
@@ -60,39 +52,24 @@ class LossCurves(WatchingCallback):
         train: str | Sequence[str] | None = None,
         val: str | Sequence[str] | None = None,
         every_n_steps: int | None = None,
-        grad_norm: bool = False,
     ) -> None:
         self.train = train
         self.val = val
         self.every_n_steps = checked_interval(every_n_steps)
-        self.grad_norm = grad_norm
         self._train = MeanCurves("loss/train", checked_names("train", train))
         self._val = MeanCurves("loss/val", None)
-        self._norms = MeanCurves("grad/norm", None)
-        self._curves = (self._train, self._val, self._norms)
         self._val_names = checked_names("val", val)
         self._last_step = -1
         self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the curves of a new run."""
-        for curves in self._curves:
-            curves.begin()
+        self._train.begin()
+        self._val.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the step at which training starts, from which the interval between points is counted."""
         self._last_step = training_step(trainer) - 1
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Add the gradients' norm to the next point."""
-        if not self.grad_norm:
-            return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
-            norm = torch.nn.utils.get_total_norm(gradients)
-            # FSDP 2 and tensor parallelism: the norm over all shards, which all ranks compute at the same step.
-            self._norms.add(f"optimizer_{index}", norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -102,8 +79,8 @@ class LossCurves(WatchingCallback):
         self._other_names |= names
         for name, loss in losses.items():
             self._train.add(name, loss)
-        for curves in self._curves:
-            curves.write_arrived()
+        self._train.write_arrived()
+        self._val.write_arrived()
         if is_due(trainer, self.every_n_steps):
             self._log_training(trainer, training_step(trainer))
 
@@ -113,16 +90,8 @@ class LossCurves(WatchingCallback):
         if last > self._last_step:
             self._log_training(trainer, last)
         self._train.write_arrived(wait=True)
-        self._norms.write_arrived(wait=True)
         if trainer.is_global_zero:
             self._train.warn_of_missing("train", self._other_names)
-            if self.grad_norm and not self._norms.has_curves:
-                warnings.warn(
-                    "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad, so grad/norm has no "
-                    "curve. DeepSpeed keeps gradients elsewhere.",
-                    DegradedWarning,
-                    stacklevel=2,
-                )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start averaging the losses of a new validation run."""
@@ -171,13 +140,10 @@ class LossCurves(WatchingCallback):
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that arrive within `patience_s` seconds, then release all tensors. Idempotent."""
-        end = time.monotonic() + patience_s
-        for curves in self._curves:
-            curves.finish(patience_s=max(end - time.monotonic(), 0.0))
+        """Write the values that arrive within `patience_s` seconds for each curve, then release them. Idempotent."""
+        self._train.finish(patience_s=patience_s)
+        self._val.finish(patience_s=patience_s)
 
     def _log_training(self, trainer: Trainer, step: int) -> None:
         self._last_step = step
         self._train.log(trainer, step)
-        if self.grad_norm:
-            self._norms.log(trainer, step)

@@ -39,11 +39,6 @@ class MeanCurves:
         self._ever_seen: set[str] = set()
         self._is_first_warning = FirstTime()
 
-    @property
-    def has_curves(self) -> bool:
-        """True if a value has been added in this run."""
-        return bool(self._ever_seen)
-
     def begin(self) -> None:
         """Start a new run, and drop all values of an earlier one. Call it on every rank."""
         self.clear()

@@ -34,7 +34,7 @@ PAGES = {
     "GradientCheckpointing": "gradient-checkpointing",
     "BatchSizeTuner": "batch-size",
 }
-UNITS = {"GiB", "%", "ms", "count", "rank", "text", "as the loss", "as the gradients"}
+UNITS = {"GiB", "%", "ms", "count", "rank", "text", "as the loss"}
 ONLY_ON_CUDA = {"memory/host/pinned_gib"}
 PLACEHOLDERS = {
     "<stage>": "(train|val|test|predict)",
@@ -194,14 +194,10 @@ def of_memory_monitor(root: Path) -> set[str]:
 
 
 def of_loss_curves(root: Path) -> set[str]:
-    def curves() -> L.Callback:
-        return memtools.LossCurves(grad_norm=True)
-
     return (
-        logged_in(root, curves(), Regression(), loader(), loader(16))
-        | logged_in(root, curves(), Adversaries(), loader(), loader(16))
-        | logged_in(root, curves(), TwoLoaders(), loader(), [loader(16), loader(16)])
-        | logged_in(root, curves(), TwoLosses(), loader(), loader(16))
+        logged_in(root, memtools.LossCurves(), Adversaries(), loader(), loader(16))
+        | logged_in(root, memtools.LossCurves(), TwoLoaders(), loader(), [loader(16), loader(16)])
+        | logged_in(root, memtools.LossCurves(), TwoLosses(), loader(), loader(16))
     )
 
 

@@ -4,7 +4,6 @@ import csv
 from itertools import pairwise
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_memtools import LossCurves, MemoryMonitor
@@ -121,12 +120,11 @@ def test_losses_can_be_asked_for_by_name_returned_or_logged(tmp_path):
 @pytest.mark.parametrize("train", [None, ("g_loss", "d_loss")])
 def test_manual_optimization_with_two_losses(tmp_path, train):
     model = Adversaries()
-    fit = trainer(tmp_path, LossCurves(train=train, every_n_steps=2, grad_norm=True))
+    fit = trainer(tmp_path, LossCurves(train=train, every_n_steps=2))
     fit.fit(model, loader())
     curves = scalars(fit.log_dir)
     for name, losses in model.losses.items():
         assert curves[f"loss/train/{name}"] == means(losses, [0, 1, 2, 3])
-    assert {"grad/norm/optimizer_0", "grad/norm/optimizer_1"} <= set(curves)
 
 
 @pytest.mark.parametrize("val", [None, "val_loss"])
@@ -142,18 +140,6 @@ def test_every_validation_loader_has_a_curve(tmp_path, val):
     curves = scalars(fit.log_dir)
     for i in (0, 1):
         assert curves[f"loss/val/dataloader_idx_{i}"] == curves[f"val_loss/dataloader_idx_{i}"]
-
-
-def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
-    norms = []
-
-    class Norms(Regression):
-        def on_before_optimizer_step(self, optimizer):
-            norms.append(float(torch.cat([p.grad.flatten() for p in self.parameters()]).norm()))
-
-    fit = trainer(tmp_path, LossCurves(every_n_steps=7, grad_norm=True), gradient_clip_val=1e-3)
-    fit.fit(Norms(), loader(56, 8))
-    assert scalars(fit.log_dir)["grad/norm"] == means(norms, [0, 1, 2, 4, 6])
 
 
 @pytest.mark.parametrize("argument", ["train", "val"])

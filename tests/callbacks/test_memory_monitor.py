@@ -221,7 +221,7 @@ def test_no_step_waits_for_cuda(tmp_path):
 
     try:
         run = trainer(
-            tmp_path, MemoryMonitor(phases=True), LossCurves(grad_norm=True), NoWaiting(), accelerator="gpu", devices=1,
+            tmp_path, MemoryMonitor(phases=True), LossCurves(), NoWaiting(), accelerator="gpu", devices=1,
             logger=L.pytorch.loggers.CSVLogger(tmp_path), limit_train_batches=32,
         )  # fmt: skip
         run.fit(Plain(), resident())

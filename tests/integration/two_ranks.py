@@ -78,7 +78,7 @@ def monitored(root: Path, strategy: Any) -> None:
     run = trainer(
         root,
         MemoryMonitor(snapshot_at_step=2),
-        LossCurves(every_n_steps=2, grad_norm=True),
+        LossCurves(every_n_steps=2),
         logger=[TensorBoardLogger(root, name="", version="board"), CSVLogger(root, name="", version="table")],
         strategy=strategy,
         devices=2,

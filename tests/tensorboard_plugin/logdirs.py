@@ -73,7 +73,6 @@ def write_cpu_run(directory: Path) -> None:
             writer.add_scalar("loss/train/d_loss", -5.0 - 0.1 * step, step)
             writer.add_scalar("loss/train/g_loss", -2.0 - 0.1 * step, step)
             writer.add_scalar(f"loss/val/{ATTACK}", -8.0, step)
-            writer.add_scalar("grad/norm", 3.0, step)
         writer.add_text(f"memtools/{ATTACK}", f"```\n{'wide' * 200}\n```\n\n> {'wide' * 200}", 9)
 
 

@@ -284,7 +284,7 @@ def test_zooming_one_chart_zooms_the_others(window, board):
 def test_a_run_on_a_cpu_shows_host_memory_first_and_each_loss_in_a_colour_of_its_own(window, board):
     open_memory_tab(window, board, "cpu")
     titles = window.execute_script("return [...document.querySelectorAll('.chart h3')].map((one) => one.textContent)")
-    assert titles == ["Host memory", "Loss", "Gradient norm"]
+    assert titles == ["Host memory", "Loss"]
     assert inked(window, 0, ALLOCATED) > 500
     keys = "return [...document.querySelectorAll('.chart')[1].querySelectorAll('.key')].map((one) => one.style.cssText)"
     colours = window.execute_script(keys)

@@ -1,4 +1,4 @@
-// One run: memory against the device's capacity, and below it losses, step time and gradient norm on the same steps.
+// One run: memory against the device's capacity, and below it losses and step time on the same steps.
 
 import { LinkedCharts, StepChart, column } from "./charts.js";
 import { clear, h } from "./dom.js";
@@ -301,9 +301,6 @@ function timeSeries(view) {
   ]);
 }
 
-const normSeries = (view) =>
-  curves(view, [{ prefix: "grad/norm", label: (tag) => tag.replace("grad/", ""), colour: colours().norm }]);
-
 function compositionSeries(view) {
   const group = groupWith(view, "memory/composition/parameters_gib");
   if (!group) return [];
@@ -571,7 +568,6 @@ export class RunPage {
       marks: view.marks.filter(({ kind }) => !["cache", "retry"].includes(kind)),
     });
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
-    add("Gradient norm", "Before clipping.", normSeries, number);
     if (memory)
       add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, {
         isSize: true,
