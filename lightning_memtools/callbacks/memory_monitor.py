@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -22,22 +21,18 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.allocator import write_snapshot
-from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.memory.virtual import put_on_device
-from lightning_memtools.reporting.console import end_progress_bar, print_on_console
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
 from lightning_memtools.reporting.loggers import checked_interval, is_due, log_scalars, log_text
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.warning_categories import DegradedWarning, FindingWarning, MemtoolsWarning
-
-# A script may make many Trainers: what a run without a GPU is told need not be said again.
-_IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
@@ -90,7 +85,6 @@ class MemoryMonitor(WatchingCallback):
         self._step_snapshot: StepSnapshot | None = None
         self._directory: Path | NotWritten = NO_RUN
         self._device = torch.device("cpu")
-        self._sanity_check_began = 0.0
         # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So this count
         # goes on over all calls of the Trainer.
         self._summary_step = -1
@@ -106,29 +100,14 @@ class MemoryMonitor(WatchingCallback):
             partial(log_scalars, trainer),
             call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
             phases=self.phases and stage == "fit",
-            has_trained=training_step(trainer) > 0,
         )
         self._directory = report_directory(trainer)
         if self._run.shortcoming not in {"", NO_GPU}:
             self._warn(trainer, self._run.shortcoming)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count the model's memory as allocated."""
-        put_on_device(pl_module, trainer.optimizers)
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count optimizer state that was restored from a checkpoint as allocated."""
-        put_on_device(pl_module, trainer.optimizers)
-        self._sanity_check_began = time.perf_counter()
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log how long the sanity check took, for the Memory tab."""
-        elapsed_ms = 1000 * (time.perf_counter() - self._sanity_check_began)
-        log_scalars(trainer, {"time/sanity_check_ms": elapsed_ms}, training_step(trainer))
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure the train stage."""
-        put_on_device(pl_module, trainer.optimizers)  # the sanity check may have been skipped
+        """Begin to measure the train stage. On a VirtualDevice, count the model's memory as allocated."""
+        put_on_device(pl_module, trainer.optimizers)
         between: Phase | None = None if pl_module.automatic_optimization else "forward"
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
@@ -177,9 +156,9 @@ class MemoryMonitor(WatchingCallback):
         self._running.leave("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure an evaluation stage."""
+        """Begin to measure an evaluation stage. On a VirtualDevice, count the model's memory as allocated."""
+        put_on_device(pl_module, trainer.optimizers)
         if not trainer.sanity_checking:
-            put_on_device(pl_module, trainer.optimizers)
             self._running.enter(running_stage(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -220,10 +199,8 @@ class MemoryMonitor(WatchingCallback):
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
                 log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
-                end_progress_bar(trainer.progress_bar_callback)
-                if summary.peaks or _IS_FIRST_WITHOUT_PEAKS():
-                    print_on_console(summary.title, style="bold")
-                    print_on_console(*map(console_table, summary.tables()), *summary.remarks)
+                print_on_console(summary.title, style="bold")
+                print_on_console(*map(console_table, summary.tables()), *summary.remarks)
         self.stop_watching()
 
     def _begin_phase(self, phase: Phase) -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import Progress
 
 
 def print_on_console(
@@ -66,13 +65,6 @@ def progress_printed(
     finally:
         is_over.set()
         thread.join()
-
-
-def end_progress_bar(bar: object) -> None:
-    """Make Lightning's Rich progress bar draw its last line now, so that later prints appear below it."""
-    progress = getattr(bar, "progress", None)
-    if isinstance(progress, Progress):
-        progress.stop()
 
 
 def drop_what_is_left() -> None:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -76,18 +75,14 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
     return Path(folder).absolute() / "memtools"
 
 
-# A Trainer whose logger gives its runs no version: the name of its folder, the same for fit and test.
-_NAMES: weakref.WeakKeyDictionary[Trainer, str] = weakref.WeakKeyDictionary()
-
-
 def _run_directory(trainer: Trainer) -> str:
     for logger in trainer.loggers:
         log_dir = getattr(logger, "log_dir", None)  # TensorBoardLogger, CSVLogger: a folder for each run
         if _is_path(log_dir):
             return str(log_dir)
         if _is_path(logger.save_dir):  # one for all runs
-            return os.path.join(str(logger.save_dir), _run_of(trainer, logger))  # noqa: PTH118, may be a URL
-    return os.path.join(trainer.default_root_dir, _run_of(trainer, trainer.loggers[0]))  # noqa: PTH118
+            return os.path.join(str(logger.save_dir), _run_of(logger))  # noqa: PTH118, may be a URL
+    return os.path.join(trainer.default_root_dir, _run_of(trainer.loggers[0]))  # noqa: PTH118
 
 
 def _is_path(given: object) -> bool:
@@ -95,14 +90,10 @@ def _is_path(given: object) -> bool:
     return isinstance(given, (str, os.PathLike))
 
 
-def _run_of(trainer: Trainer, logger: Logger) -> Path:
+def _run_of(logger: Logger) -> Path:
     """Return the relative path "name/version" of a logger's run, which ModelCheckpoint also uses."""
     version = logger.version
-    if version is None or not str(version):
-        version = _NAMES.setdefault(trainer, f"{datetime.now(UTC):run_%Y-%m-%d_%H-%M-%S}_{os.getpid()}_{id(trainer):x}")
-    elif isinstance(version, int):
-        version = f"version_{version}"
-    return Path(str(logger.name), str(version))
+    return Path(str(logger.name), version if isinstance(version, str) else f"version_{version}")
 
 
 def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | NotWritten:

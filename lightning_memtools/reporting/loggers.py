@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from lightning_memtools._lightning import is_accumulating, training_step
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.warning_categories import DegradedWarning
 
@@ -85,18 +86,11 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
                 continue
             failed.add(logger)
             warnings.warn(
-                f"{type(logger).__name__} failed while writing ({_in_words(error)}). Training goes on; "
+                f"{type(logger).__name__} failed while writing ({in_one_line(error)}). Training goes on; "
                 "what lightning_memtools logs may be missing there. This warning is given once.",
                 DegradedWarning,
                 stacklevel=2,
             )
-
-
-def _in_words(error: BaseException) -> str:
-    """Return an error as text, with its cause, which often says more, such as "No space left on device"."""
-    cause = error.__cause__ or error.__context__
-    said = f"{type(error).__name__}: {error}"
-    return said if cause is None else f"{said}; caused by {type(cause).__name__}: {cause}"
 
 
 def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -> None:

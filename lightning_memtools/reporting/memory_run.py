@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -52,8 +51,6 @@ class MemoryRun:
         write: Writes scalars, by tag, at a training step.
         call: The name of the call, such as "fit".
         phases: Whether to measure the phases of a training step.
-        has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
-            what its memory consists of, because training uses the same tags.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -67,17 +64,14 @@ class MemoryRun:
         *,
         call: str,
         phases: bool = False,
-        has_trained: bool = False,
     ) -> None:
         self.call = call
         self.last_step = -1
         self._device, self._name = device, str(device) if reader is None else reader.name
         self._reader, self._write = reader, write
-        self._has_trained = has_trained or call == "fit"
         self._posts = RankPosts("MemoryMonitor")
         self._host = HostWatch()
         self._is_training = False
-        self._input_bytes = 0
         self._count_from_now()
         counter = None if reader is None else peak_counter(reader)
         self._stages = None if counter is None else StageWatch(counter)
@@ -176,7 +170,7 @@ class MemoryRun:
             point = self._stages.point(stage, self._owned_by(model, optimizers, batch))
             scalars |= device_scalars(stage, point, since=self._since)
             warnings += self._early.look(point, warms_up=warms_up)
-            if stage == "train" or not self._has_trained:
+            if stage == "train":
                 scalars |= composition_scalars(point)
 
         def write(parts: Sequence[dict[str, float] | None]) -> None:
@@ -189,11 +183,7 @@ class MemoryRun:
         """Return what the model, optimizers and batch take; None if the device itself records what a peak contains."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
-        owned = owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
-        if batch is not None:
-            self._input_bytes = owned.by_category["inputs"]
-        # At an epoch's end the last batch is gone; when memory was highest there was one.
-        return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
+        return owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
 
     def _step_scalars(self, step: int) -> dict[str, float]:
         """Return the times and peaks of the training steps since the last point."""

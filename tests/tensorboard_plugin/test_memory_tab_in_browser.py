@@ -105,7 +105,7 @@ def test_the_example_s_run_is_drawn(window, board, tmp_path):
     window.save_screenshot(str(tmp_path / "memory_tab.png"))
     text = text_of(window)
     for words in ("Peak allocated", "Peak reserved", "Left on the device", "validation peak", "capacity", "MiB",
-                  "Loss", "Step time", "Host memory", "this process", "used by everyone", "sanity check"):  # fmt: skip
+                  "Loss", "Step time", "Host memory", "this process", "used by everyone"):  # fmt: skip
         assert words in text
     assert inked(window, 0, ALLOCATED) > 500
     assert inked(window, 0, RESERVED) > 500

@@ -12,7 +12,6 @@ const STAGE_NAMES = {
   val: "validation",
   test: "test",
   predict: "prediction",
-  sanity: "sanity check",
 };
 const EVALUATION = ["val", "test", "predict"];
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
@@ -142,7 +141,7 @@ function memoryChart(linked, view) {
     bands.push({ series: [at("peak reserved"), at("reserved now")], fill: `${paint.reserved}30` });
   if (at("peak allocated") && at("allocated now"))
     bands.push({ series: [at("peak allocated"), at("allocated now")], fill: `${paint.allocated}38` });
-  const stages = ["sanity", ...EVALUATION].filter((stage) => view.evaluations.some((one) => one.stage === stage));
+  const stages = EVALUATION.filter((stage) => view.evaluations.some((one) => one.stage === stage));
   const note = h(
     "div",
     { class: "note" },
@@ -256,15 +255,9 @@ function matching(view, prefix) {
 function curves(view, kinds) {
   const paint = colours();
   const taken = kinds.map(({ colour }) => colour);
-  const left = [
-    paint.reserved,
-    paint.norm,
-    paint.time,
-    paint.val,
-    paint.train,
-    paint.stages.sanity,
-    paint.stages.predict,
-  ].filter((colour, i, all) => !taken.includes(colour) && all.indexOf(colour) === i);
+  const left = [paint.reserved, paint.norm, paint.time, paint.val, paint.train, paint.stages.predict].filter(
+    (colour, i, all) => !taken.includes(colour) && all.indexOf(colour) === i,
+  );
   let further = 0;
   return kinds.flatMap(({ prefix, label, colour }) =>
     matching(view, prefix).map((tag, i) => ({
