@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -10,13 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_memtools._lightning import training_step, values_logged_in_evaluation
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.reporting.loggers import checked_interval, is_due
-from lightning_memtools.reporting.loss_names import (
-    checked_names,
-    likely_losses,
-    loader_suffixes,
-    returned_losses,
-    training_losses,
-)
+from lightning_memtools.reporting.loss_names import likely_losses, returned_losses, training_losses
 from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import PATIENCE_S
 
@@ -24,7 +17,7 @@ from lightning_memtools.reporting.ranks import PATIENCE_S
 class LossCurves(WatchingCallback):
     """Logs `loss/train` and `loss/val` on the same axis; the Memory tab draws them in one chart.
 
-    docs/loss-curves.md has the tags.
+    docs/loss-curves.md has the tags, and says which losses are taken.
 
     Losses are logged undivided by gradient accumulation. With several ranks, all values are means over the
     ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
@@ -33,34 +26,20 @@ class LossCurves(WatchingCallback):
     arrived, and leaves out ranks that have fewer batches or have ended.
 
     Args:
-        train: The name of the training loss, or several names, as training_step returns or logs them. None takes the
-            loss that is returned, or in manual optimization everything returned or logged that has "loss" in its name.
-        val: The same for validation. None takes a logged metric such as "val_loss", else the loss that validation_step
-            returns, weighted by batch size.
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
 
     Raises:
-        ValueError: `every_n_steps` is below 1, or a list of names is empty.
+        ValueError: `every_n_steps` is below 1.
     """
 
     page = "loss-curves"
     takes_part_in_trials = False
 
-    def __init__(
-        self,
-        *,
-        train: str | Sequence[str] | None = None,
-        val: str | Sequence[str] | None = None,
-        every_n_steps: int | None = None,
-    ) -> None:
-        self.train = train
-        self.val = val
+    def __init__(self, *, every_n_steps: int | None = None) -> None:
         self.every_n_steps = checked_interval(every_n_steps)
-        self._train = MeanCurves("loss/train", checked_names("train", train))
-        self._val = MeanCurves("loss/val", None)
-        self._val_names = checked_names("val", val)
+        self._train = MeanCurves("loss/train")
+        self._val = MeanCurves("loss/val")
         self._last_step = -1
-        self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the curves of a new run."""
@@ -75,9 +54,7 @@ class LossCurves(WatchingCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch's loss to the next point, and log the point if it is due."""
-        losses, names = training_losses(trainer, pl_module, outputs, self._train.names)
-        self._other_names |= names
-        for name, loss in losses.items():
+        for name, loss in training_losses(trainer, pl_module, outputs).items():
             self._train.add(name, loss)
         self._train.write_arrived()
         self._val.write_arrived()
@@ -90,14 +67,10 @@ class LossCurves(WatchingCallback):
         if last > self._last_step:
             self._log_training(trainer, last)
         self._train.write_arrived(wait=True)
-        if trainer.is_global_zero:
-            self._train.warn_of_missing("train", self._other_names)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start averaging the losses of a new validation run."""
         self._val.clear()
-        if self._val_names is not None:
-            self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
 
     def on_validation_batch_end(
         self,
@@ -110,8 +83,8 @@ class LossCurves(WatchingCallback):
     ) -> None:
         """Add the losses that validation_step returned. In on_validation_end, a logged metric may replace them."""
         if not trainer.sanity_checking:
-            suffix = loader_suffixes(trainer)[dataloader_idx]
-            for name, loss, weight in returned_losses(outputs, batch, self._val_names):
+            suffix = f"/dataloader_idx_{dataloader_idx}" if len(trainer.num_val_batches) > 1 else ""
+            for name, loss, weight in returned_losses(outputs, batch):
                 self._val.add(name + suffix, loss, weight)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,17 +92,13 @@ class LossCurves(WatchingCallback):
         if trainer.sanity_checking:
             return
         logged = values_logged_in_evaluation(trainer)
-        names = likely_losses(logged) if self._val.names is None else self._val.names
-        if self._val.names is None and names:
+        if names := likely_losses(logged):
             # A loss that the user logs takes the place of those that the step returns.
             self._val.clear()
-        for name in names:
-            if name in logged:
-                self._val.replace(name, logged[name])
+            for name in names:
+                self._val.add(name, logged[name])
         self._val.log(trainer, training_step(trainer))
         self._val.write_arrived(wait=True)
-        if trainer.is_global_zero:
-            self._val.warn_of_missing("val", logged)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drop values that are still on the device, as reading them may fail. Do not wait for other ranks."""
