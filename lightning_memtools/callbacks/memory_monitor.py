@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_memtools._lightning import (
     callbacks_of,
     is_accumulating,
-    prepared_loaders,
     running_stage,
     training_step,
 )
@@ -28,7 +27,7 @@ from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
-from lightning_memtools.reporting.loggers import checked_interval, is_due, log_scalars, log_text
+from lightning_memtools.reporting.loggers import FIRST_STEPS, checked_interval, is_due, log_scalars, log_text
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.tables import console_table
@@ -141,9 +140,9 @@ class MemoryMonitor(WatchingCallback):
         self._running.switch_phase(None)
         self._running.write_arrived()
         # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
-        is_regular = is_due(trainer, self.every_n_steps, first_steps=False) or trainer.is_last_batch
-        if is_regular or is_due(trainer, self.every_n_steps):
-            self._log(trainer, "train", training_step(trainer), batch, warms_up=not is_regular)
+        step = training_step(trainer)
+        if is_due(trainer, self.every_n_steps) or trainer.is_last_batch:
+            self._log(trainer, "train", step, batch, warms_up=step in FIRST_STEPS)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one."""
@@ -198,8 +197,8 @@ class MemoryMonitor(WatchingCallback):
                 text, name = summary.markdown(), f"memory_summary_{run.call}.md"
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
-                log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
-                print_on_console(summary.title, style="bold")
+                log_text(trainer, "memtools/memory_summary", text, self._summary_step)
+                print_on_console(summary.title)
                 print_on_console(*map(console_table, summary.tables()), *summary.remarks)
         self.stop_watching()
 
@@ -224,7 +223,6 @@ class MemoryMonitor(WatchingCallback):
             trainer.optimizers,
             batch=batch,
             epoch=trainer.current_epoch if stage == "train" else None,
-            datasets=(getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop)),
             warms_up=warms_up,
         )
         self._warn(trainer, *texts, category=FindingWarning)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.early_warnings import EarlyWarnings
-from lightning_memtools.memory.history_recording import recorded_snapshot
 from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.owned import Owned, on_device_of, owned_by
 from lightning_memtools.memory.peaks import (
@@ -81,10 +79,7 @@ class MemoryRun:
     def _count_from_now(self) -> None:
         """Count allocation retries and out-of-memory errors from now on."""
         self._since = MemoryStats() if self._reader is None else self._reader.stats()
-        if self._reader is not None:
-            self._early = EarlyWarnings(
-                retries=self._since.alloc_retries or 0, snapshot=partial(recorded_snapshot, self._reader)
-            )
+        self._early = EarlyWarnings(retries=self._since.alloc_retries or 0)
 
     @property
     def shortcoming(self) -> str:
@@ -144,7 +139,6 @@ class MemoryRun:
         *,
         batch: Any = None,
         epoch: int | None = None,
-        datasets: Iterable[Any] = (),
         warms_up: bool = False,
     ) -> list[str]:
         """Add a point to the logged curves, and return new warnings that memory may run out.
@@ -159,10 +153,9 @@ class MemoryRun:
             optimizers: The optimizers, to log how much they take.
             batch: The batch, to log how much it takes; None if there is none.
             epoch: The epoch of training; None outside of training.
-            datasets: The data sets of the loaders, a possible reason why host memory grows.
             warms_up: Whether it is so early that growing memory is normal, and no reason for a warning.
         """
-        host, warnings = self._host.look(epoch=epoch, datasets=datasets, warms_up=warms_up)
+        host, warnings = self._host.look(epoch=epoch, warms_up=warms_up)
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
         if stage == "train":
             scalars |= self._step_scalars(step)

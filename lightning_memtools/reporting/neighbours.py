@@ -11,7 +11,6 @@ class Neighbour:
             Neighbours may have this attribute, too.
         is_in_trial: True during a trial of BatchSizeTuner, which sets this attribute.
         max_splits: The largest number of parts into which the callback splits a batch that does not fit; 1 for none.
-        memory_remark: A line on what the callback did, for MemoryMonitor's summary of a run; "" for nothing.
     """
 
     takes_part_in_trials: bool = True
