@@ -16,7 +16,7 @@ from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.leaks.holder_search import names_of_run, names_of_variables
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector
-from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
+from lightning_memtools.memory.memory_releaser import MemoryReleaser, RetainedMemory
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
@@ -44,8 +44,8 @@ class EmptyCache(WatchingCallback):
     rank decides for itself; none waits for another.
 
     Args:
-        min_reclaimable: The least memory that is worth releasing: a fraction of the device (of reserved memory, if
-            the capacity is not known), or a size such as "512MiB". With 0, everything releasable is released.
+        min_reclaimable: The least memory that is worth releasing, as a fraction of the device (of reserved memory, if
+            the capacity is not known). With 0, everything releasable is released.
         warn_after: The number of epochs of growth in a row before the warning. If the run has fewer epochs,
             evaluations are counted instead.
 
@@ -57,10 +57,13 @@ class EmptyCache(WatchingCallback):
     documented = (torch.OutOfMemoryError,)  # a model may not fit on the VirtualDevice that it is put on
     parts_of_a_run = ("_releaser",)
 
-    def __init__(self, *, min_reclaimable: float | str = 0.05, warn_after: int = 3) -> None:
+    def __init__(self, *, min_reclaimable: float = 0.05, warn_after: int = 3) -> None:
         if not is_count(warn_after):
             raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
-        ReleaseThreshold(min_reclaimable)  # raises for what is none
+        if not isinstance(min_reclaimable, int | float) or not 0 <= min_reclaimable <= 1:
+            raise ValueError(
+                f"min_reclaimable={min_reclaimable!r} is no share of the device. Give a number from 0 to 1."
+            )
         self.min_reclaimable = min_reclaimable
         self.warn_after = warn_after
         self._is_new = FirstTime()
@@ -83,8 +86,7 @@ class EmptyCache(WatchingCallback):
                 warn_after=self.warn_after,
                 find_names=lambda: names_of_variables() | names_of_run(pl_module, others),
             )
-        threshold = ReleaseThreshold(self.min_reclaimable)
-        self._releaser = MemoryReleaser(reader, on_device, threshold=threshold, leak_detector=detector)
+        self._releaser = MemoryReleaser(reader, on_device, min_share=self.min_reclaimable, leak_detector=detector)
         self._directory, self._has_evaluated = report_directory(trainer), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -123,7 +123,7 @@ def test_validation_at_another_shape_passes_only_when_the_cache_is_emptied(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "capacity", "reserved", "freed"),
     [
-        ({"min_reclaimable": "30MiB"}, "200MiB", 24, [0, 0, 0, 0]),
+        ({"min_reclaimable": 0.15}, "200MiB", 24, [0, 0, 0, 0]),
         ({"min_reclaimable": 0}, "1GiB", 2, [0, 10, 12, 0]),
         ({}, "1GiB", 24, [0, 0, 0, 0]),  # less than 51 MiB
         ({"min_reclaimable": 22 / 24}, None, 2, [0, 0, 22, 0]),  # without a capacity, a share of what is reserved
@@ -201,7 +201,7 @@ def test_a_device_without_a_cache_gives_one_warning_and_training_continues(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "accepted"),
     [
-        *(({"min_reclaimable": value}, "from 0 to 1.*512MiB") for value in (1.5, -0.1, "half", "512", None, True)),
+        *(({"min_reclaimable": value}, "from 0 to 1") for value in (1.5, -0.1, "half", None)),
         *(({"warn_after": count}, "whole number of 1 or more") for count in (0, 2.5, None)),
     ],
 )
@@ -217,7 +217,7 @@ def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
     torch.cuda.empty_cache()
     # cuBLAS takes its workspaces in the first step: out of a temporary's segment, which could not go back then.
     model = Wide(train=[[], [300], [300]], val=[[500]])
-    run = quiet(tmp_path, EmptyCache(min_reclaimable="100MiB"), accelerator="cuda", devices=1, max_epochs=3)
+    run = quiet(tmp_path, EmptyCache(min_reclaimable=0.024), accelerator="cuda", devices=1, max_epochs=3)
     run.fit(model, loader(8, 8), loader(8, 8))
     curves = run.logger.curves
     freed = [mib for _, mib in in_mib(curves, "memory/cache/freed_gib")]

@@ -121,7 +121,7 @@ def cache(root: Path) -> None:
         model = Leaking()
         options = {"strategy": "ddp", "devices": 2, "max_epochs": 3, "num_sanity_val_steps": 0}
         logger = CSVLogger(root, name="", version="table")
-        run = trainer(root, EmptyCache(min_reclaimable="50MiB"), logger=logger, **options)
+        run = trainer(root, EmptyCache(), logger=logger, **options)
         run.fit(model, train, val)
         run.test(model, test, verbose=False)
     texts = [str(warning.message) for warning in said if "in a row" in str(warning.message)]
