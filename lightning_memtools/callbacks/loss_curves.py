@@ -39,16 +39,11 @@ class LossCurves(WatchingCallback):
         self.every_n_steps = checked_interval(every_n_steps)
         self._train = MeanCurves("loss/train")
         self._val = MeanCurves("loss/val")
-        self._last_step = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the curves of a new run."""
         self._train.begin()
         self._val.begin()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step at which training starts, from which the interval between points is counted."""
-        self._last_step = training_step(trainer) - 1
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,13 +54,12 @@ class LossCurves(WatchingCallback):
         self._train.write_arrived()
         self._val.write_arrived()
         if is_due(trainer, self.every_n_steps):
-            self._log_training(trainer, training_step(trainer))
+            self._train.log(trainer, training_step(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one, and wait until all points are written."""
-        last = training_step(trainer) - 1  # the axis is already one ahead here
-        if last > self._last_step:
-            self._log_training(trainer, last)
+        if self._train.has_values:
+            self._train.log(trainer, training_step(trainer) - 1)  # the axis is already one ahead here
         self._train.write_arrived(wait=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,7 +106,3 @@ class LossCurves(WatchingCallback):
         """Write the values that arrive within `patience_s` seconds for each curve, then release them. Idempotent."""
         self._train.finish(patience_s=patience_s)
         self._val.finish(patience_s=patience_s)
-
-    def _log_training(self, trainer: Trainer, step: int) -> None:
-        self._last_step = step
-        self._train.log(trainer, step)

@@ -37,6 +37,11 @@ class MeanCurves:
         self._posts = RankPosts(f"LossCurves ({self.tag})")
         self._tag_of = {}
 
+    @property
+    def has_values(self) -> bool:
+        """True if values were added since the last point."""
+        return bool(self._sums)
+
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a value to the mean that the next point of a curve will show, without waiting for the device."""
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
