@@ -99,6 +99,7 @@ class MemoryMonitor(WatchingCallback):
             partial(log_scalars, trainer),
             call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
             phases=self.phases and stage == "fit",
+            has_trained=training_step(trainer) > 0,
         )
         self._directory = report_directory(trainer)
         if self._run.shortcoming not in {"", NO_GPU}:

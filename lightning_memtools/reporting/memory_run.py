@@ -49,6 +49,8 @@ class MemoryRun:
         write: Writes scalars, by tag, at a training step.
         call: The name of the call, such as "fit".
         phases: Whether to measure the phases of a training step.
+        has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
+            what its memory consists of, because training uses the same tags.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -62,11 +64,13 @@ class MemoryRun:
         *,
         call: str,
         phases: bool = False,
+        has_trained: bool = False,
     ) -> None:
         self.call = call
         self.last_step = -1
         self._device, self._name = device, str(device) if reader is None else reader.name
         self._reader, self._write = reader, write
+        self._has_trained = has_trained or call == "fit"
         self._posts = RankPosts("MemoryMonitor")
         self._host = HostWatch()
         self._is_training = False
@@ -163,7 +167,7 @@ class MemoryRun:
             point = self._stages.point(stage, self._owned_by(model, optimizers, batch))
             scalars |= device_scalars(stage, point, since=self._since)
             warnings += self._early.look(point, warms_up=warms_up)
-            if stage == "train":
+            if stage == "train" or not self._has_trained:
                 scalars |= composition_scalars(point)
 
         def write(parts: Sequence[dict[str, float] | None]) -> None:
