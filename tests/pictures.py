@@ -107,7 +107,6 @@ def runs(logs: Path, wanted: set[str]) -> None:
     monitor: list[L.Callback] = [memtools.MemoryMonitor(), memtools.LossCurves()]
     curves: dict[str, Any] = {
         "MemoryMonitor": {"snapshot_at_step": 4},
-        "LossCurves": {"grad_norm": True},
         "TrainingDoctor": False,
     }
     train, val = rows(1024), rows(1024, 2048)

@@ -4,43 +4,26 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import callbacks_of, running_stage, training_step
+from lightning_memtools._lightning import callbacks_of, training_step
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.leaks.holder_search import names_of_run, names_of_variables
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector
-from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
+from lightning_memtools.memory.memory_releaser import MemoryReleaser, RetainedMemory
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.memory.stats import MemoryReader, room_of
 from lightning_memtools.memory.virtual import put_on_device
-from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
+from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.warning_categories import FindingWarning
-
-Evaluation = Literal["val", "test", "predict"]
-EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
-
-
-@dataclass(slots=True)
-class _ReleasingRun:
-    """State that EmptyCache keeps during one call of the Trainer, such as fit or test."""
-
-    releaser: MemoryReleaser
-    keeps_ledger: bool
-    directory: Path | NotWritten
-    has_evaluated: bool = False  # and the work at the end of the evaluation is not done yet
-    epoch_has_evaluation: bool = False
 
 
 class EmptyCache(WatchingCallback):
@@ -53,7 +36,6 @@ class EmptyCache(WatchingCallback):
     docs/empty-cache.md lists the logged tags.
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
-    If memory would last until the run ends, the warning waits for twelve epochs of growth, or for the last epoch.
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
     skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run pays for two
@@ -62,10 +44,8 @@ class EmptyCache(WatchingCallback):
     rank decides for itself; none waits for another.
 
     Args:
-        stages: The stages to release memory around: "val" (with the sanity check), "test", "predict".
-        min_reclaimable: The least memory that is worth releasing: a fraction of the device (of reserved memory, if
-            the capacity is not known), or a size such as "512MiB". With 0, everything releasable is released.
-        ledger: Whether to log the retained memory of fit and to warn of growth.
+        min_reclaimable: The least memory that is worth releasing, as a fraction of the device (of reserved memory, if
+            the capacity is not known). With 0, everything releasable is released.
         warn_after: The number of epochs of growth in a row before the warning. If the run has fewer epochs,
             evaluations are counted instead.
 
@@ -75,25 +55,21 @@ class EmptyCache(WatchingCallback):
 
     page = "empty-cache"
     documented = (torch.OutOfMemoryError,)  # a model may not fit on the VirtualDevice that it is put on
-    parts_of_a_run = ("_run",)
+    parts_of_a_run = ("_releaser",)
 
-    def __init__(
-        self,
-        *,
-        stages: Sequence[Evaluation] = EVALUATIONS,
-        min_reclaimable: float | str = 0.05,
-        ledger: bool = True,
-        warn_after: int = 3,
-    ) -> None:
+    def __init__(self, *, min_reclaimable: float = 0.05, warn_after: int = 3) -> None:
         if not is_count(warn_after):
             raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
-        ReleaseThreshold(min_reclaimable)  # raises for what is none
-        self.stages = _checked_stages(stages)
+        if not isinstance(min_reclaimable, int | float) or not 0 <= min_reclaimable <= 1:
+            raise ValueError(
+                f"min_reclaimable={min_reclaimable!r} is no share of the device. Give a number from 0 to 1."
+            )
         self.min_reclaimable = min_reclaimable
-        self.ledger = ledger
         self.warn_after = warn_after
         self._is_new = FirstTime()
-        self._run: _ReleasingRun | None = None
+        self._releaser: MemoryReleaser | None = None
+        self._directory: Path | NotWritten = NO_RUN
+        self._has_evaluated = False  # and the work at the end of the evaluation is not done yet
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device whose cache is to be emptied; log a message if it has no cache."""
@@ -103,48 +79,33 @@ class EmptyCache(WatchingCallback):
             self._say(trainer, f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
             return
         on_device, detector = on_device_of(reader, device), None
-        if self.ledger and stage == TrainerFn.FITTING:
+        if stage == TrainerFn.FITTING:
             others = [*callbacks_of(trainer), getattr(trainer, "datamodule", None), trainer]
             detector = LeakDetector(
                 on_device,
                 warn_after=self.warn_after,
                 find_names=lambda: names_of_variables() | names_of_run(pl_module, others),
-                may_wait=lambda per_epoch: self._may_wait(trainer, reader, per_epoch),
             )
-        threshold = ReleaseThreshold(self.min_reclaimable)
-        releaser = MemoryReleaser(reader, on_device, threshold=threshold, leak_detector=detector)
-        self._run = _ReleasingRun(releaser, detector is not None, report_directory(trainer))
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory after the sanity check's evaluation."""
-        if "val" in self.stages:
-            self._release(trainer)
+        self._releaser = MemoryReleaser(reader, on_device, min_share=self.min_reclaimable, leak_detector=detector)
+        self._directory, self._has_evaluated = report_directory(trainer), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the retained memory for the first time, as the baseline of later measurements."""
+        """Release what the sanity check has left; the retained memory is the baseline of later measurements."""
         put_on_device(pl_module, trainer.optimizers)
-        self._warn_of_leak(trainer, self._collect(trainer))
+        self._warn_of_leak(trainer, self._release(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Release memory after a mid-epoch validation: in on_validation_end, Lightning still held the last batch."""
-        if self._run is not None and self._run.has_evaluated:
+        if self._has_evaluated:
             self._end_evaluation(trainer, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory if an evaluation has just ended, and measure the memory that is retained after the epoch."""
-        run = self._run
-        if run is None:
-            return
-        # Where the run validates, epochs without a validation are not comparable.
-        reads = run.epoch_has_evaluation or not (trainer.enable_validation and "val" in self.stages)
-        retained = None
-        if run.has_evaluated:
-            retained = self._end_evaluation(trainer)
-        elif reads:
-            retained = self._collect(trainer)
-        if reads and not self._counts_evaluations(trainer):
+        retained = self._end_evaluation(trainer) if self._has_evaluated else self._collect(trainer)
+        # Where only every n-th epoch validates, those without a validation are not comparable.
+        every = (trainer.check_val_every_n_epoch or 1) if trainer.enable_validation else 1
+        if (trainer.current_epoch + 1) % every == 0 and not self._counts_evaluations(trainer):
             self._warn_of_leak(trainer, retained)
-        run.epoch_has_evaluation = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory. By now, a strategy that moves the model to the CPU after training has done so."""
@@ -153,20 +114,18 @@ class EmptyCache(WatchingCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory before an evaluation or the sanity check."""
         put_on_device(pl_module, trainer.optimizers)
-        if running_stage(trainer) in self.stages:
-            self._release(trainer)
+        self._release(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that an evaluation has ended. Memory is released later, once Lightning has dropped the last batch."""
-        if self._run is not None and not trainer.sanity_checking and running_stage(trainer) in self.stages:
-            self._run.has_evaluated = self._run.epoch_has_evaluation = True
+        self._has_evaluated = not trainer.sanity_checking
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release memory after an evaluation outside of fit, and drop all state of the run."""
-        if self._run is not None and self._run.has_evaluated:
+        if self._has_evaluated:
             self._release(trainer)
         self.stop_watching()
 
@@ -176,12 +135,11 @@ class EmptyCache(WatchingCallback):
 
     def stop_watching(self) -> None:
         """Stop watching, and drop all state of the run. Idempotent."""
-        self._run = None
+        self._releaser = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
         """Release memory after an evaluation in fit, check for a leak if due, and return the retained memory."""
-        assert self._run is not None
-        self._run.has_evaluated = False
+        self._has_evaluated = False
         retained = self._release(trainer, inputs)
         if self._counts_evaluations(trainer):
             self._warn_of_leak(trainer, retained)
@@ -189,32 +147,28 @@ class EmptyCache(WatchingCallback):
 
     def _release(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
         """Collect garbage and empty the cache if worthwhile. Log and return the memory retained besides `inputs`."""
-        if self._run is None:
+        if self._releaser is None:
             return None
-        releaser, detector = self._run.releaser, self._run.releaser.leak_detector
-        # After the warning, garbage that is not worth releasing is not worth a collection either.
-        exact = detector is not None and not detector.has_reported
-        released, retained = releaser.release(trainer.lightning_module, trainer.optimizers, inputs=inputs, exact=exact)
-        scalars = released.scalars() | (retained.scalars() if self._run.keeps_ledger else {})
+        released, retained = self._releaser.release(trainer.lightning_module, trainer.optimizers, inputs=inputs)
+        scalars = released.scalars() | ({} if self._releaser.leak_detector is None else retained.scalars())
         log_scalars(trainer, scalars, training_step(trainer))
-        self._say(trainer, releaser.cannot_empty)
+        self._say(trainer, self._releaser.cannot_empty)
         return retained
 
     def _collect(self, trainer: Trainer) -> RetainedMemory | None:
-        """Collect garbage if worthwhile, then log and return the memory that stays allocated; None without a ledger."""
-        if self._run is None or not self._run.keeps_ledger:
+        """Collect garbage if worthwhile, then log and return the memory that stays allocated."""
+        if self._releaser is None:
             return None
-        retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers)
+        retained = self._releaser.collect(trainer.lightning_module, trainer.optimizers)
         log_scalars(trainer, retained.scalars(), training_step(trainer))
         return retained
 
     def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
         """Pass the retained memory to the leak detector, and warn if it finds a leak."""
-        run = self._run
-        report = None if run is None or retained is None else run.releaser.find_leak(retained)
-        if run is None or report is None:
+        report = None if self._releaser is None or retained is None else self._releaser.find_leak(retained)
+        if self._releaser is None or report is None:
             return
-        name = run.releaser.reader.name
+        name = self._releaser.reader.name
         text = report.text(
             device=f"{name} of rank {trainer.global_rank}" if trainer.world_size > 1 else name,
             readings="evaluations" if self._counts_evaluations(trainer) else "epochs",
@@ -223,15 +177,7 @@ class EmptyCache(WatchingCallback):
         log_scalars(trainer, {"memory/leaks": float(len(report.findings))}, training_step(trainer))
         log_text(trainer, "memtools/leak", text, training_step(trainer))
         if trainer.is_global_zero:
-            write_report_or_warn(run.directory, "leak.md", text)
-
-    def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
-        """Return True if the leak warning can wait: at this growth rate, memory suffices for the rest of the run."""
-        if trainer.max_epochs is None or trainer.max_epochs < 0 or self._counts_evaluations(trainer):
-            return False
-        n_left = trainer.max_epochs - trainer.current_epoch - 1
-        room = room_of(reader.stats())
-        return n_left > 0 and not trainer.should_stop and room is not None and n_left * bytes_per_epoch < room
+            write_report_or_warn(self._directory, "leak.md", text)
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
         """Return True if the run has so few epochs that growth is counted from evaluation to evaluation instead."""
@@ -243,18 +189,3 @@ class EmptyCache(WatchingCallback):
     def _say(self, trainer: Trainer, message: str) -> None:
         if message and trainer.is_global_zero and self._is_new(message):
             logging.getLogger("lightning_memtools").info(message)
-
-
-def _checked_stages(stages: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """Return the stages as a tuple. Any iterable is accepted, in any order.
-
-    Raises:
-        ValueError: `stages` is not a list of "val", "test" and "predict".
-    """
-    given = tuple(stages) if hasattr(stages, "__iter__") and not isinstance(stages, str) else None
-    if given is None or not set(given) <= set(EVALUATIONS):
-        raise ValueError(
-            f"stages={stages if given is None else list(given)!r} is not a list of stages. Accepted are "
-            f'{", ".join(map(repr, EVALUATIONS))}, such as stages=["val", "test"]. The end of fit always counts.'
-        )
-    return given

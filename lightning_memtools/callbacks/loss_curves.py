@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_memtools._lightning import training_step, values_logged_in_evaluation
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.reporting.loggers import checked_interval, is_due
-from lightning_memtools.reporting.loss_names import (
-    checked_names,
-    likely_losses,
-    loader_suffixes,
-    returned_losses,
-    training_losses,
-)
+from lightning_memtools.reporting.loss_names import likely_losses, returned_losses, training_losses
 from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import PATIENCE_S
-from lightning_memtools.warning_categories import DegradedWarning
 
 
 class LossCurves(WatchingCallback):
     """Logs `loss/train` and `loss/val` on the same axis; the Memory tab draws them in one chart.
 
-    docs/loss-curves.md has the tags.
+    docs/loss-curves.md has the tags, and says which losses are taken.
 
     Losses are logged undivided by gradient accumulation. With several ranks, all values are means over the
     ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
@@ -39,96 +26,45 @@ class LossCurves(WatchingCallback):
     arrived, and leaves out ranks that have fewer batches or have ended.
 
     Args:
-        train: The name of the training loss, or several names, as training_step returns or logs them. None takes the
-            loss that is returned, or in manual optimization everything returned or logged that has "loss" in its name.
-        val: The same for validation. None takes a logged metric such as "val_loss", else the loss that validation_step
-            returns, weighted by batch size.
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
-        grad_norm: Also log `grad/norm`, the L2 norm of the gradients before clipping, averaged since the last point;
-            with several optimizers `grad/norm/optimizer_<i>`. This reads all gradients once in every step.
 
     Raises:
-        ValueError: `every_n_steps` is below 1, or a list of names is empty.
+        ValueError: `every_n_steps` is below 1.
     """
 
     page = "loss-curves"
     takes_part_in_trials = False
 
-    def __init__(
-        self,
-        *,
-        train: str | Sequence[str] | None = None,
-        val: str | Sequence[str] | None = None,
-        every_n_steps: int | None = None,
-        grad_norm: bool = False,
-    ) -> None:
-        self.train = train
-        self.val = val
+    def __init__(self, *, every_n_steps: int | None = None) -> None:
         self.every_n_steps = checked_interval(every_n_steps)
-        self.grad_norm = grad_norm
-        self._train = MeanCurves("loss/train", checked_names("train", train))
-        self._val = MeanCurves("loss/val", None)
-        self._norms = MeanCurves("grad/norm", None)
-        self._curves = (self._train, self._val, self._norms)
-        self._val_names = checked_names("val", val)
-        self._last_step = -1
-        self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
+        self._train = MeanCurves("loss/train")
+        self._val = MeanCurves("loss/val")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the curves of a new run."""
-        for curves in self._curves:
-            curves.begin()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step at which training starts, from which the interval between points is counted."""
-        self._last_step = training_step(trainer) - 1
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Add the gradients' norm to the next point."""
-        if not self.grad_norm:
-            return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
-            norm = torch.nn.utils.get_total_norm(gradients)
-            # FSDP 2 and tensor parallelism: the norm over all shards, which all ranks compute at the same step.
-            self._norms.add(f"optimizer_{index}", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._train.begin()
+        self._val.begin()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch's loss to the next point, and log the point if it is due."""
-        losses, names = training_losses(trainer, pl_module, outputs, self._train.names)
-        self._other_names |= names
-        for name, loss in losses.items():
+        for name, loss in training_losses(trainer, pl_module, outputs).items():
             self._train.add(name, loss)
-        for curves in self._curves:
-            curves.write_arrived()
+        self._train.write_arrived()
+        self._val.write_arrived()
         if is_due(trainer, self.every_n_steps):
-            self._log_training(trainer, training_step(trainer))
+            self._train.log(trainer, training_step(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one, and wait until all points are written."""
-        last = training_step(trainer) - 1  # the axis is already one ahead here
-        if last > self._last_step:
-            self._log_training(trainer, last)
+        if self._train.has_values:
+            self._train.log(trainer, training_step(trainer) - 1)  # the axis is already one ahead here
         self._train.write_arrived(wait=True)
-        self._norms.write_arrived(wait=True)
-        if trainer.is_global_zero:
-            self._train.warn_of_missing("train", self._other_names)
-            if self.grad_norm and not self._norms.has_curves:
-                warnings.warn(
-                    "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad, so grad/norm has no "
-                    "curve. DeepSpeed keeps gradients elsewhere.",
-                    DegradedWarning,
-                    stacklevel=2,
-                )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start averaging the losses of a new validation run."""
         self._val.clear()
-        if self._val_names is not None:
-            self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
 
     def on_validation_batch_end(
         self,
@@ -141,8 +77,8 @@ class LossCurves(WatchingCallback):
     ) -> None:
         """Add the losses that validation_step returned. In on_validation_end, a logged metric may replace them."""
         if not trainer.sanity_checking:
-            suffix = loader_suffixes(trainer)[dataloader_idx]
-            for name, loss, weight in returned_losses(outputs, batch, self._val_names):
+            suffix = f"/dataloader_idx_{dataloader_idx}" if len(trainer.num_val_batches) > 1 else ""
+            for name, loss, weight in returned_losses(outputs, batch):
                 self._val.add(name + suffix, loss, weight)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -150,17 +86,13 @@ class LossCurves(WatchingCallback):
         if trainer.sanity_checking:
             return
         logged = values_logged_in_evaluation(trainer)
-        names = likely_losses(logged) if self._val.names is None else self._val.names
-        if self._val.names is None and names:
+        if names := likely_losses(logged):
             # A loss that the user logs takes the place of those that the step returns.
             self._val.clear()
-        for name in names:
-            if name in logged:
-                self._val.replace(name, logged[name])
+            for name in names:
+                self._val.add(name, logged[name])
         self._val.log(trainer, training_step(trainer))
         self._val.write_arrived(wait=True)
-        if trainer.is_global_zero:
-            self._val.warn_of_missing("val", logged)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drop values that are still on the device, as reading them may fail. Do not wait for other ranks."""
@@ -171,13 +103,6 @@ class LossCurves(WatchingCallback):
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that arrive within `patience_s` seconds, then release all tensors. Idempotent."""
-        end = time.monotonic() + patience_s
-        for curves in self._curves:
-            curves.finish(patience_s=max(end - time.monotonic(), 0.0))
-
-    def _log_training(self, trainer: Trainer, step: int) -> None:
-        self._last_step = step
-        self._train.log(trainer, step)
-        if self.grad_norm:
-            self._norms.log(trainer, step)
+        """Write the values that arrive within `patience_s` seconds for each curve, then release them. Idempotent."""
+        self._train.finish(patience_s=patience_s)
+        self._val.finish(patience_s=patience_s)

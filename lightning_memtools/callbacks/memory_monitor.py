@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,29 +15,23 @@ from torch.optim import Optimizer
 from lightning_memtools._lightning import (
     callbacks_of,
     is_accumulating,
-    prepared_loaders,
     running_stage,
     training_step,
 )
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.allocator import write_snapshot
-from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.memory.virtual import put_on_device
-from lightning_memtools.reporting.console import end_progress_bar, print_on_console
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
-from lightning_memtools.reporting.loggers import checked_interval, is_due, log_scalars, log_text
+from lightning_memtools.reporting.loggers import FIRST_STEPS, checked_interval, is_due, log_scalars, log_text
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.warning_categories import DegradedWarning, FindingWarning, MemtoolsWarning
-
-# A script may make many Trainers: what a run without a GPU is told need not be said again.
-_IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
@@ -60,8 +53,6 @@ class MemoryMonitor(WatchingCallback):
         phases: Also log the peaks of forward, backward and optimizer step, and the host's time in each and between two
             batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and
             backward is the time to queue kernels; a wait for the device counts in the phase in which it happens.
-        load: Also log the GPU's utilization, power and temperature, which a thread reads from NVML twice a second.
-            Needs nvidia-ml-py (`lightning_memtools[nvml]`).
         snapshot_at_step: Write a memory snapshot of this training step on every rank, as
             `<log_dir>/memtools/memory_snapshot_step<n>_rank<r>.pickle`, with its phases and modules marked. The Memory
             tab, `memtools snapshot` and https://pytorch.org/memory_viz show it. Recording slows that one step down.
@@ -80,7 +71,6 @@ class MemoryMonitor(WatchingCallback):
         *,
         every_n_steps: int | None = None,
         phases: bool = False,
-        load: bool = False,
         snapshot_at_step: int | None = None,
     ) -> None:
         if snapshot_at_step is not None and not is_count(snapshot_at_step, least=0):
@@ -89,32 +79,20 @@ class MemoryMonitor(WatchingCallback):
             )
         self.every_n_steps = checked_interval(every_n_steps)
         self.phases = phases
-        self.load = load
         self.snapshot_at_step = snapshot_at_step
         self._run: MemoryRun | None = None
         self._step_snapshot: StepSnapshot | None = None
         self._directory: Path | NotWritten = NO_RUN
         self._device = torch.device("cpu")
-        self._sanity_check_began = 0.0
         # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So this count
         # goes on over all calls of the Trainer.
         self._summary_step = -1
-
-    def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract the allocation retries and OOMs of a trial from those counted. BatchSizeTuner calls this."""
-        if self._run is not None:
-            self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device, and warn if it has no memory statistics or does not track peaks."""
         self.stop_watching()
         device = self._device = trainer.strategy.root_device
         reader = reader_for(device)
-        load = None
-        if self.load and device.type == "cuda" and torch.version.hip is None:
-            load = GpuLoad.begin(device.index or 0)
-        elif self.load:
-            self._warn(trainer, f"load=True: NVML tells nothing of {device}, so no device/* is logged.")
         self._run = MemoryRun(
             device,
             reader,
@@ -122,29 +100,14 @@ class MemoryMonitor(WatchingCallback):
             call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
             phases=self.phases and stage == "fit",
             has_trained=training_step(trainer) > 0,
-            load=load,
         )
         self._directory = report_directory(trainer)
         if self._run.shortcoming not in {"", NO_GPU}:
             self._warn(trainer, self._run.shortcoming)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count the model's memory as allocated."""
-        put_on_device(pl_module, trainer.optimizers)
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count optimizer state that was restored from a checkpoint as allocated."""
-        put_on_device(pl_module, trainer.optimizers)
-        self._sanity_check_began = time.perf_counter()
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log how long the sanity check took, for the Memory tab."""
-        elapsed_ms = 1000 * (time.perf_counter() - self._sanity_check_began)
-        log_scalars(trainer, {"time/sanity_check_ms": elapsed_ms}, training_step(trainer))
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure the train stage."""
-        put_on_device(pl_module, trainer.optimizers)  # the sanity check may have been skipped
+        """Begin to measure the train stage. On a VirtualDevice, count the model's memory as allocated."""
+        put_on_device(pl_module, trainer.optimizers)
         between: Phase | None = None if pl_module.automatic_optimization else "forward"
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
@@ -178,9 +141,9 @@ class MemoryMonitor(WatchingCallback):
         self._running.switch_phase(None)
         self._running.write_arrived()
         # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
-        is_regular = is_due(trainer, self.every_n_steps, first_steps=False) or trainer.is_last_batch
-        if is_regular or is_due(trainer, self.every_n_steps):
-            self._log(trainer, "train", training_step(trainer), batch, warms_up=not is_regular)
+        step = training_step(trainer)
+        if is_due(trainer, self.every_n_steps) or trainer.is_last_batch:
+            self._log(trainer, "train", step, batch, warms_up=step in FIRST_STEPS)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one."""
@@ -193,9 +156,9 @@ class MemoryMonitor(WatchingCallback):
         self._running.leave("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure an evaluation stage."""
+        """Begin to measure an evaluation stage. On a VirtualDevice, count the model's memory as allocated."""
+        put_on_device(pl_module, trainer.optimizers)
         if not trainer.sanity_checking:
-            put_on_device(pl_module, trainer.optimizers)
             self._running.enter(running_stage(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,11 +198,9 @@ class MemoryMonitor(WatchingCallback):
                 text, name = summary.markdown(), f"memory_summary_{run.call}.md"
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
-                log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
-                end_progress_bar(trainer.progress_bar_callback)
-                if summary.peaks or _IS_FIRST_WITHOUT_PEAKS():
-                    print_on_console(summary.title, style="bold")
-                    print_on_console(*map(console_table, summary.tables()), *summary.remarks)
+                log_text(trainer, "memtools/memory_summary", text, self._summary_step)
+                print_on_console(summary.title)
+                print_on_console(*map(console_table, summary.tables()), *summary.remarks)
         self.stop_watching()
 
     def _begin_phase(self, phase: Phase) -> None:
@@ -263,7 +224,6 @@ class MemoryMonitor(WatchingCallback):
             trainer.optimizers,
             batch=batch,
             epoch=trainer.current_epoch if stage == "train" else None,
-            datasets=(getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop)),
             warms_up=warms_up,
         )
         self._warn(trainer, *texts, category=FindingWarning)

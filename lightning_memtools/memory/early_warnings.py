@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
 
-from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
-from lightning_memtools.memory.allocator.trace_replay import replay
 from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.sizes import format_size
@@ -17,6 +13,7 @@ _NEARLY_FULL = 0.95
 # Reserved memory in pieces is worth a word from this share of the device on, once it has risen so often in a row.
 _FRAGMENTED = 0.1
 _RISES = 3
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True may help."
 _SMALLER = "Next: GradientCheckpointing, precision='bf16-mixed', or a smaller batch (BatchSizeTuner finds the largest)."
 
 
@@ -25,12 +22,10 @@ class EarlyWarnings:
 
     Args:
         retries: The device's count of allocation retries when the run began.
-        snapshot: Returns a snapshot of the allocator's recorded history, or None if no history is recorded.
     """
 
-    def __init__(self, *, retries: int = 0, snapshot: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+    def __init__(self, *, retries: int = 0) -> None:
         self._retries = retries
-        self._snapshot = snapshot
         self._pieces: list[int] = []
         self._is_new = FirstTime()
 
@@ -38,19 +33,15 @@ class EarlyWarnings:
         """Return the new warnings at a memory point. In the first steps (`warms_up`), growth gives no warning."""
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
-    def leave_out(self, retries: int) -> None:
-        """Exclude a number of allocation retries from the run's count, because they happened outside of the run."""
-        self._retries += retries
-
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:
         stats = point.stats
         n_retries = (stats.alloc_retries or 0) - self._retries
-        if n_retries > 0 and "retries" not in self._is_new.said:
+        if n_retries > 0:
             text = (
                 f"Allocation retries have begun ({n_retries}): the device was full, and the allocator waited for it "
                 "and gave its cache back to serve a request. That slows a step down, and the next request may fail. "
             )
-            yield "retries", f"{text}{self._expandable()} {_SMALLER}"
+            yield "retries", f"{text}{_EXPANDABLE} {_SMALLER}"
         if stats.capacity and (point.peak_reserved or 0) > _NEARLY_FULL * stats.capacity:
             share = 100 * (point.peak_reserved or 0) / stats.capacity
             text = (
@@ -63,26 +54,9 @@ class EarlyWarnings:
         pieces = stats.inactive_split or 0
         self._pieces = [*self._pieces, pieces] if self._pieces and pieces > self._pieces[-1] else [pieces]
         least = _FRAGMENTED * (stats.capacity or sys.maxsize)
-        if len(self._pieces) > _RISES and pieces > least and "fragmentation" not in self._is_new.said:
+        if len(self._pieces) > _RISES and pieces > least:
             text = (
                 f"Fragmentation grows: {format_size(self._pieces[0])} of reserved memory lay free in pieces "
                 f"{len(self._pieces) - 1} points ago, {format_size(pieces)} do now. No large request can use them. "
             )
-            yield "fragmentation", text + self._expandable()
-
-    def _expandable(self) -> str:
-        """Return advice on expandable segments, based on a replay of the recorded requests if there are any."""
-        advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-        snapshot = self._snapshot()
-        if snapshot is None:
-            return f"{advice} may help (not tried: nobody records the allocator's history)."
-        config = config_of(snapshot)
-        if config.expandable_segments:
-            return "Expandable segments are on already."
-        trace = trace_until(snapshot, config, capacity=None, used_by_others=0, until=sys.maxsize)
-        now, then = (
-            replay(trace, config=one).stats.reserved or 0 for one in (config, replace(config, expandable_segments=True))
-        )
-        without = f" instead of {format_size(now)}" if then != now else ", as much as without"
-        tried = f"the recorded requests were replayed: {format_size(then)} would be reserved{without}"
-        return f"{advice} {'helps' if then < now else 'does not help'} ({tried})."
+            yield "fragmentation", text + _EXPANDABLE

@@ -93,14 +93,3 @@ def _change(recording: object, *, stacks: bool | None) -> None:
         stop_cuda_history()
     elif any(_running.values()) != any(before.values()) or len(_running) > len(before):
         record_cuda_history(MOST_ENTRIES, stacks=any(_running.values()))
-
-
-def recorded_snapshot(reader: MemoryReader) -> dict[str, Any] | None:
-    """Return a snapshot of the running recording, whatever code started it; None if no history is recorded."""
-    if isinstance(reader, VirtualDevice):
-        return None if reader.history is None else reader.snapshot()
-    try:
-        is_recorded = isinstance(reader, CudaReader) and is_cuda_history_recorded()
-    except RuntimeError:  # from other allocators than torch's own
-        is_recorded = False
-    return cuda_memory_snapshot() if is_recorded else None

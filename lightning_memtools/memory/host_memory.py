@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -23,7 +22,6 @@ _LEAST_SHARE = 0.1
 _NEARLY_FULL = 0.9
 # A worker has to be seen growing this many times: buffers and imports grow once.
 _TIMES_GROWN = 3
-_MANY_OBJECTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +155,11 @@ class HostWatch:
         self._highest: dict[int, int] = {}  # epoch to the highest total
         self._is_new = FirstTime()
 
-    def look(
-        self, *, epoch: int | None = None, datasets: Iterable[Any] = (), warms_up: bool = False
-    ) -> tuple[HostMemory | None, list[str]]:
+    def look(self, *, epoch: int | None = None, warms_up: bool = False) -> tuple[HostMemory | None, list[str]]:
         """Return host memory and the new warnings. Memory is None if it is too early to read it again.
 
         Args:
             epoch: The epoch of training; None outside of training.
-            datasets: The loaders' data sets, which are searched for a cause of growth.
             warms_up: Whether the run is in its first steps, in which memory grows to its usual size: growth then gives
                 no warning.
         """
@@ -172,13 +167,13 @@ class HostWatch:
         if began < self._next_s:
             return None, []
         now = self._read()
-        findings = [*self._nearly_full(now), *(() if warms_up else self._growth(now, epoch, datasets))]
+        findings = [*self._nearly_full(now), *(() if warms_up else self._growth(now, epoch))]
         warnings = [text for name, text in findings if self._is_new(name)]
         ended = time.perf_counter()
         self._next_s = ended + (ended - began) / self._share
         return now, warnings
 
-    def _growth(self, now: HostMemory, epoch: int | None, datasets: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    def _growth(self, now: HostMemory, epoch: int | None) -> Iterator[tuple[str, str]]:
         least = max(_LEAST_GROWTH, _LEAST_SHARE * now.total)
         n_workers = len(now.workers)
         begun = sum(self._first.setdefault(worker.pid, worker.unique) for worker in now.workers)
@@ -188,8 +183,9 @@ class HostWatch:
         if growth > least and len(self._grown) >= _TIMES_GROWN:
             text = (
                 f"Host memory of {n_workers} loader workers has grown by {format_size(growth)} since they started, to "
-                f"{format_size(begun + growth)} that they share with nobody. {_cause(datasets)} Next: keep such data "
-                "in one NumPy array, tensor or Arrow table (pytorch/pytorch#13246), or use fewer workers."
+                f"{format_size(begun + growth)} that they share with nobody. Reading a Python object changes its "
+                "reference count, so a worker copies the page on which it lies. Next: keep lists of objects in one "
+                "NumPy array, tensor or Arrow table (pytorch/pytorch#13246), or use fewer workers."
             )
             yield "workers", text
         if epoch is not None:
@@ -211,20 +207,3 @@ class HostWatch:
                 "loader worker. Next: fewer workers, a smaller prefetch_factor, pin_memory=False."
             )
             yield "full", text
-
-
-def _cause(datasets: Iterable[Any]) -> str:
-    named = [f"{name} is a {kind} of {n:,} objects" for data in datasets for name, kind, n in _collections_of(data)]
-    reason = "Reading a Python object changes its reference count, so a worker copies the page on which it lies"
-    return f"{'; '.join(named)}: r{reason[1:]}." if named else f"{reason}."
-
-
-def _collections_of(data: Any, path: str = "") -> Iterator[tuple[str, str, int]]:
-    """Yield name, class and length of each large collection of objects in a data set and the data sets it wraps."""
-    path = path or type(data).__name__
-    for name, value in getattr(data, "__dict__", {}).items():
-        if isinstance(value, list | tuple | dict | set) and len(value) >= _MANY_OBJECTS:
-            yield f"{path}.{name}", type(value).__name__, len(value)
-        elif name in {"dataset", "datasets"}:
-            for inner in value if isinstance(value, list | tuple) else [value]:
-                yield from _collections_of(inner, f"{path}.{name}")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, LeakReport
 from lightning_memtools.memory.leaks.tensor_census import blocks_to_walk
 from lightning_memtools.memory.owned import OnDevice, Owned, owned_by
-from lightning_memtools.memory.sizes import parse_size, to_gib
+from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
 # The approximate time of a full collection for each block of memory that Python has allocated: 0.58 s were measured
@@ -35,39 +35,6 @@ FOR_MEMORY = _Allowance(0.5, 0.01)
 """For a collection that could free enough memory to be worth releasing."""
 FOR_EXACTNESS = _Allowance(0.05, 0.002)
 """For a collection that only makes a figure exact: it must cost less than 1% of the time of the evaluations alone."""
-
-
-class ReleaseThreshold:
-    """Decides whether emptying the cache is worth it: later steps have to request the released memory again.
-
-    Args:
-        minimum: A fraction in [0, 1] of the device's capacity (of the reserved memory, if the capacity is not known),
-            or a size such as ``"512MiB"``.
-
-    Raises:
-        ValueError: `minimum` is neither.
-    """
-
-    def __init__(self, minimum: float | str) -> None:
-        self._share = self._bytes = None
-        if isinstance(minimum, str):
-            self._bytes = _checked_size(minimum)
-        elif not isinstance(minimum, (int, float)) or isinstance(minimum, bool) or not 0 <= minimum <= 1:
-            raise _not_a_minimum(minimum)
-        else:
-            self._share = minimum
-
-    def minimum_bytes(self, stats: MemoryStats) -> float:
-        """Return the smallest number of bytes that is worth releasing on this device."""
-        if self._bytes is not None:
-            return self._bytes
-        assert self._share is not None
-        return self._share * (stats.capacity or stats.reserved or 0)
-
-    def is_reached(self, stats: MemoryStats) -> bool:
-        """Return whether the memory that could be released reaches the minimum."""
-        n_bytes = reclaimable_bytes(stats)
-        return n_bytes > 0 and n_bytes >= self.minimum_bytes(stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +90,8 @@ class MemoryReleaser:
     Args:
         reader: Reads the device's memory.
         on_device: Returns whether a tensor is on the device.
-        threshold: Decides when the cache is emptied.
+        min_share: The least memory that is worth releasing, as later steps have to request it again: a share of the
+            device's capacity, or of the reserved memory if the capacity is not known.
         leak_detector: Receives the readings of `find_leak`; None for no search for leaks.
 
     Attributes:
@@ -135,37 +103,34 @@ class MemoryReleaser:
         reader: MemoryReader,
         on_device: OnDevice,
         *,
-        threshold: ReleaseThreshold,
+        min_share: float,
         leak_detector: LeakDetector | None = None,
     ) -> None:
         self.reader = reader
         self.leak_detector = leak_detector
         self.cannot_empty: str = ""
         self.on_device = on_device
-        self._threshold = threshold
+        self._min_share = min_share
         self._unaccounted_after_collection = 0
         # The time of the last collection; before the first an estimate.
         self._collection_s = SECONDS_PER_BLOCK * blocks_to_walk()
         self._last_collection = time.perf_counter()
 
-    def collect(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
-    ) -> RetainedMemory:
+    def collect(self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None) -> RetainedMemory:
         """Collect garbage if that can free something, and return what stays allocated.
 
         Args:
             model: The model, which stays allocated with its gradients.
             optimizers: The optimizers, whose state stays allocated.
             inputs: Tensors that belong on the device now, such as a batch; `RetainedMemory.total` excludes them.
-            exact: Whether to collect small amounts of garbage too, so that the result does not count them.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         stats = self.reader.stats()
         retained = _retained(stats, owned)
         growth = retained.unaccounted - self._unaccounted_after_collection
-        is_worth_releasing = growth >= self._threshold.minimum_bytes(stats)
+        is_worth_releasing = growth >= self._minimum_bytes(stats)
         allowance = FOR_MEMORY if is_worth_releasing else FOR_EXACTNESS
-        if growth > 0 and (is_worth_releasing or exact) and self._can_afford_collection(allowance):
+        if growth > 0 and self._can_afford_collection(allowance):
             return self.collect_now(owned)
         self._unaccounted_after_collection = min(self._unaccounted_after_collection, retained.unaccounted)
         return retained
@@ -181,13 +146,13 @@ class MemoryReleaser:
         return retained
 
     def release(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None
     ) -> tuple[ReleasedMemory, RetainedMemory]:
         """Collect garbage as `collect` does, and empty the cache if worthwhile; return the freed and kept memory."""
         begin = time.perf_counter()
-        retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
-        freed_bytes = 0
-        if not self.cannot_empty and self._threshold.is_reached(self.reader.stats()):
+        retained = self.collect(model, optimizers, inputs=inputs)
+        stats, freed_bytes = self.reader.stats(), 0
+        if not self.cannot_empty and reclaimable_bytes(stats) >= max(1, self._minimum_bytes(stats)):
             freed_bytes = self._empty_cache()
         return ReleasedMemory(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
@@ -198,6 +163,9 @@ class MemoryReleaser:
         return self.leak_detector.read(
             retained.unaccounted, retained.owned, collect=lambda: self.collect_now(retained.owned).unaccounted
         )
+
+    def _minimum_bytes(self, stats: MemoryStats) -> float:
+        return self._min_share * (stats.capacity or stats.reserved or 0)
 
     def _can_afford_collection(self, allowed: _Allowance) -> bool:
         since_s = time.perf_counter() - self._last_collection
@@ -239,20 +207,6 @@ def _retained(stats: MemoryStats, owned: Owned) -> RetainedMemory:
     allocated = stats.allocated or 0
     # Inputs that are views of something larger can seem to occupy more than is allocated.
     return RetainedMemory(max(0, allocated - owned.by_category["inputs"]), max(0, allocated - owned.total_bytes), owned)
-
-
-def _checked_size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise _not_a_minimum(text) from error
-
-
-def _not_a_minimum(minimum: object) -> ValueError:
-    return ValueError(
-        f"min_reclaimable={minimum!r} is neither a share nor a size. Give a share of the device as a number from 0 "
-        'to 1 (0.05 is 5%), or a size with a unit, such as "512MiB" or "2GB".'
-    )
 
 
 def free_failed_backward() -> None:

@@ -70,10 +70,3 @@ class MemoryReader(Protocol):
 
         The categories are parameters, gradients, optimizer, activations, inputs and other, and add up to the peak.
         """
-
-
-def room_of(stats: MemoryStats) -> int | None:
-    """Return the bytes of a device that were free even at the peak of allocated memory; None without a capacity."""
-    if stats.capacity is None:
-        return None
-    return stats.capacity - stats.used_by_others - max(stats.peak_allocated or 0, stats.allocated or 0)

@@ -11,12 +11,9 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import Progress
 
 
-def print_on_console(
-    *parts: Any, style: str | None = None, soft_wrap: bool = False, stream: TextIO | None = None
-) -> None:
+def print_on_console(*parts: Any, soft_wrap: bool = False, stream: TextIO | None = None) -> None:
     """Print strings and tables, each on its own lines, without Rich markup. What cannot be printed is skipped.
 
     Write report files before you call this, because printing may fail. By default, `stream` is stdout.
@@ -27,7 +24,7 @@ def print_on_console(
         # Printed by the stream itself: Console ends the program with SystemExit where a pipe is broken.
         with console.capture() as captured:
             for part in parts:
-                console.print(part, style=style, markup=False, highlight=False, soft_wrap=soft_wrap)
+                console.print(part, markup=False, highlight=False, soft_wrap=soft_wrap)
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(captured.get().encode(encoding, errors="replace").decode(encoding))
         stream.flush()
@@ -66,13 +63,6 @@ def progress_printed(
     finally:
         is_over.set()
         thread.join()
-
-
-def end_progress_bar(bar: object) -> None:
-    """Make Lightning's Rich progress bar draw its last line now, so that later prints appear below it."""
-    progress = getattr(bar, "progress", None)
-    if isinstance(progress, Progress):
-        progress.stop()
 
 
 def drop_what_is_left() -> None:

@@ -8,11 +8,9 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.warning_categories import DegradedWarning
@@ -50,8 +48,8 @@ def keep_files_in(trainer: Trainer, directory: Path) -> None:
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
     """Return the directory for this run's reports, or the reason why the run keeps no files.
 
-    This is the directory of the first logger that has one, or a folder for this run below `default_root_dir`, where
-    ModelCheckpoint also saves. Call this on every rank or on none: rank 0 broadcasts its directory.
+    This is the directory of the first logger, or a folder below `default_root_dir` if it has none. Call this on every
+    rank or on none: rank 0 broadcasts its directory.
 
     Args:
         trainer: The Trainer.
@@ -76,33 +74,16 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
     return Path(folder).absolute() / "memtools"
 
 
-# A Trainer whose logger gives its runs no version: the name of its folder, the same for fit and test.
-_NAMES: weakref.WeakKeyDictionary[Trainer, str] = weakref.WeakKeyDictionary()
-
-
 def _run_directory(trainer: Trainer) -> str:
-    for logger in trainer.loggers:
-        log_dir = getattr(logger, "log_dir", None)  # TensorBoardLogger, CSVLogger: a folder for each run
-        if _is_path(log_dir):
-            return str(log_dir)
-        if _is_path(logger.save_dir):  # one for all runs
-            return os.path.join(str(logger.save_dir), _run_of(trainer, logger))  # noqa: PTH118, may be a URL
-    return os.path.join(trainer.default_root_dir, _run_of(trainer, trainer.loggers[0]))  # noqa: PTH118
-
-
-def _is_path(given: object) -> bool:
-    """Return True if a logger's directory is a path. Some loggers have None, and mocks return any object."""
-    return isinstance(given, (str, os.PathLike))
-
-
-def _run_of(trainer: Trainer, logger: Logger) -> Path:
-    """Return the relative path "name/version" of a logger's run, which ModelCheckpoint also uses."""
-    version = logger.version
-    if version is None or not str(version):
-        version = _NAMES.setdefault(trainer, f"{datetime.now(UTC):run_%Y-%m-%d_%H-%M-%S}_{os.getpid()}_{id(trainer):x}")
-    elif isinstance(version, int):
-        version = f"version_{version}"
-    return Path(str(logger.name), str(version))
+    """Return the folder of the first logger's run, where ModelCheckpoint also saves."""
+    logger = trainer.loggers[0]
+    log_dir = getattr(logger, "log_dir", None)  # TensorBoardLogger, CSVLogger: a folder for each run
+    if isinstance(log_dir, str | os.PathLike):
+        return str(log_dir)
+    # Some loggers have None, and mocks return any object.
+    root = logger.save_dir if isinstance(logger.save_dir, str | os.PathLike) else trainer.default_root_dir
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(root, str(logger.name), version)  # noqa: PTH118, may be a URL
 
 
 def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | NotWritten:

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from lightning_memtools._lightning import is_accumulating, training_step
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.warning_categories import DegradedWarning
 
@@ -59,19 +60,10 @@ def keeps_metrics_in_files(logger: Logger) -> bool:
     return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
 
 
-def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: str | None = None) -> None:
-    """On rank 0, write a markdown text to every logger that accepts text (TensorBoard, W&B, MLflow, Comet).
-
-    Args:
-        trainer: The Trainer.
-        tag: The tag of the text.
-        markdown: The text.
-        step: The training step.
-        file: The name of the file in loggers that keep texts as files; None for `<tag>.md`.
-    """
+def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0) -> None:
+    """On rank 0, write a markdown text to every logger that accepts text (TensorBoard, W&B, MLflow, Comet)."""
     if trainer.is_global_zero:
-        name = f"{tag}.md" if file is None else file
-        for_each_logger(trainer, lambda logger: _write_text(logger, tag, markdown, step, name))
+        for_each_logger(trainer, lambda logger: _write_text(logger, tag, markdown, step))
 
 
 def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
@@ -85,21 +77,14 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
                 continue
             failed.add(logger)
             warnings.warn(
-                f"{type(logger).__name__} failed while writing ({_in_words(error)}). Training goes on; "
+                f"{type(logger).__name__} failed while writing ({in_one_line(error)}). Training goes on; "
                 "what lightning_memtools logs may be missing there. This warning is given once.",
                 DegradedWarning,
                 stacklevel=2,
             )
 
 
-def _in_words(error: BaseException) -> str:
-    """Return an error as text, with its cause, which often says more, such as "No space left on device"."""
-    cause = error.__cause__ or error.__context__
-    said = f"{type(error).__name__}: {error}"
-    return said if cause is None else f"{said}; caused by {type(cause).__name__}: {cause}"
-
-
-def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -> None:
+def _write_text(logger: Logger, tag: str, markdown: str, step: int) -> None:
     # By what they can do, not by type: a callback of `lightning` also serves a logger of `pytorch_lightning`.
     experiment: Any = getattr(logger, "experiment", None)  # a logger need not have one, and takes no text then
     if hasattr(experiment, "add_text"):  # TensorBoard
@@ -107,7 +92,7 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -
     elif hasattr(logger, "log_text"):  # W&B: a table with one cell
         logger.log_text(key=tag, columns=["markdown"], data=[[markdown]])
     elif hasattr(experiment, "log_text") and hasattr(logger, "run_id"):  # MLflow: an artifact of the run
-        experiment.log_text(logger.run_id, markdown, file)
+        experiment.log_text(logger.run_id, markdown, f"{tag}.md")
     elif hasattr(experiment, "log_text"):  # Comet
         experiment.log_text(markdown, step=step, metadata={"tag": tag})
 
@@ -130,16 +115,15 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 """The training steps that are logged whatever the interval, so that a short run has curves and its peaks are seen."""
 
 
-def is_due(trainer: Trainer, every_n_steps: int | None, *, first_steps: bool = True) -> bool:
-    """Return True if the training step now ending should be logged: every n-th step, counted as `self.log` does.
+def is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
+    """Return True if the training step now ending should be logged: one of the first, or every n-th as for `self.log`.
 
     Args:
         trainer: The Trainer.
         every_n_steps: The interval; None stands for the Trainer's `log_every_n_steps`.
-        first_steps: Whether to log steps 0, 1, 2, 4, 8, 16 and 32 as well (`FIRST_STEPS`).
     """
     interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
     if interval == 0 or is_accumulating(trainer):  # log_every_n_steps=0 means never
         return False
     step = training_step(trainer)
-    return (step + 1) % interval == 0 or (first_steps and step in FIRST_STEPS)
+    return (step + 1) % interval == 0 or step in FIRST_STEPS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -52,55 +52,27 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
     return {name: f"{prefix}/{name}" for name in names}
 
 
-def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
-    """Validate the names of losses that a user gave, and return them as a list; None if `value` is None.
+def training_losses(trainer: Trainer, module: LightningModule, outputs: Any) -> dict[str, Tensor]:
+    """Return the losses of a training step by name, not divided for gradient accumulation.
 
-    Raises:
-        ValueError: The list is empty, or a name is not a str.
-    """
-    if value is None:
-        return None
-    names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(
-            f'{argument}={value!r} names no loss. Give a name such as {argument}="my_loss", several names, or None to '
-            "find it."
-        )
-    return names
-
-
-def training_losses(
-    trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None
-) -> tuple[dict[str, Tensor], set[str]]:
-    """Return the losses of a training step, not divided for gradient accumulation, and the names of all its scalars.
+    This is the loss that training_step returned, or in manual optimization every scalar that was returned or logged
+    under a name that looks like a loss.
 
     Args:
         trainer: The Trainer, after the step.
         module: The module that is trained.
         outputs: The step's output, as Lightning passes it to `on_train_batch_end`.
-        names: The losses to return. None stands for the loss that training_step returned, or in manual optimization for
-            all scalars whose names look like a loss.
     """
     returned = scalars_of(outputs)
-    if module.automatic_optimization and "loss" in returned and trainer.accumulate_grad_batches > 1:
-        returned["loss"] = returned["loss"] * trainer.accumulate_grad_batches  # Lightning divided it
-    if module.automatic_optimization and names is None:
-        return {name: loss for name, loss in returned.items() if name == "loss"}, set()
+    if module.automatic_optimization:
+        # Lightning has divided it.
+        return {"loss": returned["loss"] * trainer.accumulate_grad_batches} if "loss" in returned else {}
     scalars = values_logged_in_step(trainer) | returned
-    wanted = likely_losses(scalars) if names is None else names
-    return {name: scalars[name] for name in wanted if name in scalars}, set(scalars)
+    return {name: scalars[name] for name in likely_losses(scalars)}
 
 
-def returned_losses(outputs: Any, batch: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (name, value, weight) for each loss that a validation step returned. The weight is the batch size."""
+def returned_losses(outputs: Any, batch: Any) -> list[tuple[str, Tensor, int]]:
+    """Return (name, value, weight) for each loss that a validation step returned. The weight is the batch size."""
     returned = scalars_of(outputs)
     weight = (batch_size_in(batch) if returned else None) or 1
-    for name in likely_losses(returned) if names is None else names:
-        if name in returned:
-            yield name, returned[name], weight
-
-
-def loader_suffixes(trainer: Trainer) -> list[str]:
-    """Return for each validation loader the suffix that its metric names get; "" if there is only one loader."""
-    n_loaders = len(trainer.num_val_batches)
-    return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]
+    return [(name, returned[name], weight) for name in likely_losses(returned)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,24 +10,19 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_memtools.memory.arriving_values import ArrivingValues
-from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
-from lightning_memtools.warning_categories import DegradedWarning
 
 
 class MeanCurves:
     """Logs weighted means over all ranks as curves: one curve `<tag>`, or several curves `<tag>/<name>`.
 
-    Args:
-        tag: The tag in the logs.
-        names: The names of the curves. With None, each name for which any rank adds a value gets a curve.
+    Each name for which any rank adds a value gets a curve.
     """
 
-    def __init__(self, tag: str, names: Sequence[str] | None) -> None:
+    def __init__(self, tag: str) -> None:
         self.tag = tag
-        self.names = names
         # Of the values since the last point, by name.
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, float] = {}
@@ -36,39 +30,24 @@ class MeanCurves:
         self._arriving: ArrivingValues[tuple[Trainer, Mapping[str, float], int]] = ArrivingValues()
         self._posts: RankPosts | None = None
         self._tag_of: dict[str, str] = {}
-        self._ever_seen: set[str] = set()
-        self._is_first_warning = FirstTime()
-
-    @property
-    def has_curves(self) -> bool:
-        """True if a value has been added in this run."""
-        return bool(self._ever_seen)
 
     def begin(self) -> None:
         """Start a new run, and drop all values of an earlier one. Call it on every rank."""
         self.clear()
         self._posts = RankPosts(f"LossCurves ({self.tag})")
-        self._ever_seen = set()
-        self._tag_of = tags_of(self.tag, self.names or ())
+        self._tag_of = {}
 
-    def expect(self, names: Sequence[str]) -> None:
-        """Set the names of the curves that values will be added to."""
-        self.names = names
-        self._tag_of = tags_of(self.tag, names)
+    @property
+    def has_values(self) -> bool:
+        """True if values were added since the last point."""
+        return bool(self._sums)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a value to the mean that the next point of a curve will show, without waiting for the device."""
-        self._ever_seen.add(name)
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
         weighted = value.detach().reshape(()).float() * weight
         self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
         self._weights[name] = self._weights.get(name, 0.0) + weight
-
-    def replace(self, name: str, value: Tensor) -> None:
-        """Replace all values that were added to a curve since its last point with one value."""
-        self._sums.pop(name, None)
-        self._weights.pop(name, None)
-        self.add(name, value)
 
     def clear(self) -> None:
         """Drop all values that have not been logged yet."""
@@ -110,15 +89,3 @@ class MeanCurves:
             total, weight = map(sum, zip(*(part[name] for part in known if name in part), strict=True))
             scalars[self._tag_of.setdefault(name, f"{self.tag}/{name}")] = total / weight
         log_scalars(trainer, scalars, step)
-
-    def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
-        """Warn once about requested names that never got a value, and list the names that exist."""
-        missing = [name for name in self.names or () if name not in self._ever_seen]
-        if missing and self._is_first_warning():
-            listed = ", ".join(repr(name) for name in sorted(set(existing))) or "no scalar at all"
-            warnings.warn(
-                f"LossCurves({argument}={missing[0]!r}): no such loss was returned or logged, so it has no curve. "
-                f"There is: {listed}.",
-                DegradedWarning,
-                stacklevel=2,
-            )

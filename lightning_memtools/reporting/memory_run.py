@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -13,8 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.early_warnings import EarlyWarnings
-from lightning_memtools.memory.gpu_load import GpuLoad
-from lightning_memtools.memory.history_recording import recorded_snapshot
 from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.owned import Owned, on_device_of, owned_by
 from lightning_memtools.memory.peaks import (
@@ -55,7 +51,6 @@ class MemoryRun:
         phases: Whether to measure the phases of a training step.
         has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
             what its memory consists of, because training uses the same tags.
-        load: Samples the GPU's utilization; None to log none.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -70,26 +65,25 @@ class MemoryRun:
         call: str,
         phases: bool = False,
         has_trained: bool = False,
-        load: GpuLoad | None = None,
     ) -> None:
         self.call = call
         self.last_step = -1
         self._device, self._name = device, str(device) if reader is None else reader.name
-        self._reader, self._write, self._load = reader, write, load
+        self._reader, self._write = reader, write
         self._has_trained = has_trained or call == "fit"
         self._posts = RankPosts("MemoryMonitor")
         self._host = HostWatch()
         self._is_training = False
-        self._input_bytes = 0
-        self._since = MemoryStats() if reader is None else reader.stats()
+        self._count_from_now()
         counter = None if reader is None else peak_counter(reader)
         self._stages = None if counter is None else StageWatch(counter)
         self._step_clock, self._clock = PhaseClock(), PhaseClock()
         self._phases = PhaseWatch(counter, clock=self._clock) if phases else None
-        if reader is not None:
-            self._early = EarlyWarnings(
-                retries=self._since.alloc_retries or 0, snapshot=partial(recorded_snapshot, reader)
-            )
+
+    def _count_from_now(self) -> None:
+        """Count allocation retries and out-of-memory errors from now on."""
+        self._since = MemoryStats() if self._reader is None else self._reader.stats()
+        self._early = EarlyWarnings(retries=self._since.alloc_retries or 0)
 
     @property
     def shortcoming(self) -> str:
@@ -101,17 +95,10 @@ class MemoryRun:
             return f"{self._name} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
 
-    def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract allocation retries and out-of-memory errors that do not belong to the run from its counts."""
-        since = self._since
-        retries = (since.alloc_retries or 0) + alloc_retries
-        self._since = replace(since, alloc_retries=retries, ooms=(since.ooms or 0) + ooms)
-        if self._reader is not None:
-            self._early.leave_out(alloc_retries)
-
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
         """Begin training; `between_phases` is the phase to which time after backward or an optimizer step counts."""
         self.last_step = step - 1
+        self._count_from_now()  # what trials of BatchSizeTuner have met is no part of training
         if self._phases is not None:
             self._phases.between = between_phases
             self._phases.follow(optimizers)
@@ -156,7 +143,6 @@ class MemoryRun:
         *,
         batch: Any = None,
         epoch: int | None = None,
-        datasets: Iterable[Any] = (),
         warms_up: bool = False,
     ) -> list[str]:
         """Add a point to the logged curves, and return new warnings that memory may run out.
@@ -171,15 +157,12 @@ class MemoryRun:
             optimizers: The optimizers, to log how much they take.
             batch: The batch, to log how much it takes; None if there is none.
             epoch: The epoch of training; None outside of training.
-            datasets: The data sets of the loaders, a possible reason why host memory grows.
             warms_up: Whether it is so early that growing memory is normal, and no reason for a warning.
         """
-        host, warnings = self._host.look(epoch=epoch, datasets=datasets, warms_up=warms_up)
+        host, warnings = self._host.look(epoch=epoch, warms_up=warms_up)
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
         if stage == "train":
             scalars |= self._step_scalars(step)
-        if self._load is not None:
-            scalars |= self._load.scalars()
         if self._stages is not None:
             point = self._stages.point(stage, self._owned_by(model, optimizers, batch))
             scalars |= device_scalars(stage, point, since=self._since)
@@ -197,11 +180,7 @@ class MemoryRun:
         """Return what the model, optimizers and batch take; None if the device itself records what a peak contains."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
-        owned = owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
-        if batch is not None:
-            self._input_bytes = owned.by_category["inputs"]
-        # At an epoch's end the last batch is gone; when memory was highest there was one.
-        return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
+        return owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
 
     def _step_scalars(self, step: int) -> dict[str, float]:
         """Return the times and peaks of the training steps since the last point."""
@@ -245,16 +224,12 @@ class MemoryRun:
             remarks.append(f"Allocation retries: {retries}; out-of-memory errors: {ooms - (self._since.ooms or 0)}.")
         if isinstance(reader, CudaReader):
             remarks.append(f"Other processes on the device: {in_words(other_gpu_processes(reader.index))}.")
-        if self._load is not None and self._load.problem:
-            remarks.append(f"load=True: no device/* was logged. {self._load.problem}.")
         title = f"{'Memory peaks' if peaks else 'Memory'} on {self._name}{capacity}{ranks}, during {self.call}"
         remarks += [*filter(None, (*events, self.shortcoming)), *_highest_in_words(peaks, now.capacity)]
         return MemorySummary(title, peaks, now.capacity, remarks)
 
     def close(self) -> None:
         """Stop measuring. Idempotent."""
-        if self._load is not None:
-            self._load.stop()
         for watch in (self._phases, self._stages):
             if watch is not None:
                 watch.close()

@@ -11,7 +11,6 @@ class Neighbour:
             Neighbours may have this attribute, too.
         is_in_trial: True during a trial of BatchSizeTuner, which sets this attribute.
         max_splits: The largest number of parts into which the callback splits a batch that does not fit; 1 for none.
-        memory_remark: A line on what the callback did, for MemoryMonitor's summary of a run; "" for nothing.
     """
 
     takes_part_in_trials: bool = True
@@ -22,6 +21,3 @@ class Neighbour:
     def memory_remark(self) -> str:
         """A line on what the callback did, for MemoryMonitor's summary of a run; "" if it did nothing."""
         return ""
-
-    def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Subtract a BatchSizeTuner trial's allocation retries and out-of-memory errors from the callback's counts."""

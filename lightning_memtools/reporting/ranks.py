@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import platform
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +46,11 @@ def with_store(use: Callable[[Any], T]) -> T | None:
         return None
 
 
+def _stored(key: str) -> bytes | None:
+    """Return the value of a key, at once b"" if it is missing, where `store.get` would wait; None without a store."""
+    return with_store(lambda store: store.get(key) if store.check([key]) else b"")
+
+
 def _rank_and_world_size() -> tuple[int, int]:
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
@@ -56,7 +59,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 def _key_of(name: str, rank: int) -> str | None:
     """Return a new store key: the n-th call with a name returns the same on every rank. None without a store."""
-    with_store(lambda store: store.set(_PROCESS.format(rank), json.dumps([_process_table(), os.getpid()])))
+    with_store(lambda store: store.set(_PROCESS.format(rank), pickle.dumps((_process_table(), os.getpid()))))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
 
@@ -71,8 +74,8 @@ def _process_table() -> str:
 
 def has_died(rank: int) -> bool:
     """Return True if a rank's process has ended; False if unknown, as for ranks on other machines."""
-    text = with_store(partial(_value_of, _PROCESS.format(rank)))
-    table, pid = json.loads(text) if text else ("", 0)
+    written = _stored(_PROCESS.format(rank))
+    table, pid = pickle.loads(written) if written else ("", 0)  # noqa: S301, written by this program's other ranks
     if table != _process_table():
         return False
     try:
@@ -87,13 +90,6 @@ class PostedByRank:
 
     values: Mapping[str, Any]
     has_ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _WaitingPoint:
-    label: str
-    mine: Any
-    write: Callable[[list[Any]], None]
 
 
 class RankPosts:
@@ -113,22 +109,27 @@ class RankPosts:
         self._name = name
         self._values: dict[str, Any] = {}
         self._has_ended = False
-        self._waiting: deque[_WaitingPoint] = deque()
+        self._waiting: deque[tuple[str, Any, Callable[[list[Any]], None]]] = deque()
         self._is_first_warning = FirstTime()
         self._key = _key_of(name, self.rank) if self.world_size > 1 else None
         if self._key is None:  # no store: this rank is on its own
             self.rank, self.world_size = 0, 1
 
     def post(self, values: Mapping[str, Any]) -> None:
-        """Post values, by label, for other ranks to read. They must be JSON values. The oldest labels are dropped."""
+        """Post values, by label, for other ranks to read. The oldest labels are dropped."""
         for label, value in values.items():
             self._values.pop(label, None)
             self._values[label] = value
         while len(self._values) > _KEPT:
             del self._values[next(iter(self._values))]
         if self._key is not None:
-            text = json.dumps({"values": self._values, "has_ended": self._has_ended})
-            with_store(lambda store: store.set(f"{self._key}/{self.rank}", text))
+            posted = pickle.dumps(PostedByRank(self._values, self._has_ended))
+            with_store(lambda store: store.set(f"{self._key}/{self.rank}", posted))
+
+    def end(self, values: Mapping[str, Any] | None = None) -> None:
+        """Post last values, and that no more will come."""
+        self._has_ended = True
+        self.post(values or {})
 
     def read(self) -> list[PostedByRank]:
         """Return the values that each rank has posted so far, in the order of ranks."""
@@ -137,17 +138,18 @@ class RankPosts:
     def _read(self, rank: int) -> PostedByRank:
         if rank == self.rank:
             return PostedByRank(self._values, self._has_ended)
-        text = with_store(partial(_value_of, f"{self._key}/{rank}"))
-        if text is None:  # the process that holds the store is gone: nothing more will come
+        written = _stored(f"{self._key}/{rank}")
+        if written is None:  # the process that holds the store is gone: nothing more will come
             return PostedByRank({}, has_ended=True)
-        return PostedByRank(**json.loads(text)) if text else PostedByRank({})
+        posted: PostedByRank = pickle.loads(written) if written else PostedByRank({})  # noqa: S301, of our other ranks
+        return posted
 
     def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], latest: Any = None) -> None:
         """Post this rank's part of a point, and write the points that are now complete.
 
         Args:
             label: The name of the point; the same on every rank.
-            mine: This rank's part, a JSON value.
+            mine: This rank's part.
             write: Called on rank 0 with the parts in the order of ranks; None for a part that has not arrived.
             latest: This rank's latest value, which `finish` collects.
         """
@@ -156,14 +158,14 @@ class RankPosts:
             return
         self.post({label: mine, _LATEST: latest})
         if self.rank == 0:
-            self._waiting.append(_WaitingPoint(label, mine, write))
+            self._waiting.append((label, mine, write))
             self.write_arrived()
 
     def write_arrived(self) -> None:
         """Write the complete points, and the oldest incomplete one if many newer points are waiting."""
         while self._waiting:
             posted = self.read()
-            is_complete = all(self._waiting[0].label in theirs.values or theirs.has_ended for theirs in posted)
+            is_complete = all(self._waiting[0][0] in theirs.values or theirs.has_ended for theirs in posted)
             if not is_complete and len(self._waiting) <= _KEPT // 2:
                 return
             self._write_first(posted)
@@ -177,8 +179,7 @@ class RankPosts:
             On rank 0, the `latest` of each rank, in the order of ranks, with None for those that have not arrived. On
             other ranks, a list with their own `latest`.
         """
-        self._has_ended = True
-        self.post({} if latest is None else {_LATEST: latest})
+        self.end({} if latest is None else {_LATEST: latest})
         if self.rank > 0 or self.world_size == 1:
             return [latest]
         end = time.monotonic() + (patience_s if self._waiting or latest is not None else 0.0)
@@ -195,13 +196,13 @@ class RankPosts:
         return [theirs.values.get(_LATEST) for theirs in posted]
 
     def _write_first(self, posted: Sequence[PostedByRank]) -> None:
-        first = self._waiting.popleft()
-        parts = [theirs.values.get(first.label) for theirs in posted]
-        parts[self.rank] = first.mine
+        label, mine, write = self._waiting.popleft()
+        parts = [theirs.values.get(label) for theirs in posted]
+        parts[self.rank] = mine
         missing = [rank for rank, part in enumerate(parts) if part is None]
         if missing:
-            self._warn(missing, first.label)
-        first.write(parts)
+            self._warn(missing, label)
+        write(parts)
 
     def _warn(self, missing: Sequence[int], label: str) -> None:
         if not self._is_first_warning():
@@ -235,48 +236,38 @@ class RankGather:
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
         self.rank, self.world_size = _rank_and_world_size()
         self._timeout_s = timeout.total_seconds()
-        self._key = _key_of("gather", self.rank) if self.world_size > 1 else None
+        self._posts: RankPosts | None = RankPosts("gather")
         self._n_calls = 0
         self._lost: set[int] = set()
 
     def objects(self, mine: Any) -> list[Any]:
         """Send this rank's object to the others; return those of all ranks in order, except objects that are None."""
-        received = (None if self._key is None else self._exchange(self._key, mine)) or {self.rank: mine}
+        received = {self.rank: mine} if self._posts is None else self._exchange(self._posts, mine)
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
         """Leave: the other ranks no longer wait for this one, and `objects` returns only this rank's. Idempotent."""
-        if self._key is not None:
-            key = f"{self._key}/left/{self.rank}"
-            with_store(lambda store: store.set(key, "1"))
-        self._key = None
+        if self._posts is not None:
+            self._posts.end()
+        self._posts = None
 
-    def _exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Return the objects, by rank, of the ranks that answer in time; {} if the store is gone."""
-        n, self._n_calls = self._n_calls, self._n_calls + 1
-        keys = {rank: f"{key}/{n}/{rank}" for rank in range(self.world_size)}
-        if with_store(lambda store: store.set(keys[self.rank], pickle.dumps(mine)) or True) is None:
-            return {}
-        if n >= _KEPT:  # a rank that is so far behind has been given up
-            with_store(lambda store: store.delete_key(f"{key}/{n - _KEPT}/{self.rank}"))
-        received: dict[int, Any] = {self.rank: mine}
+    def _exchange(self, posts: RankPosts, mine: Any) -> dict[int, Any]:
+        """Return the objects, by rank, of the ranks that answer in time."""
+        if posts.world_size == 1:
+            return {self.rank: mine}
+        label, self._n_calls = str(self._n_calls), self._n_calls + 1
+        posts.post({label: mine})
         end, pause_s = time.monotonic() + self._timeout_s, 0.0005
         while True:
-            gone = set(self._lost)
-            for rank in keys.keys() - received.keys():
-                # In this order: a rank leaves its value before it says that it has left.
-                has_left = with_store(partial(_has_key, f"{key}/left/{rank}"))
-                has_left = has_left or (pause_s == _LONGEST_PAUSE_S and has_died(rank))
-                value = with_store(partial(_value_of, keys[rank]))
-                if value:
-                    received[rank] = pickle.loads(value)  # noqa: S301, written by this program's other ranks
-                    self._lost.discard(rank)
-                elif has_left or value is None:
-                    gone.add(rank)
-            if len(received.keys() | gone) == self.world_size:
-                return received
-            if time.monotonic() > end:
-                self._lost.update(keys.keys() - received.keys())
+            posted = dict(enumerate(posts.read()))
+            received = {rank: theirs.values[label] for rank, theirs in posted.items() if label in theirs.values}
+            self._lost -= received.keys()
+            silent = posted.keys() - received.keys() - self._lost
+            late = {rank for rank in silent if not posted[rank].has_ended}
+            if pause_s == _LONGEST_PAUSE_S:
+                late = {rank for rank in late if not has_died(rank)}
+            if not late or time.monotonic() > end:
+                self._lost |= late
                 return received
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -285,7 +276,7 @@ class RankGather:
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
     """Context manager: if there are several ranks, each collective raises the exception `error(name)`."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if _rank_and_world_size()[1] == 1:
         yield
         return
 
@@ -297,12 +288,3 @@ def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
 
     with replaced_collectives(refuse):
         yield
-
-
-def _has_key(key: str, store: Any) -> bool:
-    return bool(store.check([key]))
-
-
-def _value_of(key: str, store: Any) -> bytes:
-    """Return the value of a key in the store, or b"" at once if it is missing; `store.get` alone would wait for it."""
-    return store.get(key) if store.check([key]) else b""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PREFIXES = ("memory/", "loss/", "grad/", "time/", "device/", "nonfinite/", "spikes/", "memtools/")
+PREFIXES = ("memory/", "loss/", "time/", "nonfinite/", "spikes/", "memtools/")
 """The prefixes of this library's tags."""
 
 # TensorBoard puts this behind the tag of a text.

@@ -137,8 +137,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
     """Return the stage, training step and end time of each validation or test in a run, sorted by step."""
-    check = run.curves.get("time/sanity_check_ms", Curve())
-    found = [{"stage": "sanity", "step": step, "end": end} for step, end in zip(check.steps, check.times, strict=True)]
+    found: list[dict[str, Any]] = []
     for stage in STAGES[1:]:
         curve = _first_curve(run, f"memory/{stage}/peak_allocated_gib", f"memory/{stage}/allocated_gib")
         if curve is None and stage == "val":

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_memtools as memtools
-from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
 from tests.event_files import scalars, texts_of
 from tests.integration import two_ranks
 from tests.lightning_models import Adversaries, Regression, loader, trainer
@@ -35,8 +34,8 @@ PAGES = {
     "GradientCheckpointing": "gradient-checkpointing",
     "BatchSizeTuner": "batch-size",
 }
-UNITS = {"GiB", "%", "ms", "W", "°C", "count", "rank", "text", "as the loss", "as the gradients"}
-ONLY_ON_CUDA = {"memory/host/pinned_gib", *GPU_LOAD_TAGS}
+UNITS = {"GiB", "%", "ms", "count", "rank", "text", "as the loss"}
+ONLY_ON_CUDA = {"memory/host/pinned_gib"}
 PLACEHOLDERS = {
     "<stage>": "(train|val|test|predict)",
     "<phase>": "(forward|backward|optimizer)",
@@ -195,14 +194,10 @@ def of_memory_monitor(root: Path) -> set[str]:
 
 
 def of_loss_curves(root: Path) -> set[str]:
-    def curves() -> L.Callback:
-        return memtools.LossCurves(grad_norm=True)
-
     return (
-        logged_in(root, curves(), Regression(), loader(), loader(16))
-        | logged_in(root, curves(), Adversaries(), loader(), loader(16))
-        | logged_in(root, curves(), TwoLoaders(), loader(), [loader(16), loader(16)])
-        | logged_in(root, curves(), TwoLosses(), loader(), loader(16))
+        logged_in(root, memtools.LossCurves(), Adversaries(), loader(), loader(16))
+        | logged_in(root, memtools.LossCurves(), TwoLoaders(), loader(), [loader(16), loader(16)])
+        | logged_in(root, memtools.LossCurves(), TwoLosses(), loader(), loader(16))
     )
 
 

@@ -84,10 +84,10 @@ def test_batches_small_large_small_with_validation_between(with_it, tmp_path):
     # The small segment of 2 MiB; without EmptyCache the training's segments stay as well.
     assert reserved.mib == ([14, 14, 14] if with_it else [24, 124, 124])
     if with_it:
-        # At the start of an evaluation what training had, 10 or 100; at its end validation's 12. The last is fit's end,
-        # with nothing left to give.
+        # At the start of an evaluation what training had, 10 or 100; at its end validation's 12. Training begins,
+        # and fit ends, with nothing to give.
         assert in_mib(run.logger.curves, "memory/cache/freed_gib") == [
-            (0, 10), (1, 12), (1, 100), (2, 12), (2, 10), (3, 12), (3, 0),
+            (0, 0), (0, 10), (1, 12), (1, 100), (2, 12), (2, 10), (3, 12), (3, 0),
         ]  # fmt: skip
 
 
@@ -123,11 +123,11 @@ def test_validation_at_another_shape_passes_only_when_the_cache_is_emptied(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "capacity", "reserved", "freed"),
     [
-        ({"min_reclaimable": "30MiB"}, "200MiB", 24, [0, 0, 0]),
-        ({"min_reclaimable": 0}, "1GiB", 2, [10, 12, 0]),
-        ({}, "1GiB", 24, [0, 0, 0]),  # less than 51 MiB
-        ({"min_reclaimable": 22 / 24}, None, 2, [0, 22, 0]),  # without a capacity, a share of what is reserved
-        ({"min_reclaimable": 22.1 / 24}, None, 24, [0, 0, 0]),
+        ({"min_reclaimable": 0.15}, "200MiB", 24, [0, 0, 0, 0]),
+        ({"min_reclaimable": 0}, "1GiB", 2, [0, 10, 12, 0]),
+        ({}, "1GiB", 24, [0, 0, 0, 0]),  # less than 51 MiB
+        ({"min_reclaimable": 22 / 24}, None, 2, [0, 0, 22, 0]),  # without a capacity, a share of what is reserved
+        ({"min_reclaimable": 22.1 / 24}, None, 24, [0, 0, 0, 0]),
     ],
 )
 def test_at_every_boundary_all_is_released_or_less_than_the_minimum_stays(
@@ -199,25 +199,17 @@ def test_a_device_without_a_cache_gives_one_warning_and_training_continues(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named", "accepted"),
+    ("arguments", "accepted"),
     [
-        ({"stages": ["train"]}, "['train']", "'val', 'test', 'predict'"),
-        ({"stages": ["val", "tests"]}, "['val', 'tests']", "'val', 'test', 'predict'"),
-        *(({"stages": stages}, "not a list", "'val', 'test', 'predict'") for stages in ("val", None)),
-        *(({"min_reclaimable": value}, "", "from 0 to 1.*512MiB") for value in (1.5, -0.1, "half", "512", None, True)),
-        *(({"warn_after": count}, "", "whole number of 1 or more") for count in (0, 2.5, None)),
+        *(({"min_reclaimable": value}, "from 0 to 1") for value in (1.5, -0.1, "half", None)),
+        *(({"warn_after": count}, "whole number of 1 or more") for count in (0, 2.5, None)),
     ],
 )
-def test_bad_arguments_are_refused_with_those_that_are_accepted(arguments, named, accepted):
+def test_bad_arguments_are_refused_with_those_that_are_accepted(arguments, accepted):
     with pytest.raises(ValueError, match=accepted) as error:
         EmptyCache(**arguments)
     ((name, value),) = arguments.items()
     assert str(error.value).startswith(f"{name}={value!r} ")
-    assert named in str(error.value)
-
-
-def test_stages_may_come_from_a_generator():
-    assert EmptyCache(stages=(stage for stage in ("val", "test"))).stages == ("val", "test")
 
 
 @pytest.mark.cuda_memory
@@ -225,11 +217,12 @@ def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
     torch.cuda.empty_cache()
     # cuBLAS takes its workspaces in the first step: out of a temporary's segment, which could not go back then.
     model = Wide(train=[[], [300], [300]], val=[[500]])
-    run = quiet(tmp_path, EmptyCache(min_reclaimable="100MiB"), accelerator="cuda", devices=1, max_epochs=3)
+    run = quiet(tmp_path, EmptyCache(min_reclaimable=0.024), accelerator="cuda", devices=1, max_epochs=3)
     run.fit(model, loader(8, 8), loader(8, 8))
     curves = run.logger.curves
     freed = [mib for _, mib in in_mib(curves, "memory/cache/freed_gib")]
-    # Sanity check: start, end; three epochs: start, end; the end of fit. Small segments may go back along with them.
+    # Sanity check and training: start; three epochs: start, end; the end of fit. Small segments may go back
+    # along with them.
     assert [round(mib / 100) for mib in freed] == [0, 5, 0, 5, 3, 5, 3, 5, 0]
     retained = [mib for _, mib in in_mib(curves, "memory/retained_gib")]
     assert retained[3] == retained[5] == retained[7] > 0

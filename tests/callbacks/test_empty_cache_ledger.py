@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import deque
 from pathlib import Path
@@ -258,56 +257,3 @@ def test_leaks_on_cuda(model, facts, tmp_path):
         trainer(tmp_path, EmptyCache(), **options).fit(model(), loader(), loader(16, seed=1))
     (text,) = [str(warning.message) for warning in said if "in a row" in str(warning.message)]
     assert facts.split(" | ")[0] in text
-
-
-class Fills(Keeps):
-    """Keeps something of each epoch, until it has so many."""
-
-    def __init__(self, most, n_bytes):
-        super().__init__()
-        self.most, self.n_bytes = most, n_bytes
-
-    def on_train_epoch_start(self):
-        if len(self.kept) < self.most:
-            self.kept.append(torch.zeros(self.n_bytes // 4))
-
-
-class NotesTheEpoch(L.Callback):
-    """Notes in which epoch the ledger's warning is given."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def setup(self, trainer, pl_module, stage):
-        show = warnings.showwarning
-
-        def note(message, *args, **options):
-            if "in a row" in str(message):
-                self.epochs.append(trainer.current_epoch)
-            show(message, *args, **options)
-
-        warnings.showwarning = note
-
-
-@pytest.mark.parametrize(
-    ("most_and_bytes", "epochs", "options", "warned_in"),
-    [
-        ((10, 4096), 14, {}, None),  # full after ten epochs
-        ((100, 4096), 14, {}, 11),  # twelve epochs in a row: that is no cache that fills
-        ((100, 4096), 6, {}, 5),  # fits: said once, when the run ends and it still grows
-        ((100, 4096), -1, {"max_steps": 6}, 2),  # nobody knows how many epochs
-        ((10, 2**27), 9, {}, 2),  # nine times 128 MiB do not fit
-    ],
-)
-def test_growth_that_fits_is_reported_when_a_cache_would_be_full_and_other_growth_at_once(
-    tmp_path, most_and_bytes, epochs, options, warned_in
-):
-    notes = NotesTheEpoch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warnings, "showwarning", warnings.showwarning)
-        with warnings.catch_warnings(), VirtualDevice("1GiB"):
-            warnings.simplefilter("always")
-            run = trainer(tmp_path, EmptyCache(), notes, max_epochs=epochs, logger=False, **options)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                run.fit(Fills(*most_and_bytes), loader(8, 8), loader(8, 8, seed=1))
-    assert notes.epochs == ([] if warned_in is None else [warned_in])

@@ -38,7 +38,6 @@ TEXTS = {
     "directory": "reports",
     "ignore": "devices",
     "memory_budget": "8GiB",
-    "min_reclaimable": "64MiB",
     "margin": "1GiB",
     "max_bytes": "1GiB",
 }

@@ -62,7 +62,7 @@ PLACES = {
         )
     ],
     LossCurves: [f"reporting.mean_curves.MeanCurves.{name}" for name in ("begin", "add", "log", "finish")],
-    EmptyCache: [f"callbacks.empty_cache.EmptyCache.{name}" for name in ("_release", "_collect", "_end_evaluation")],
+    EmptyCache: [f"callbacks.empty_cache.EmptyCache.{name}" for name in ("_release", "_end_evaluation")],
 }  # fmt: skip
 
 

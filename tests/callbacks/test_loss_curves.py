@@ -4,7 +4,6 @@ import csv
 from itertools import pairwise
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_memtools import LossCurves, MemoryMonitor
@@ -106,66 +105,24 @@ def test_a_logged_validation_loss_is_found_by_itself(tmp_path, name):
     assert scalars(fit.log_dir)["loss/val"] == approx([(3, mean(model.val_losses))])
 
 
-def test_losses_can_be_asked_for_by_name_returned_or_logged(tmp_path):
-    model = LogsItsLosses()
-    fit = trainer(tmp_path, LossCurves(train=("loss", "aux"), val="val_accuracy"), accumulate_grad_batches=2)
-    fit.fit(model, loader(), loader(16, 8))
-    curves = scalars(fit.log_dir)
-    losses = [mean(model.train_losses[:2]), mean(model.train_losses[2:])]
-    assert curves["loss/train/loss"] == approx(enumerate(losses))
-    assert curves["loss/train/aux"] == approx((i, 3 * loss) for i, loss in enumerate(losses))
-    assert curves["loss/val"] == approx([(1, 0.5)])
-    assert "loss/train" not in curves
-
-
-@pytest.mark.parametrize("train", [None, ("g_loss", "d_loss")])
-def test_manual_optimization_with_two_losses(tmp_path, train):
+def test_manual_optimization_with_two_losses(tmp_path):
     model = Adversaries()
-    fit = trainer(tmp_path, LossCurves(train=train, every_n_steps=2, grad_norm=True))
+    fit = trainer(tmp_path, LossCurves(every_n_steps=2))
     fit.fit(model, loader())
     curves = scalars(fit.log_dir)
     for name, losses in model.losses.items():
         assert curves[f"loss/train/{name}"] == means(losses, [0, 1, 2, 3])
-    assert {"grad/norm/optimizer_0", "grad/norm/optimizer_1"} <= set(curves)
 
 
-@pytest.mark.parametrize("val", [None, "val_loss"])
-def test_every_validation_loader_has_a_curve(tmp_path, val):
+def test_every_validation_loader_has_a_curve(tmp_path):
     class TwoLoaders(Regression):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             self.log("val_loss", self.loss(batch))
             self.log("val_other", 1.0)
 
     model = TwoLoaders()
-    fit = trainer(tmp_path, LossCurves(val=val))
+    fit = trainer(tmp_path, LossCurves())
     fit.fit(model, loader(), [loader(8), loader(8, seed=1)])
     curves = scalars(fit.log_dir)
     for i in (0, 1):
         assert curves[f"loss/val/dataloader_idx_{i}"] == curves[f"val_loss/dataloader_idx_{i}"]
-
-
-def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
-    norms = []
-
-    class Norms(Regression):
-        def on_before_optimizer_step(self, optimizer):
-            norms.append(float(torch.cat([p.grad.flatten() for p in self.parameters()]).norm()))
-
-    fit = trainer(tmp_path, LossCurves(every_n_steps=7, grad_norm=True), gradient_clip_val=1e-3)
-    fit.fit(Norms(), loader(56, 8))
-    assert scalars(fit.log_dir)["grad/norm"] == means(norms, [0, 1, 2, 4, 6])
-
-
-@pytest.mark.parametrize("argument", ["train", "val"])
-def test_a_loss_that_never_appears_gives_one_warning_that_lists_what_exists(tmp_path, argument):
-    curves = LossCurves(**{argument: "los"})
-    listed = {"train": r"'aux', 'loss'", "val": r"'val_accuracy', 'val_loss'"}[argument]
-    with pytest.warns(UserWarning, match=rf"LossCurves\({argument}='los'\): .*There is: {listed}") as caught:
-        trainer(tmp_path, curves, max_epochs=3).fit(LogsItsLosses(), loader(), loader(8))
-    assert len([w for w in caught if "LossCurves" in str(w.message)]) == 1
-
-
-@pytest.mark.parametrize("bad", ["", [], [""], ["a", 3]])
-def test_values_that_are_no_names_are_refused(bad):
-    with pytest.raises(ValueError, match="names no loss"):
-        LossCurves(train=bad)

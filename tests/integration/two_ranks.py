@@ -78,7 +78,7 @@ def monitored(root: Path, strategy: Any) -> None:
     run = trainer(
         root,
         MemoryMonitor(snapshot_at_step=2),
-        LossCurves(every_n_steps=2, grad_norm=True),
+        LossCurves(every_n_steps=2),
         logger=[TensorBoardLogger(root, name="", version="board"), CSVLogger(root, name="", version="table")],
         strategy=strategy,
         devices=2,
@@ -121,7 +121,7 @@ def cache(root: Path) -> None:
         model = Leaking()
         options = {"strategy": "ddp", "devices": 2, "max_epochs": 3, "num_sanity_val_steps": 0}
         logger = CSVLogger(root, name="", version="table")
-        run = trainer(root, EmptyCache(min_reclaimable="50MiB"), logger=logger, **options)
+        run = trainer(root, EmptyCache(), logger=logger, **options)
         run.fit(model, train, val)
         run.test(model, test, verbose=False)
     texts = [str(warning.message) for warning in said if "in a row" in str(warning.message)]

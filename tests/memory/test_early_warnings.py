@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.memory.early_warnings import EarlyWarnings
-from lightning_memtools.memory.history_recording import recorded_snapshot
 from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.memory.stats import MemoryStats
@@ -28,12 +26,6 @@ def test_each_warning_is_said_once():
     assert early.look(point(retries=9, peak=10 * GIB)) == []
 
 
-def test_retries_of_a_trial_do_not_count():
-    early = EarlyWarnings()
-    early.leave_out(4)
-    assert early.look(point(retries=4)) == []
-
-
 def test_fragmentation_has_to_grow_and_to_matter():
     def said(*sizes):
         early = EarlyWarnings()
@@ -43,21 +35,6 @@ def test_fragmentation_has_to_grow_and_to_matter():
     assert said(*(size * MIB for size in (1, 2, 3, 4, 5))) == []
     (text,) = said(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB)
     assert "1.00 GiB of reserved memory lay free in pieces 3 points ago, 4.00 GiB do now" in text
-    assert "not tried" in text
-
-
-def test_the_advice_is_tried_on_the_recorded_requests():
-    with VirtualDevice("1GiB") as device:
-        device.record_history()
-        kept = []
-        for size in range(20, 60, 4):  # none fits into what the ones before have left
-            temporary = torch.empty(size * MIB, dtype=torch.uint8)
-            kept.append(torch.empty(2 * MIB, dtype=torch.uint8))
-            del temporary
-            kept.append(torch.empty(2 * MIB, dtype=torch.uint8))
-        early = EarlyWarnings(snapshot=lambda: recorded_snapshot(device))
-        (said,) = early.look(point(retries=1))
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True helps (the recorded requests were replayed: " in said
 
 
 def test_a_run_on_a_nearly_full_device_is_told_once(tmp_path):

@@ -73,10 +73,9 @@ def warnings_of_a_run(dataset, root) -> list[str]:
     return [str(one.message) for one in said]
 
 
-def test_the_monitor_names_workers_that_copy_a_list_of_objects(tmp_path):
+def test_workers_that_copy_a_list_of_objects_are_named(tmp_path):
     said = "\n".join(in_fresh_process(f"warnings_of_a_run(Lists(), {str(tmp_path)!r})"))
-    assert re.search(r"2 loader workers has grown by .* Lists\.items is a list of 500,000 objects", said)
-    assert "NumPy array" in said
+    assert re.search(r"2 loader workers has grown by .* NumPy array", said)
 
 
 def test_workers_that_share_an_array_are_not_named(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.gc_frozen import gc_frozen
-from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, empty_cache, reclaimable_bytes
+from lightning_memtools.memory.memory_releaser import MemoryReleaser, empty_cache, reclaimable_bytes
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.memory.stats import MemoryStats
@@ -31,8 +31,8 @@ def device():
     gc.enable()
 
 
-def releaser(device: VirtualDevice, minimum: float | str = "2MiB") -> MemoryReleaser:
-    return MemoryReleaser(device, on_device_of(device, torch.device("cpu")), threshold=ReleaseThreshold(minimum))
+def releaser(device: VirtualDevice, mib: float = 2) -> MemoryReleaser:
+    return MemoryReleaser(device, on_device_of(device, torch.device("cpu")), min_share=mib / 1024)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def clock(monkeypatch):
 
 def test_a_slow_collection_is_repeated_only_when_it_is_a_small_share_of_the_time_since(device, collections, clock):
     model = nn.Linear(2, 2)
-    work = releaser(device, "1MiB")
+    work = releaser(device, 1)
     for moment, expected_mib in ((10, 0), (50, 1), (90, 2), (213, 0)):  # 2 s are 1% of the 200 s since 12
         clock.now = moment
         Cycle(1)
@@ -123,7 +123,7 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
     model = nn.Linear(2, 2)
     torch.empty(30 * MIB, dtype=torch.uint8)
     reader = Stubborn(device, NotImplementedError("no emptyCache on this backend"))
-    work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))
+    work = MemoryReleaser(reader, device.holds, min_share=2 / 1024)
     for _ in range(2):
         assert work.release(model, [])[0].freed_bytes == 0
     assert reader.n_tries == 1

@@ -13,7 +13,6 @@ import pytest
 
 from lightning_memtools.reporting.console import progress_printed
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -53,29 +52,6 @@ def test_characters_that_an_encoding_lacks_are_replaced(encoding, tmp_path):
     done = run(tmp_path, PYTHONIOENCODING=encoding, shell="| iconv -f " + encoding + " -t utf-8")
     path = "gr??e" if encoding == "ascii" else "größe"
     assert f"a path: /tmp/{path}\n[bold]no markup[/bold]\n" in done.stdout
-
-
-FIT = """
-import warnings
-from pathlib import Path
-from lightning_memtools import MemoryMonitor, VirtualDevice
-from lightning.pytorch.callbacks import RichProgressBar
-from tests.lightning_models import Regression, loader, trainer
-warnings.simplefilter("ignore")
-with VirtualDevice("1GiB"):
-    run = trainer(Path.cwd(), MemoryMonitor(), RichProgressBar(), logger=False, enable_progress_bar=True, max_epochs=2)
-    run.fit(Regression(), loader(), loader(16))
-    run.validate(run.model, loader(16), verbose=False)
-"""
-
-
-def test_in_a_file_the_summary_stands_below_the_last_line_of_the_progress_bar(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    done = subprocess.run([sys.executable, "-c", FIT], capture_output=True, cwd=tmp_path, env=environment, check=True)
-    before_fit, fit, validate = done.stdout.split(b"Memory peaks on")
-    assert b"Epoch" in before_fit
-    assert b"Epoch" not in fit
-    assert b"Validation" not in validate
 
 
 def test_work_that_takes_long_says_what_it_does_and_no_more_after_its_end(capsys):

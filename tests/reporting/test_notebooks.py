@@ -20,7 +20,7 @@ RESULTS = ["BatchSizeResult", "CheckpointPlan", "DoctorReport", "DryRunResult", 
 def test_a_callback_is_shown_as_it_was_made():
     assert repr(MemoryMonitor()) == "MemoryMonitor()"
     assert repr(MemoryMonitor(phases=True, every_n_steps=5)) == "MemoryMonitor(every_n_steps=5, phases=True)"
-    assert repr(EmptyCache(stages=("val",))) == "EmptyCache(stages=('val',))"
+    assert repr(EmptyCache(min_reclaimable=0.1)) == "EmptyCache(min_reclaimable=0.1)"
     made = HaltOnNaN(max_skips=2, directory="it's")
     assert repr(eval(repr(made))) == repr(made)  # noqa: S307, our own text
     assert repr(default_callbacks()[0]) == "MemoryMonitor()"

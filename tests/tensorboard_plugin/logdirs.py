@@ -73,7 +73,6 @@ def write_cpu_run(directory: Path) -> None:
             writer.add_scalar("loss/train/d_loss", -5.0 - 0.1 * step, step)
             writer.add_scalar("loss/train/g_loss", -2.0 - 0.1 * step, step)
             writer.add_scalar(f"loss/val/{ATTACK}", -8.0, step)
-            writer.add_scalar("grad/norm", 3.0, step)
         writer.add_text(f"memtools/{ATTACK}", f"```\n{'wide' * 200}\n```\n\n> {'wide' * 200}", 9)
 
 
@@ -89,7 +88,6 @@ def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/mem
             writer.add_scalar("memory/alloc_retries", 0.0 if step < 6 else 2.0, step)
             writer.add_scalar("time/step_ms", 500.0 if step == 0 else 20.0, step)
             writer.add_scalar("time/data_ms", 5.0, step)
-            writer.add_scalar("device/utilization_pct", 40.0 + step, step)
             writer.add_scalar("loss/train", 1.0 - 0.05 * step, step)
         writer.add_scalar("memory/val/peak_allocated_gib", 1.25, 9)
         writer.add_scalar("memory/leaks", 2.0, 7)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from tempfile import TemporaryDirectory
 
@@ -23,12 +23,10 @@ from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, Tr
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -110,7 +108,7 @@ class SizeTuning:
         chosen: dict[Stage, SizeTrial] = {}
         trials: list[SizeTrial] = []
         notes: list[str] = []
-        with _left_out_of_counts(trainer, reader), TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
+        with TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
             runner = TrialRunner(
                 trainer, self.settings, sizes, per_rank, hooks=hooks, root=root, not_restored=SizeTuning
             )
@@ -302,20 +300,6 @@ def _can_start(trainer: Trainer) -> bool:
              "`with VirtualDevice('24GiB'):` it is found for that device.")  # fmt: skip
         return False
     return True
-
-
-@contextmanager
-def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Context manager: callbacks do not count the allocation retries and out-of-memory errors within the block."""
-    before = MemoryStats() if reader is None else reader.stats()
-    try:
-        yield
-    finally:
-        now = MemoryStats() if reader is None else reader.stats()
-        retries, ooms = ((getattr(now, n) or 0) - (getattr(before, n) or 0) for n in ("alloc_retries", "ooms"))
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, Neighbour):
-                callback.leave_out_of_counts(alloc_retries=retries, ooms=ooms)
 
 
 def _say(trainer: Trainer, text: str) -> None:

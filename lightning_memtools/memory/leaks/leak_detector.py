@@ -13,8 +13,6 @@ from lightning_memtools.memory.owned import OnDevice, Owned
 from lightning_memtools.memory.sizes import format_size
 
 _MAX_KINDS = 3
-# Readings of growth after which even what fits is reported: a cache may fill for ten epochs.
-_LONGEST_WAIT = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +61,11 @@ class LeakDetector:
       up half of the growth: sizes that vary by chance may also rise three times in a row.
     * What no Python object holds does not count, because there is no holder to name and no advice to give.
     * What is in a container with a maximum size (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
-    * If `may_wait` returns True, growth is reported only after twelve readings, when most caches have filled up.
 
     Args:
         on_device: Returns whether a tensor is on the device.
         warn_after: The number of readings in a row with growth after which to report.
         find_names: Returns the names of known objects by `id`; called when a holder has to be found.
-        may_wait: Returns whether growth by this many bytes per reading may be reported later.
     """
 
     def __init__(
@@ -78,11 +74,9 @@ class LeakDetector:
         *,
         warn_after: int,
         find_names: Callable[[], Mapping[int, str]] = dict,
-        may_wait: Callable[[float], bool] = lambda _bytes_per_reading: False,
     ) -> None:
         self._warn_after = warn_after
         self._find_names = find_names
-        self._may_wait = may_wait
         self._census = TensorCensus(on_device)
         self._levels: list[int] = []
         self._next_look = warn_after
@@ -113,11 +107,7 @@ class LeakDetector:
     def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
         """Return whether memory grew since the last reading; if it did not, start again from this reading."""
         if self._levels and unaccounted_bytes > self._levels[-1]:
-            n_growths = len(self._levels)
-            mean = (unaccounted_bytes - self._levels[0]) / n_growths
-            if n_growths == self._next_look < _LONGEST_WAIT and self._may_wait(mean):
-                self._next_look += 1
-            if collect is not None and n_growths == self._next_look:  # a report may follow
+            if collect is not None and len(self._levels) == self._next_look:  # a report may follow
                 unaccounted_bytes = collect()
             if unaccounted_bytes > self._levels[-1]:
                 self._levels.append(unaccounted_bytes)

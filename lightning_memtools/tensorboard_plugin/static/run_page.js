@@ -1,4 +1,4 @@
-// One run: memory against the device's capacity, and below it losses, step time and gradient norm on the same steps.
+// One run: memory against the device's capacity, and below it losses and step time on the same steps.
 
 import { LinkedCharts, StepChart, column } from "./charts.js";
 import { clear, h } from "./dom.js";
@@ -12,7 +12,6 @@ const STAGE_NAMES = {
   val: "validation",
   test: "test",
   predict: "prediction",
-  sanity: "sanity check",
 };
 const EVALUATION = ["val", "test", "predict"];
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
@@ -142,7 +141,7 @@ function memoryChart(linked, view) {
     bands.push({ series: [at("peak reserved"), at("reserved now")], fill: `${paint.reserved}30` });
   if (at("peak allocated") && at("allocated now"))
     bands.push({ series: [at("peak allocated"), at("allocated now")], fill: `${paint.allocated}38` });
-  const stages = ["sanity", ...EVALUATION].filter((stage) => view.evaluations.some((one) => one.stage === stage));
+  const stages = EVALUATION.filter((stage) => view.evaluations.some((one) => one.stage === stage));
   const note = h(
     "div",
     { class: "note" },
@@ -256,15 +255,9 @@ function matching(view, prefix) {
 function curves(view, kinds) {
   const paint = colours();
   const taken = kinds.map(({ colour }) => colour);
-  const left = [
-    paint.reserved,
-    paint.norm,
-    paint.time,
-    paint.val,
-    paint.train,
-    paint.stages.sanity,
-    paint.stages.predict,
-  ].filter((colour, i, all) => !taken.includes(colour) && all.indexOf(colour) === i);
+  const left = [paint.reserved, paint.norm, paint.time, paint.val, paint.train, paint.stages.predict].filter(
+    (colour, i, all) => !taken.includes(colour) && all.indexOf(colour) === i,
+  );
   let further = 0;
   return kinds.flatMap(({ prefix, label, colour }) =>
     matching(view, prefix).map((tag, i) => ({
@@ -300,16 +293,6 @@ function timeSeries(view) {
     ["time/optimizer_ms", "optimizer", parts.optimizer],
   ]);
 }
-
-function loadSeries(tag) {
-  return (view) =>
-    those(view, [
-      [`device/${tag}`, "mean", colours().allocated],
-      [`device/${tag}_max`, "highest", colours().reserved],
-    ]);
-}
-const normSeries = (view) =>
-  curves(view, [{ prefix: "grad/norm", label: (tag) => tag.replace("grad/", ""), colour: colours().norm }]);
 
 function compositionSeries(view) {
   const group = groupWith(view, "memory/composition/parameters_gib");
@@ -570,17 +553,6 @@ export class RunPage {
       marks: view.marks.filter(({ kind }) => !["cache", "retry"].includes(kind)),
     });
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
-    add("Gradient norm", "Before clipping.", normSeries, number);
-    add("GPU utilization", "By NVML, since the point before.", loadSeries("utilization_pct"), (value) =>
-      percent(value / 100),
-    );
-    add("GPU power", "By NVML, since the point before.", loadSeries("power_w"), (value) => `${threeDigits(value)} W`);
-    add(
-      "GPU temperature",
-      "By NVML, since the point before.",
-      loadSeries("temperature_c"),
-      (value) => `${threeDigits(value)} °C`,
-    );
     if (memory)
       add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, {
         isSize: true,

@@ -15,7 +15,7 @@ const PALETTE = {
     text: "#5b6472",
     line: "#1f2937",
     rss: "#6b7280",
-    stages: { sanity: "#56B4E9", val: "#009E73", test: "#CC79A7", predict: "#B79F00" },
+    stages: { val: "#009E73", test: "#CC79A7", predict: "#B79F00" },
     marks: {
       cache: "#0072B2",
       retry: "#D55E00",
@@ -47,7 +47,7 @@ const PALETTE = {
     text: "#aab3c0",
     line: "#e6eaf0",
     rss: "#9aa4b2",
-    stages: { sanity: "#56B4E9", val: "#2CC79A", test: "#E39CC4", predict: "#F0E442" },
+    stages: { val: "#2CC79A", test: "#E39CC4", predict: "#F0E442" },
     marks: {
       cache: "#56B4E9",
       retry: "#FF8A50",
