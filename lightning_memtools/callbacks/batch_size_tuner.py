@@ -13,6 +13,8 @@ from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
 from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.state.state_snapshot import StateSnapshot
@@ -61,7 +63,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     """
 
     stages: Sequence[str]
-    takes_part_in_trials = False
 
     ends_before_training = False
     """True to end the fit once the sizes are found, as `tune_batch_size` does."""
@@ -83,6 +84,8 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         given = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
+        self._reader: MemoryReader | None = None
+        self._has_validated = False
         self._tuning = SizeTuning(TunerSettings(**given))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -97,6 +100,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search for the largest batch sizes, unless the run resumes from a checkpoint that holds them."""
         put_on_device(pl_module, trainer.optimizers)
+        self._reader = reader_for(trainer.strategy.root_device)
         callbacks = callbacks_of(trainer)
         try:
             self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
@@ -113,18 +117,21 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             raise end_the_call()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the allocator's cache before the first training batch after a validation."""
-        if self._tuning.cache_releaser is not None:
-            self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        """Empty the cache again when training resumes. By now the last validation batch has been freed."""
+        if self._reader is not None and self._has_validated:
+            self._reader.empty_cache()
+        self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the allocator's cache before validation."""
-        if self._tuning.cache_releaser is not None:
-            self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
+        """Empty the allocator's cache, since blocks that training has cached may not fit validation. So do trials."""
+        if self._reader is not None:
+            self._reader.empty_cache()
+        self._has_validated = True
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore the DataLoaders that were passed to the Trainer. Attributes keep the batch sizes that were found."""
         self._tuning.undo()
+        self._reader = None
 
     on_exception = teardown
 

@@ -19,7 +19,7 @@ from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerS
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
 from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
-from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, TrialRunner, takes_part
+from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, takes_part
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
@@ -45,14 +45,12 @@ class SizeTuning:
     Attributes:
         found: The size found for each stage, in this run or the run that it resumes.
         accumulate: The micro-batches per optimizer step with the found sizes; None to keep the Trainer's setting.
-        cache_releaser: Empties the cache between training and validation; None until a fit uses found sizes.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
         self.settings = settings
         self.found: dict[Stage, int] = {}
         self.accumulate: int | None = None
-        self.cache_releaser: CacheReleaser | None = None
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
@@ -90,7 +88,7 @@ class SizeTuning:
         """Make loops get their loaders as before. Attributes such as `batch_size` keep the found sizes. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
-        self._sizes = self.cache_releaser = None
+        self._sizes = None
 
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
@@ -210,7 +208,6 @@ class SizeTuning:
                 sizes.write(stage, self.found[stage], for_loggers=True)
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
             sizes.set(stage, size)
-        self.cache_releaser = CacheReleaser(reader_for(trainer.strategy.root_device))
         if self.accumulate is not None:
             trainer.accumulate_grad_batches = self.accumulate
         for stage in STAGES:

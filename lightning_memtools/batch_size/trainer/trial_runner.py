@@ -18,7 +18,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
-    EitherCallback,
     callbacks_of,
     forget_loaders,
     loop_of,
@@ -67,30 +66,6 @@ def takes_part(callback: Callback) -> bool:
     """
     is_watcher = any(kind.__name__ in _WATCHERS for kind in type(callback).__mro__)
     return getattr(callback, "takes_part_in_trials", True) and not is_watcher
-
-
-class CacheReleaser(EitherCallback):
-    """Empties the allocator's cache between training and validation, since cached blocks of one may not fit the other.
-
-    Args:
-        reader: The reader that empties the device's cache; None to do nothing.
-    """
-
-    def __init__(self, reader: MemoryReader | None) -> None:
-        self._reader = reader
-        self._has_validated = False
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the cache for validation."""
-        if self._reader is not None:
-            self._reader.empty_cache()
-            self._has_validated = True
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache when training resumes after validation: by now the last validation batch has been freed."""
-        if self._reader is not None and self._has_validated:
-            self._reader.empty_cache()
-            self._has_validated = False
 
 
 class TrialRunner:
@@ -256,7 +231,7 @@ class TrialRunner:
         for callback in callbacks:
             if isinstance(callback, Neighbour):
                 callback.is_in_trial = True
-        trainer.callbacks = [*callbacks, CacheReleaser(self._reader), probe]  # type: ignore[attr-defined]
+        trainer.callbacks = [*callbacks, probe]  # type: ignore[attr-defined]
         trainer.loggers = [_QuietLogger(self._root)] if trainer.loggers else []
         set_root_directory(trainer, self._root)
         trainer.limit_train_batches = 1.0

@@ -31,7 +31,7 @@ def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
     fit(tmp_path, Tuner(), None, average, Looks(), EarlyStopping("val_loss"), MemoryMonitor())
     in_trials = [names for names in present if "TrialProbe" in names]
     assert in_trials
-    assert all(set(names) == {"WeightAveraging", "Looks", "CacheReleaser", "TrialProbe"} for names in in_trials)
+    assert all(set(names) == {"WeightAveraging", "Looks", "BatchSizeTuner", "TrialProbe"} for names in in_trials)
     assert "TrialProbe" not in present[-1]
     assert {"BatchSizeTuner", "EarlyStopping", "MemoryMonitor"} <= set(present[-1])
 
