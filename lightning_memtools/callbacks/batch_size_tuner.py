@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -12,13 +11,11 @@ from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
-from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.state.state_snapshot import StateSnapshot
-from lightning_memtools.warning_categories import DegradedWarning
 
 
 class BatchSizeTuner(EitherCallback, Neighbour):
@@ -40,9 +37,9 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     | the batch size among the hyperparameters | loggers that take hyperparameters | when the fit logs them |
 
     Args:
-        batch_arg_name: The name, or names, of the attribute or hyperparameter of the model or the data module that the
-            `*_dataloader` hooks read. A name that begins with a stage ("val_batch_size") is for that stage alone.
-            DataLoaders passed to the Trainer need no name: they are rebuilt with the new size.
+        batch_arg_name: The name of the attribute or hyperparameter of the model or the data module that the
+            `*_dataloader` hooks read. DataLoaders passed to the Trainer need no name: they are rebuilt with the new
+            size.
         margin: The device memory to leave free: a fraction of the capacity, or a size such as "1GiB".
         init_val: The first size to try; None for the configured one.
         max_val: The largest size to try; None for no limit.
@@ -52,11 +49,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             this.
         stages: The stages to tune: "train", "val" or both. Validation is tuned while training still holds its memory.
         max_trials: The maximum number of trials per stage.
-        keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" takes the
-            configured samples per optimizer step (batch size x `accumulate_grad_batches` x ranks) as the
-            `effective_batch_size`.
-        on_failure: What to do if no search can run or no size fits. "raise" ends the fit; "warn" warns, and trains
-            with the configured size.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -70,7 +62,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     def __init__(
         self,
         *,
-        batch_arg_name: str | Sequence[str] = "batch_size",
+        batch_arg_name: str = "batch_size",
         margin: float | str = 0.05,
         init_val: int | None = None,
         max_val: int | None = None,
@@ -78,8 +70,6 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         effective_batch_size: int | None = None,
         stages: Sequence[str] = ("train", "val"),
         max_trials: int = 10,
-        keep: Literal["learning_rate", "effective"] = "learning_rate",
-        on_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
         vars(self).update(given)
@@ -102,17 +92,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         put_on_device(pl_module, trainer.optimizers)
         self._reader = reader_for(trainer.strategy.root_device)
         callbacks = callbacks_of(trainer)
-        try:
-            self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
-        except Exception as error:
-            if self._tuning.settings.on_failure == "raise":
-                raise
-            self._tuning.give_up(trainer)
-            warnings.warn(
-                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
-                DegradedWarning,
-                stacklevel=2,
-            )
+        self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
         if self.ends_before_training:
             raise end_the_call()
 
@@ -156,7 +136,7 @@ def tune_batch_size(
 ) -> BatchSizeResult:
     """Find the largest batch that fits, without training. Model, Trainer and data are ready for a fit afterwards.
 
-    The sizes are written to the attributes that `batch_arg_name` names. DataLoaders that are passed are not changed:
+    The size is written to the attribute that `batch_arg_name` names. DataLoaders that are passed are not changed:
     make new ones with `result.sizes`.
 
     Args:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from lightning.pytorch import Callback, Trainer
 
 from lightning_memtools._lightning import callbacks_of, forget_loaders, loop_of, source_of, training_step
 from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult, SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerSettings, samples_per_rank
+from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerSettings
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
 from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
@@ -23,7 +22,7 @@ from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, take
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
@@ -64,7 +63,7 @@ class SizeTuning:
             return None
         module = trainer.lightning_module
         stages = [stage for stage in STAGES if stage in self.settings.stages]
-        self._sizes = sizes = StageSizes(trainer, self.settings.names)
+        self._sizes = sizes = StageSizes(trainer, self.settings.batch_arg_name)
         if stages[0] in self.found:
             stages = [stage for stage in stages if stage in self.found]
             self._apply(trainer, sizes, stages)
@@ -76,13 +75,6 @@ class SizeTuning:
             result = self._search(trainer, sizes, stages, [*hooks, module.on_fit_start])
         put_on_device(module, trainer.optimizers)
         return result
-
-    def give_up(self, trainer: Trainer) -> None:
-        """Restore the configured batch sizes, so that the fit goes on without a search."""
-        self.undo()
-        put_on_device(trainer.lightning_module, trainer.optimizers)
-        for stage in STAGES:
-            forget_loaders(loop_of(trainer, stage))
 
     def undo(self) -> None:
         """Make loops get their loaders as before. Attributes such as `batch_size` keep the found sizes. Idempotent."""
@@ -102,16 +94,15 @@ class SizeTuning:
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
         stages = [stage for stage in stages if has_data(trainer, stage)]
-        sizes.check_names(stages)
-        per_rank = self._samples_per_rank(trainer, sizes)
+        sizes.check_name(stages)
+        per_rank = self.settings.per_rank(trainer.world_size)
         gc.collect()
         chosen: dict[Stage, SizeTrial] = {}
         trials: list[SizeTrial] = []
         notes: list[str] = []
-        with _left_out_of_counts(trainer, reader), TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
-            runner = TrialRunner(
-                trainer, self.settings, sizes, per_rank, hooks=hooks, root=root, not_restored=SizeTuning
-            )
+        before = MemoryStats() if reader is None else reader.stats()
+        with TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
+            runner = TrialRunner(trainer, self.settings, sizes, per_rank, hooks=hooks, root=root)
             shows = progress_printed(lambda: f"BatchSizeTuner is {runner.doing}")
             with shows if trainer.is_global_zero else nullcontext():
                 for stage in stages:
@@ -127,7 +118,10 @@ class SizeTuning:
                         raise RuntimeError(explain_that_nothing_fits(stage, tried))
                     runner.sizes[stage] = largest.size
                     chosen[stage] = largest
-                    notes += self._notes_on_search(largest, tried, limits) + _notes_on_varying_data(stage, runner)
+                    notes += self._notes_on_search(largest, tried, limits)
+                    vary = [s for (other, _), s in runner.sample_sizes.items() if other == stage and s is not None]
+                    notes += [f"The {stage} {s.described()}; trials used the largest." for s in vary]
+        _leave_out_of_counts(trainer, before, before if reader is None else reader.stats())
         self.found |= {stage: trial.size for stage, trial in chosen.items()}
         if per_rank is not None and "train" in chosen:
             self.accumulate = runner.accumulate_for(self.found["train"])
@@ -137,7 +131,7 @@ class SizeTuning:
         result = BatchSizeResult(
             sizes={str(stage): trial.size for stage, trial in chosen.items()},
             trials=tuple(trials),
-            peaks={str(stage): trial.tightest.peak for stage, trial in chosen.items()},
+            peaks={str(stage): trial.peak for stage, trial in chosen.items()},
             accumulate=trainer.accumulate_grad_batches,
             seconds=time.perf_counter() - began_at,
             device="" if reader is None else f"On {reader.name}.",
@@ -150,29 +144,15 @@ class SizeTuning:
             print_on_console("\n  ".join([f"BatchSizeTuner: {result.summary()}", *result.notes]))
         return result
 
-    def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
-        """Return the number of samples that each rank must have per optimizer step; None if the settings do not fix it.
-
-        Raises:
-            ValueError: The configured batch size is unknown, or the ranks cannot share the samples evenly.
-        """
-        effective = self.settings.effective_batch_size
-        if self.settings.keep == "effective":
-            size = sizes.configured.get("train")
-            if size is None:
-                raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
-            return size * trainer.accumulate_grad_batches
-        return None if effective is None else samples_per_rank(effective, trainer.world_size)
-
     def _search_stage(
         self, runner: TrialRunner, stage: Stage, limits: SizeLimits, configured: int | None
     ) -> list[SizeTrial]:
         ran: list[SizeTrial] = []
 
         def run(size: int) -> SizeTrial:
-            is_bound = any(before.ended for before in ran)
+            is_bound = any(not before.failure for before in ran)
             ran.append(runner.run(stage, size, limits, is_bound=is_bound, configured=configured))
-            is_unlimited = all(reading.limit is None and reading.peak is not None for reading in ran[-1].readings)
+            is_unlimited = ran[-1].limit is None and ran[-1].peak is not None
             if is_unlimited and limits.max_val is None and limits.n_samples is None:
                 raise ValueError(
                     "Nothing limits the batch size: the device has no capacity, the data set has no length, and "
@@ -201,11 +181,8 @@ class SizeTuning:
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
         """Set attributes and loaders to the found sizes, and recreate the optimizers and schedulers."""
-        for stage in stages:
-            # Attributes that several stages share get training's size.
-            has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
-            if has_own or stage == "train" or len(stages) == 1:
-                sizes.write(stage, self.found[stage], for_loggers=True)
+        for stage in stages[:1]:  # after the fit, the attribute that both stages share holds training's size
+            sizes.write(self.found[stage], for_loggers=True)
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
             sizes.set(stage, size)
         if self.accumulate is not None:
@@ -231,11 +208,6 @@ class SizeTuning:
         failed = next((trial for trial in trials if trial.outcome.startswith(ANOTHER_ERROR)), None)
         if failed is not None:
             notes.append(f"A batch of {failed.size} in {stage} ended with {failed.outcome}. The size stays below.")
-        if chosen.is_within_margin:
-            notes.append(
-                f"Batches of {size} in {stage}, as configured, run but leave less than the margin free. A larger model "
-                "or sample may run out of memory."
-            )
         if len(trials) >= self.settings.max_trials and next_size(trials, limits, left=1) is not None:
             notes.append(f"The search for {stage} ended with max_trials; a larger size may fit.")
         return notes
@@ -247,22 +219,10 @@ class SizeTuning:
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
         if old in {None, new} or self.accumulate is not None:
             return []
-        changed = f"A step went from {(old or 0) * per_size} to {new * per_size} samples."
-        advice = 'keep="effective" keeps the old number by gradient accumulation.'
+        before = (old or 0) * per_size
+        changed = f"A step went from {before} to {new * per_size} samples."
+        advice = f"effective_batch_size={before} keeps the old number by gradient accumulation."
         return [f"{changed} The learning rate is the one of configure_optimizers; {advice}"]
-
-
-def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
-    """Return sentences on samples that vary in size, and on how to make sure that the largest batch fits."""
-    known = [sizes for (other, _), sizes in runner.sample_sizes.items() if other == stage and sizes is not None]
-    vary = [sizes for sizes in known if sizes.vary]
-    exact = "Give the data set a method worst_case(n) to have the largest batch for certain."
-    notes = [f"The {stage} {sizes.described()}; trials used the largest." for sizes in vary]
-    if not all(sizes.are_complete for sizes in vary):
-        notes.append(exact)
-    if not vary and len(runner.batch_shapes.get(stage, ())) > 1:
-        notes.append(f"The {stage} batches vary in shape, and a larger one than those in trials may not fit. {exact}")
-    return notes
 
 
 def is_learning_rate_finder(callback: Callback) -> bool:
@@ -270,27 +230,16 @@ def is_learning_rate_finder(callback: Callback) -> bool:
     return any(kind.__name__ == "LearningRateFinder" for kind in type(callback).__mro__)
 
 
-def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why trials cannot run with this strategy and model; None if they can."""
-    if trainer.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        return (
-            "SyncBatchNorm exchanges statistics in every forward, and a rank that runs out of memory in a trial would "
-            "leave the others waiting. Tune with sync_batchnorm=False (its memory is the same but for a few vectors) "
-            "and set the size that is found"
-        )
-    return why_unsupported("BatchSizeTuner", type(trainer.strategy))
-
-
 def _can_start(trainer: Trainer) -> bool:
     """Return True if trials can run. With `fast_dev_run` or no memory statistics, print why not, and return False.
 
     Raises:
-        RuntimeError: The strategy or the model does not allow trials.
+        RuntimeError: The strategy does not allow trials.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         _say(trainer, "skipped, because fast_dev_run=True keeps the batch size as it is.")
         return False
-    reason = why_no_trials(trainer, trainer.lightning_module)
+    reason = why_unsupported("BatchSizeTuner", type(trainer.strategy))
     if reason is not None:
         raise RuntimeError(f"BatchSizeTuner cannot run trials here: {reason}, and remove BatchSizeTuner.")
     device = trainer.strategy.root_device
@@ -301,18 +250,12 @@ def _can_start(trainer: Trainer) -> bool:
     return True
 
 
-@contextmanager
-def _left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Context manager: callbacks do not count the allocation retries and out-of-memory errors within the block."""
-    before = MemoryStats() if reader is None else reader.stats()
-    try:
-        yield
-    finally:
-        now = MemoryStats() if reader is None else reader.stats()
-        retries, ooms = ((getattr(now, n) or 0) - (getattr(before, n) or 0) for n in ("alloc_retries", "ooms"))
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, Neighbour):
-                callback.leave_out_of_counts(alloc_retries=retries, ooms=ooms)
+def _leave_out_of_counts(trainer: Trainer, before: MemoryStats, now: MemoryStats) -> None:
+    """Make other callbacks not count the allocation retries and out-of-memory errors of trials."""
+    retries, ooms = (now.alloc_retries or 0) - (before.alloc_retries or 0), (now.ooms or 0) - (before.ooms or 0)
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Neighbour):
+            callback.leave_out_of_counts(alloc_retries=retries, ooms=ooms)
 
 
 def _say(trainer: Trainer, text: str) -> None:

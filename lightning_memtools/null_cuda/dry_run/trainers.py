@@ -9,14 +9,12 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
-from lightning_memtools.memory.loader_sizes import n_samples_of
 from lightning_memtools.null_cuda.dry_run.run_observer import RunObserver
 
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
@@ -119,12 +117,9 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
             if spec.checks_seconds is not None:
                 one.checks_seconds = spec.checks_seconds
             observer.reporting.append(one)
-    if spec.strategy is not None and limited.get("strategy", "auto") == "auto":
-        limited |= {"strategy": spec.strategy, "devices": spec.devices, "accelerator": "gpu"}
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
     limited["logger"] = _loggers(limited.get("logger"), spec.directory, lightning)
-    _compare_devices(observer, limited)
     limited.setdefault("enable_progress_bar", False)
     limited.setdefault("enable_model_summary", False)
     if spec.steps is None or limited.get("fast_dev_run"):
@@ -143,18 +138,6 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
     return limited
 
 
-def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
-    """Add a note if a Trainer asks for a different number of devices than the dry run has."""
-    wanted = options.get("devices")
-    per_node = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
-    count = per_node * int(options.get("num_nodes") or 1) if isinstance(per_node, int) else 0
-    if count > 0 and count != observer.spec.devices:
-        observer.note(
-            f"The script's Trainer asks for {count} devices, and this dry run has {observer.spec.devices}: give "
-            f"--devices {count}."
-        )
-
-
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
     """Redirect TensorBoard and CSV loggers to the dry run's folder, and replace other loggers with a dummy."""
     if given is None or isinstance(given, bool):
@@ -171,30 +154,13 @@ def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
     return [redirected(one) for one in given] if isinstance(given, (list, tuple)) else redirected(given)
 
 
-class _LargestLast:
-    """A training loader cut to a few batches. The last one is the largest that the whole loader can yield."""
-
-    def __init__(self, loader: Any, largest: Any, length: int) -> None:
-        self._loader, self._largest, self._length = loader, largest, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from islice(self._loader, self._length - 1)
-        yield next(iter(self._largest))
-
-
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """Return a loader whose last batch is its largest if samples differ in size and not all batches run."""
-    length = trainer.num_training_batches
-    if n_samples_of(loader) is None or length >= len(loader):
-        return loader
+    """Return a loader whose batches all are its largest if samples differ in size and not all batches run."""
     sizes = known_sizes(loader)
-    if sizes is None or not sizes.vary:
+    if sizes is None or trainer.num_training_batches >= len(loader):
         return loader
-    observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
-    return _LargestLast(loader, worst_first(loader, sizes), length)
+    observer.note(f"The training batches are the largest that the loader can give: {sizes.described()}.")
+    return worst_first(loader, sizes)
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
