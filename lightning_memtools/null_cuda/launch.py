@@ -19,8 +19,6 @@ DEFAULT_GPU = "A100 80GB"
 _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
 _NAME = "NULL_CUDA_NAME"
-# The variable that names a file in which each process that takes memory of the devices writes its number.
-USERS = "NULL_CUDA_USERS"
 
 
 def is_on_null_device() -> bool:
@@ -76,17 +74,13 @@ def null_devices(
     named = find_gpu(capacity) if gpu is None and isinstance(capacity, str) else None
     model = named or find_gpu(gpu or DEFAULT_GPU)
     if model is None:
-        parse_capacity(gpu or "")  # raises, and names GPUs that are near
         known = ", ".join(one.name for one in known_gpus())
-        raise ValueError(f"gpu={gpu!r} is a size and not a GPU: write capacity={gpu!r}, or one of {known}.")
+        raise ValueError(f"gpu={gpu!r} is no known GPU: give capacity=, or one of {known}.")
     total, name = model.usable_bytes, model.name
     if gpu is None and capacity is None:
         total, name = _NO_LIMIT_BYTES, "no limit"
     elif capacity is not None and named is None:
-        total = capacity if isinstance(capacity, int) else parse_capacity(capacity)
-        name = model.name.rpartition(" ")[0]
-        if total <= 0:
-            raise ValueError(f"capacity={capacity!r}: a device has more than zero bytes.")
+        total, name = parse_capacity(capacity), model.name.rpartition(" ")[0]
     return NullDevices(
         name=name + _DRY_RUN,
         total_bytes=total,

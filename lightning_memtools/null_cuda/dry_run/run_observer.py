@@ -84,10 +84,6 @@ class RunObserver:
         """Begin to observe a fit, validate, test or predict call of a Trainer, which uses `device`."""
         if device.type == "cuda":
             self._watch = StageWatch(self._counter)
-        else:
-            self.note(
-                f"The Trainer used {device}, not a CUDA device: set accelerator='auto' or 'gpu' to see a GPU's memory."
-            )
 
     def enter(self, stage: Stage) -> None:
         """Begin to measure a stage."""
@@ -168,14 +164,5 @@ class LoopWatch:
                     self._models.add(model)
                     if not has_compiled():  # hooks would change what is compiled
                         self._observer.label_modules(model)
-        self._note()
-
-    def look(self) -> None:
-        """Note the owners of memory blocks now if no optimizer has stepped yet. Called when the script fails."""
-        if not self._observer.is_watching and not self._optimizers:
-            self._models.update(outermost(instances_of(nn.Module)))
-            self._note()
-
-    def _note(self) -> None:
         models = list(self._models)
         self._observer.see(models[0] if len(models) == 1 else nn.ModuleList(models), list(self._optimizers), None)
