@@ -95,22 +95,21 @@ class SizeTuning:
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
         stages = [stage for stage in stages if has_data(trainer, stage)]
         sizes.check_name(stages)
-        per_rank = self.settings.per_rank(trainer.world_size)
         gc.collect()
         chosen: dict[Stage, SizeTrial] = {}
         trials: list[SizeTrial] = []
         notes: list[str] = []
         before = MemoryStats() if reader is None else reader.stats()
         with TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
-            runner = TrialRunner(trainer, self.settings, sizes, per_rank, hooks=hooks, root=root)
-            shows = progress_printed(lambda: f"BatchSizeTuner is {runner.doing}")
+            runner = TrialRunner(trainer, self.settings, sizes, hooks=hooks, root=root)
+            shows = progress_printed(lambda: "BatchSizeTuner runs trials")
             with shows if trainer.is_global_zero else nullcontext():
                 for stage in stages:
                     if stage == "train" and "val" in stages:
                         # While training is tuned, validation runs with as little as it can.
                         least = self._limits(trainer, "val").round_down(self.settings.init_val or _FEW)
                         runner.sizes["val"] = least or self.settings.multiple_of
-                    limits = self._limits(trainer, stage, per_rank)
+                    limits = self._limits(trainer, stage)
                     tried = self._search_stage(runner, stage, limits, sizes.configured.get(stage))
                     trials += tried
                     largest = largest_that_fits(tried)
@@ -123,7 +122,7 @@ class SizeTuning:
                     notes += [f"The {stage} {s.described()}; trials used the largest." for s in vary]
         _leave_out_of_counts(trainer, before, before if reader is None else reader.stats())
         self.found |= {stage: trial.size for stage, trial in chosen.items()}
-        if per_rank is not None and "train" in chosen:
+        if self.settings.effective_batch_size is not None and "train" in chosen:
             self.accumulate = runner.accumulate_for(self.found["train"])
         self._apply(trainer, sizes, stages)
         if "train" in chosen:
@@ -147,23 +146,20 @@ class SizeTuning:
     def _search_stage(
         self, runner: TrialRunner, stage: Stage, limits: SizeLimits, configured: int | None
     ) -> list[SizeTrial]:
-        ran: list[SizeTrial] = []
-
         def run(size: int) -> SizeTrial:
-            is_bound = any(not before.failure for before in ran)
-            ran.append(runner.run(stage, size, limits, is_bound=is_bound, configured=configured))
-            is_unlimited = ran[-1].limit is None and ran[-1].peak is not None
+            trial = runner.run(stage, size, limits)
+            is_unlimited = trial.limit is None and trial.peak is not None
             if is_unlimited and limits.max_val is None and limits.n_samples is None:
                 raise ValueError(
                     "Nothing limits the batch size: the device has no capacity, the data set has no length, and "
                     "max_val is None. Set max_val."
                 )
-            return ran[-1]
+            return trial
 
         start = [size for size in (self.settings.init_val, configured) if size] or [_FEW]
         return find_largest(run, start=start, limits=limits, max_trials=self.settings.max_trials)
 
-    def _limits(self, trainer: Trainer, stage: Stage, per_rank: int | None = None) -> SizeLimits:
+    def _limits(self, trainer: Trainer, stage: Stage) -> SizeLimits:
         min_batches, is_train = 1.0, stage == "train"
         share, interval = getattr(trainer, f"limit_{stage}_batches"), trainer.val_check_interval
         if isinstance(share, float) and 0 < share < 1:
@@ -174,7 +170,7 @@ class SizeTuning:
         return SizeLimits(
             max_val=self.settings.max_val,
             multiple_of=self.settings.multiple_of,
-            per_rank=per_rank if is_train else None,
+            per_rank=self.settings.per_rank(trainer.world_size) if is_train else None,
             min_batches=min_batches,
             avoid_single=is_train and any(norm.training for norm in norms),
         )

@@ -74,14 +74,12 @@ class TrialRunner:
         trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
         batch_sizes: Sets the batch sizes of the Trainer's loaders.
-        per_rank: The samples that each rank needs per optimizer step, reached by gradient accumulation; None for any.
         hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
 
     Attributes:
         sizes: The batch size of each stage in the next trial. A stage that is missing keeps the size of its loaders.
         sample_sizes: The sizes of each loader's samples, by stage and the loader's index in the stage.
-        doing: A phrase on what the runner is doing, for progress messages.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class TrialRunner:
         trainer: Trainer,
         settings: TunerSettings,
         batch_sizes: StageSizes,
-        per_rank: int | None,
         *,
         hooks: Sequence[Callable[[], None]],
         root: str,
@@ -97,7 +94,7 @@ class TrialRunner:
         self.trainer = trainer
         self._settings = settings
         self._batch_sizes = batch_sizes
-        self._per_rank = per_rank
+        self._per_rank = settings.per_rank(trainer.world_size)
         self._hooks = hooks
         self._root = root
         self._reader = reader = reader_for(trainer.strategy.root_device)
@@ -107,7 +104,7 @@ class TrialRunner:
         self._ranks = RankGather(GROUP_LIMIT)
         self.sizes = dict(batch_sizes.of_hooks)
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
-        self.doing = "preparing trials"
+        self._ended: set[Stage] = set()  # the stages of which a trial has ended well
         self._first: dict[Stage, tuple[int, int | None]] = {}  # the first size asked for, and what loaders reported
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
@@ -121,22 +118,21 @@ class TrialRunner:
         """Return the number of micro-batches per optimizer step for a training batch size."""
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
-    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool, configured: int | None) -> SizeTrial:
+    def run(self, stage: Stage, size: int, limits: SizeLimits) -> SizeTrial:
         """Run a trial of a batch size, or of the largest allowed size below it if there are fewer samples.
+
+        Once a smaller size has run, any error counts as a failure of this size, since an index or a kernel's grid may
+        be too large. Until then, errors that are not about memory are raised.
 
         Args:
             stage: The stage that is tuned.
             size: The batch size.
             limits: The allowed sizes. This call sets the attributes that depend on the data, such as `n_samples`.
-            is_bound: True if a smaller size has run. Then any error counts as a failure of this size, since an index or
-                a kernel's grid may be too large. If False, errors that are not about memory are raised.
-            configured: The size that was set before the search.
 
         Raises:
             Exception: The error of the user's code, unchanged.
             CannotResizeError: The loaders yield batches of the same size, whatever size is set.
         """
-        self.doing = f"trying batches of {size} in {stage}"
         self.sizes[stage] = size
         if self._reader is not None:
             self._reader.empty_cache()
@@ -146,7 +142,7 @@ class TrialRunner:
             error = self._run_trial(stage, probe, limits)
             probe.end()
             failure = probe.failure(stage, error)
-            if not failure.startswith(ANOTHER_ERROR) or (is_bound and _may_depend_on_size(error)):
+            if not failure.startswith(ANOTHER_ERROR) or (stage in self._ended and _may_depend_on_size(error)):
                 error = None
             measured = probe.measured(stage)
             self._learn_length_of_stream(stage, limits, probe.observed_size.get(stage))
@@ -161,10 +157,12 @@ class TrialRunner:
                 self._reader.empty_cache()
                 peak_counter(self._reader).forget()
         ran = self.sizes[stage]
-        mine = SizeTrial(
-            stage=stage, size=ran, spare=spare, failure=failure, is_configured=ran == configured, **measured
-        )
-        return self._tightest_of_ranks(mine, error, is_bound=is_bound)
+        is_configured = ran == self._batch_sizes.configured.get(stage)
+        mine = SizeTrial(stage=stage, size=ran, spare=spare, failure=failure, is_configured=is_configured, **measured)
+        trial = self._tightest_of_ranks(mine, error, is_bound=stage in self._ended)
+        if not trial.failure:
+            self._ended.add(stage)
+        return trial
 
     def _run_trial(self, stage: Stage, probe: TrialProbe, limits: SizeLimits) -> BaseException | None:
         """Run the loops until the probe ends them. Return the error that ended them too early, or None."""
