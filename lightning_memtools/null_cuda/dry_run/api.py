@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from lightning_memtools.memory.sizes import context_bytes, is_count
 from lightning_memtools.null_cuda.dry_run.result import DryRunResult
-from lightning_memtools.null_cuda.launch import NullDevices, environment, null_devices
+from lightning_memtools.null_cuda.launch import environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.console import progress_printed
 
@@ -103,7 +104,7 @@ def dry_run(
     return _run(spec, found, output)
 
 
-def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | None) -> DryRunResult:
+def _run(spec: DryRunSpec, devices: Mapping[str, str], output: IO[Any] | None) -> DryRunResult:
     """Run the script in a child process, return the result, and end all processes that the child started."""
     place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
@@ -121,18 +122,11 @@ def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | None) -> DryR
         with progress_printed(lambda: f"Dry run of {spec.program}", stream=sys.stderr):
             status = child.wait()
     finally:
-        _end_session(child)
+        with suppress(ProcessLookupError):  # Ctrl-C does not reach the session, and workers may outlive the script
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
     if not result.exists():
         raise DryRunError(
             f"The process of the dry run ended with status {status} and left no result. What it printed stands above."
         )
     return DryRunResult.from_json(json.loads(result.read_text(encoding="utf-8")))
-
-
-def _end_session(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and all processes it started. Ctrl-C does not reach them, and workers may outlive the script."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    child.wait()

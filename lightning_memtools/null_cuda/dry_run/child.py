@@ -36,7 +36,7 @@ from lightning_memtools.null_cuda.dry_run.result import (
     DryRunResult,
     DryRunStage,
 )
-from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, LoopWatch, RunObserver
+from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, RunObserver, watch_loops
 from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.oom.actions import Outcome
@@ -120,7 +120,7 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
         observer.note("What NCCL allocates for itself is not counted.")
     cut_trainers_when_imported(observer)
     observer.files.guard_torch()
-    loops = LoopWatch(observer)
+    watch_loops(observer)
     record_cuda_history(_HISTORY_ENTRIES)
     observer.owners.enter(WHOLE_SCRIPT)
     # Registered before the script registers its own functions, so it runs after them.
@@ -134,7 +134,7 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
         status, message = _judge(error)
     observer.end()
     snapshot = cuda_memory_snapshot()
-    optimizer_steps = loops.n_steps if loops.n_steps or instances_of(Optimizer) else None
+    optimizer_steps = observer.n_steps if observer.n_steps or instances_of(Optimizer) else None
     del variables
     if not observer.stages:
         observer.stages[WHOLE_SCRIPT] = whole = observer.whole_script()
