@@ -124,7 +124,7 @@ trainer.fit(Model(), DataLoader(rows, batch_size=4, collate_fn=lambda rows: nn.u
 """
 
 
-def test_the_largest_batch_of_a_sorted_loader_is_run(script):
+def test_the_largest_batch_of_a_sorted_loader_runs_last(script):
     path = script(SORTED.format(lengths=list(range(1, 801, 10))))
     cut, whole = dry_run(path), dry_run(path, steps=None)
     assert cut.stages[0].peak_allocated_bytes == whole.stages[0].peak_allocated_bytes

@@ -9,7 +9,8 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -154,13 +155,27 @@ def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
     return [redirected(one) for one in given] if isinstance(given, (list, tuple)) else redirected(given)
 
 
+class _LargestLast:
+    """A training loader cut to a few batches. The last one is the largest that the whole loader can yield."""
+
+    def __init__(self, loader: Any, largest: Any, length: int) -> None:
+        self._loader, self._largest, self._length = loader, largest, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(self._loader, self._length - 1)
+        yield next(iter(self._largest))
+
+
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """Return a loader whose batches all are its largest if samples differ in size and not all batches run."""
-    sizes = known_sizes(loader)
-    if sizes is None or trainer.num_training_batches >= len(loader):
+    """Return a loader whose last batch is its largest if samples differ in size and not all batches run."""
+    sizes, length = known_sizes(loader), trainer.num_training_batches
+    if sizes is None or length >= len(loader):
         return loader
-    observer.note(f"The training batches are the largest that the loader can give: {sizes.described()}.")
-    return worst_first(loader, sizes)
+    observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
+    return _LargestLast(loader, worst_first(loader, sizes), length)
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
