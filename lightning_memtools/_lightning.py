@@ -427,16 +427,6 @@ def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
             iter(loop._data_fetcher)
 
 
-def mode_of(loaders: Any) -> Any:
-    """Return how a CombinedLoader combines its loaders, such as "max_size_cycle"; the attribute is private."""
-    return loaders._mode
-
-
-def run_sanity_check(trainer: Trainer) -> None:
-    """Run the sanity check, the validation batches before training. The public API runs it only as part of `fit`."""
-    trainer._run_sanity_check()
-
-
 def validate_every(trainer: Trainer, n_batches: int) -> None:
     """Validate after every `n_batches` training batches of each epoch, whatever the Trainer's own settings are.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_memtools._torch import loader_with_batch_sampler, tree_leaves
@@ -52,8 +51,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     if batch_sampler is None:
         raise CannotResizeError(
             f"The batch size of {described} cannot be set: it has batch_size=None, so its data set makes the batches. "
-            "Let the DataLoader make them, or give the model or data module an attribute batch_size that the "
-            "*_dataloader hook passes to the data set."
+            "Let the DataLoader make them, or let a *_dataloader hook pass an attribute batch_size to the data set."
         )
     if type(batch_sampler) is BatchSampler:
         resized = BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last)
@@ -62,17 +60,18 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None if samples have no index or the data set defines `worst_case`."""
+    """Return the sizes of a loader's samples; None if they do not vary, have no index, or `worst_case` tells more."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
-    return _measured(loader.dataset)
+    sizes = _measured(loader.dataset)
+    return sizes if sizes is not None and len(set(sizes.of.values())) > 1 else None
 
 
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
     The loader's own collate function and workers make the batches. The data set's method `worst_case(n)`
-    names the largest samples; without this method, `sizes` does. If no samples are named, return the loader itself.
+    names the largest samples; without this method, `sizes` does. Without both, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -80,9 +79,9 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     method = getattr(loader.dataset, "worst_case", None)
     if callable(method):
         indices = [int(index) for index in method(n)]
+    elif sizes is not None:
+        indices = sizes.largest(n)
     else:
-        indices = sizes.largest(n) if sizes is not None and sizes.vary else []
-    if not indices:
         return loader
     n_batches = min(math.ceil(max(n_samples_of(loader) or 0, n) / n), _MOST_BATCHES)
     return loader_with_batch_sampler(loader, [indices[:n]] * n_batches, n)
@@ -125,40 +124,21 @@ class SampleSizes:
 
     Attributes:
         of: The number of values (such as elements of tensors) in each sample, by its index.
-        shapes: The shape of the largest tensor of each sample, by its index. Samples without tensors are left out.
         n_samples: The number of samples in the data set.
     """
 
-    of: Mapping[int, float]
-    shapes: Mapping[int, tuple[int, ...]]
+    of: Mapping[int, int]
     n_samples: int
 
-    @property
-    def vary(self) -> bool:
-        """True if the samples that were read differ in size or shape."""
-        return len(set(self.of.values())) > 1 or len(set(self.shapes.values())) > 1
-
-    @property
-    def are_complete(self) -> bool:
-        """True if every sample was read."""
-        return len(self.of) >= self.n_samples
-
     def largest(self, n: int) -> list[int]:
-        """Return the indices of the n largest samples.
-
-        The samples that are largest in one dimension come first, because a batch is padded in each dimension. All
-        other samples follow, ordered by their number of values, largest first.
-        """
-        n_dims = {len(shape) for shape in self.shapes.values()}
-        dims = range(n_dims.pop()) if len(n_dims) == 1 else ()
-        first = [max(self.shapes, key=lambda i, dim=dim: (self.shapes[i][dim], self.of[i])) for dim in dims]  # type: ignore[misc]
-        return list(dict.fromkeys([*first, *heapq.nlargest(n, self.of, key=self.of.__getitem__)]))[:n]
+        """Return the indices of the n largest samples, the largest first."""
+        return heapq.nlargest(n, self.of, key=self.of.__getitem__)
 
     def described(self) -> str:
         """Return a sentence about the samples that were read."""
         sizes = self.of.values()
-        read = "all" if self.are_complete else f"{len(self.of):,} of {self.n_samples:,}"
-        return f"samples vary in size, from {min(sizes):g} to {max(sizes):g} values ({read} samples were looked at)"
+        read = f"{len(sizes):,} of {self.n_samples:,} samples were looked at"
+        return f"samples vary in size, from {min(sizes)} to {max(sizes)} values ({read})"
 
 
 def _measured(dataset: Any) -> SampleSizes | None:
@@ -171,38 +151,24 @@ def _measured(dataset: Any) -> SampleSizes | None:
     except TypeError:
         return None
     order = random.Random(0).sample(range(n_samples), min(n_samples, 10**5))  # noqa: S311, no secret
-    sizes: dict[int, float] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
+    sizes: dict[int, int] = {}
     device = VirtualDevice.current()
     begin = time.perf_counter()
     with random_streams_restored(), torch.no_grad(), nullcontext() if device is None else device.host():
         for index in order:
             try:
-                sizes[index], shape = _size_of(dataset[index])
+                sizes[index] = sum(map(_values_of, tree_leaves(dataset[index])))
             except Exception:  # noqa: BLE001, the user's code: the run itself will raise it where it matters
                 return None
-            if shape is not None:
-                shapes[index] = shape
             if time.perf_counter() - begin > _SECONDS:
                 break
-    return SampleSizes(sizes, shapes, n_samples)
-
-
-def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
-    """Return the number of values of a sample, and the shape of its largest tensor."""
-    total, largest = 0.0, None
-    for leaf in tree_leaves(sample):
-        tensors: list[Tensor] = list(tensors_in(leaf))
-        total += sum(tensor.numel() for tensor in tensors) if tensors else _values_of(leaf)
-        largest = max([*tensors, *([] if largest is None else [largest])], key=Tensor.numel, default=None)
-    return total, None if largest is None else tuple(largest.shape)
+    return SampleSizes(sizes, n_samples)
 
 
 def _values_of(leaf: Any) -> int:
-    """Return the length of a string, the size of an array, or the number of an image's pixels; 1 for other types."""
-    if isinstance(leaf, str | bytes):
-        return len(leaf)
-    size = getattr(leaf, "size", None)
-    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):
-        return math.prod(size)
+    """Return the number of values in tensors, the length of a string or the size of an array; 1 for other types."""
+    tensors = list(tensors_in(leaf))
+    if tensors:
+        return sum(tensor.numel() for tensor in tensors)
+    size = len(leaf) if isinstance(leaf, str | bytes) else getattr(leaf, "size", None)
     return size if isinstance(size, int) else 1

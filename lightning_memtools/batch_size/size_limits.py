@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.sizes import is_count, parse_size
@@ -15,7 +14,6 @@ SEGMENT_BYTES = 20 * 2**20
 """The size of most segments of CUDA's caching allocator (kLargeBuffer in c10/core/AllocatorConfig.h)."""
 STAGES: tuple[Stage, ...] = ("train", "val")
 """The stages that can be tuned: those of a fit."""
-_CHOICES = {"keep": ("learning_rate", "effective"), "on_failure": ("raise", "warn")}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +80,7 @@ class TunerSettings:
         ValueError: An argument is out of its range.
     """
 
-    batch_arg_name: str | Sequence[str]
+    batch_arg_name: str
     margin: float | str
     init_val: int | None
     max_val: int | None
@@ -90,32 +88,26 @@ class TunerSettings:
     effective_batch_size: int | None
     stages: Sequence[str]
     max_trials: int
-    keep: str
-    on_failure: str
 
     def __post_init__(self) -> None:
         for name in ("init_val", "max_val", "multiple_of", "effective_batch_size", "max_trials"):
             value = getattr(self, name)
             if value is not None and not is_count(value):
-                fault = "below 1" if isinstance(value, int) else "no whole number"
-                raise ValueError(f"{name}={value!r} is {fault}. Give a whole number from 1 on.")
-        if self.max_val is not None and self.max_val < self.multiple_of:
-            raise ValueError(f"max_val={self.max_val} is below multiple_of={self.multiple_of}. Raise max_val.")
-        if not _several(self.stages) or not self.stages or not all(stage in STAGES for stage in self.stages):
+                raise ValueError(f"{name}={value!r} must be a whole number from 1 on.")
+        if isinstance(self.stages, str) or not self.stages or not all(stage in STAGES for stage in self.stages):
             raise ValueError(f"stages={self.stages!r} must be a sequence of some of {', '.join(STAGES)}.")
-        if not self.names or not all(isinstance(name, str) for name in self.names):
-            raise ValueError(f"batch_arg_name={self.batch_arg_name!r} names no attribute. Give a name, or several.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
-        if self.keep == "effective" and self.effective_batch_size is not None:
-            raise ValueError('Give either keep="effective" or effective_batch_size.')
         self._most_of(1)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the attributes that hold a batch size: `batch_arg_name` as a list."""
-        return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
+    def per_rank(self, n_ranks: int) -> int | None:
+        """Return the samples of each rank per optimizer step; None if `effective_batch_size` does not prescribe them.
+
+        Raises:
+            ValueError: The effective batch size is not a multiple of the number of ranks.
+        """
+        effective = self.effective_batch_size
+        if effective is not None and effective % n_ranks:
+            raise ValueError(f"effective_batch_size={effective} must be a multiple of the {n_ranks} ranks.")
+        return None if effective is None else effective // n_ranks
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
         """Return the bytes that all processes together may reserve (None if unlimited), and those to leave unused.
@@ -134,21 +126,3 @@ class TunerSettings:
         if not isinstance(self.margin, int | float) or not 0 <= self.margin < 1:
             raise ValueError(f"margin={self.margin!r} must be a share in [0, 1), or a size such as '1GiB'.")
         return int(capacity * (1 - self.margin))
-
-
-def samples_per_rank(effective_batch_size: int, n_ranks: int) -> int:
-    """Return the number of samples that each rank contributes to an optimizer step.
-
-    Raises:
-        ValueError: The effective batch size is not a multiple of the number of ranks.
-    """
-    if effective_batch_size % n_ranks:
-        raise ValueError(
-            f"effective_batch_size={effective_batch_size} cannot be shared evenly by {n_ranks} ranks. "
-            f"Choose a multiple of {n_ranks}, such as {effective_batch_size // n_ranks * n_ranks or n_ranks}."
-        )
-    return effective_batch_size // n_ranks
-
-
-def _several(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
+from lightning_memtools.batch_size.batch_size_result import SizeTrial
 from lightning_memtools.batch_size.size_limits import SEGMENT_BYTES, SizeLimits
 
 # The search ends at this share of the largest size that can fit.
@@ -79,15 +79,14 @@ def next_size(trials: Sequence[SizeTrial], limits: SizeLimits, *, left: int) -> 
 def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float, ceiling: int) -> float:
     """Return the size to try next, not yet rounded: near `predicted`, or between the bounds `lower` and `upper`."""
     aim = _AIM * predicted
-    if lower > 0 and sum(trial.ended for trial in trials) == 1 and ceiling > _NEAR * predicted:
+    if lower > 0 and sum(not trial.failure for trial in trials) == 1 and ceiling > _NEAR * predicted:
         aim = max(_SECOND * predicted, 2 * lower)
     if upper == math.inf:
-        readings = trials[-1].readings
-        if any(reading.peak is None for reading in readings):
+        if trials[-1].peak is None:
             return 2 * lower
         if lower >= _NEAR * predicted:  # which is too coarse to end the search
             return 1.1 * lower
-        return min(aim, _FARTHEST * lower if any(reading.limit for reading in readings) else math.inf)
+        return min(aim, _FARTHEST * lower if trials[-1].limit else math.inf)
     if (trials[-1].fits or lower == 0) and lower < aim < upper:
         return aim
     is_first_failure = len(trials) > 1 and trials[-2].fits and not trials[-1].fits
@@ -98,43 +97,35 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 def _is_precise(trial: SizeTrial) -> bool:
     """Return True if a segment, the unit in which reserved memory grows, is at most 5% of the memory for batches."""
-    rooms = [r.limit - (r.base_allocated or 0) for r in trial.readings if r.limit is not None]
-    return all((1 - _NEAR) * room >= SEGMENT_BYTES for room in rooms)
+    room = math.inf if trial.limit is None else trial.limit - (trial.base_allocated or 0)
+    return (1 - _NEAR) * room >= SEGMENT_BYTES
 
 
 def _predict(trials: Sequence[SizeTrial]) -> float:
-    """Predict the smallest size at which any rank reaches its memory limit; infinity if no peak was seen to grow."""
-    ended = sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.size)
-    if not ended:
-        return math.inf
-    before = [trial for trial in ended if trial.size <= _APART * ended[-1].size]
-    ranks = range(len(ended[-1].readings))
-    return min(_reaches_limit(before[-1:], ended[-1], rank) for rank in ranks)
+    """Predict the smallest size that reaches the memory limit; infinity if no peak was seen to grow.
 
-
-def _reaches_limit(before: Sequence[SizeTrial], last: SizeTrial, rank: int) -> float:
-    """Predict the size at which a rank reaches its memory limit, by a line through the last trial and an earlier one.
-
-    Without an earlier trial the line starts at size 0. If the slope has increased since the earlier trial, it is
-    expected to keep increasing.
+    A line goes through the largest trial and an earlier one, or if there is none, through its memory without a batch.
+    If the slope has increased since the earlier trial, it is expected to keep increasing.
     """
-    reading = last.readings[rank]
-    if reading.limit is None or reading.batch_allocated is None:
+    last = max((trial for trial in trials if not trial.failure), key=lambda trial: trial.size, default=None)
+    if last is None or last.limit is None or last.batch_allocated is None:
         return math.inf
-    size, held, slack, growth = 0, min(reading.base_allocated or 0, reading.batch_allocated), _slack(reading), 0.0
+    size, held, slack, growth = 0, min(last.base_allocated or 0, last.batch_allocated), _slack(last), 0.0
+    before = [trial for trial in trials if not trial.failure and trial.size <= _APART * last.size]
     if before:
-        earlier = before[0].readings[rank]
-        first_slope = max((earlier.batch_allocated or 0) - held, 0) / before[0].size
-        size, held, slack = before[0].size, earlier.batch_allocated or 0, _slack(earlier)
-        slope = (reading.batch_allocated - held) / (last.size - size)
+        earlier = max(before, key=lambda trial: trial.size)
+        first_slope = max((earlier.batch_allocated or 0) - held, 0) / earlier.size
+        size, held, slack = earlier.size, earlier.batch_allocated or 0, _slack(earlier)
+        slope = (last.batch_allocated - held) / (last.size - size)
         growth = (slope - first_slope) / last.size if slope > _BEND * first_slope else 0.0
     # Memory that is reserved but not allocated is expected to go on growing where it grew, and never to shrink.
-    grown = max(reading.batch_allocated - held, 0) + max(_slack(reading) - slack, 0)
+    grown = max(last.batch_allocated - held, 0) + max(_slack(last) - slack, 0)
     slope = grown / (last.size - size) + growth * (last.size - size)
-    room = reading.limit - reading.batch_allocated - _slack(reading)
+    room = last.limit - last.batch_allocated - _slack(last)
     root = slope + math.sqrt(max(slope**2 + 4 * growth * room, 0))
     return last.size + 2 * room / root if root else math.inf
 
 
-def _slack(reading: RankReading) -> int:
-    return (reading.peak or 0) - (reading.peak_allocated or 0)
+def _slack(trial: SizeTrial) -> int:
+    """Return the bytes that were reserved beyond those of tensors, at their peaks."""
+    return (trial.peak or 0) - (trial.peak_allocated or 0)

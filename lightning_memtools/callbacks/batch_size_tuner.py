@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -12,11 +11,11 @@ from lightning_memtools._lightning import EitherCallback, callbacks_of, end_the_
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.size_limits import TunerSettings
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, is_learning_rate_finder
-from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.state.state_snapshot import StateSnapshot
-from lightning_memtools.warning_categories import DegradedWarning
 
 
 class BatchSizeTuner(EitherCallback, Neighbour):
@@ -38,9 +37,9 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     | the batch size among the hyperparameters | loggers that take hyperparameters | when the fit logs them |
 
     Args:
-        batch_arg_name: The name, or names, of the attribute or hyperparameter of the model or the data module that the
-            `*_dataloader` hooks read. A name that begins with a stage ("val_batch_size") is for that stage alone.
-            DataLoaders passed to the Trainer need no name: they are rebuilt with the new size.
+        batch_arg_name: The name of the attribute or hyperparameter of the model or the data module that the
+            `*_dataloader` hooks read. DataLoaders passed to the Trainer need no name: they are rebuilt with the new
+            size.
         margin: The device memory to leave free: a fraction of the capacity, or a size such as "1GiB".
         init_val: The first size to try; None for the configured one.
         max_val: The largest size to try; None for no limit.
@@ -50,18 +49,12 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             this.
         stages: The stages to tune: "train", "val" or both. Validation is tuned while training still holds its memory.
         max_trials: The maximum number of trials per stage.
-        keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" takes the
-            configured samples per optimizer step (batch size x `accumulate_grad_batches` x ranks) as the
-            `effective_batch_size`.
-        on_failure: What to do if no search can run or no size fits. "raise" ends the fit; "warn" warns, and trains
-            with the configured size.
 
     Raises:
         ValueError: An argument is out of its range.
     """
 
     stages: Sequence[str]
-    takes_part_in_trials = False
 
     ends_before_training = False
     """True to end the fit once the sizes are found, as `tune_batch_size` does."""
@@ -69,7 +62,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     def __init__(
         self,
         *,
-        batch_arg_name: str | Sequence[str] = "batch_size",
+        batch_arg_name: str = "batch_size",
         margin: float | str = 0.05,
         init_val: int | None = None,
         max_val: int | None = None,
@@ -77,12 +70,12 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         effective_batch_size: int | None = None,
         stages: Sequence[str] = ("train", "val"),
         max_trials: int = 10,
-        keep: Literal["learning_rate", "effective"] = "learning_rate",
-        on_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
+        self._reader: MemoryReader | None = None
+        self._has_validated = False
         self._tuning = SizeTuning(TunerSettings(**given))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -97,34 +90,28 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search for the largest batch sizes, unless the run resumes from a checkpoint that holds them."""
         put_on_device(pl_module, trainer.optimizers)
+        self._reader = reader_for(trainer.strategy.root_device)
         callbacks = callbacks_of(trainer)
-        try:
-            self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
-        except Exception as error:
-            if self._tuning.settings.on_failure == "raise":
-                raise
-            self._tuning.give_up(trainer)
-            warnings.warn(
-                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}",
-                DegradedWarning,
-                stacklevel=2,
-            )
+        self.result = self._tuning.begin_fit(trainer, callbacks[callbacks.index(self) + 1 :]) or self.result
         if self.ends_before_training:
             raise end_the_call()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the allocator's cache before the first training batch after a validation."""
-        if self._tuning.cache_releaser is not None:
-            self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        """Empty the cache again when training resumes. By now the last validation batch has been freed."""
+        if self._reader is not None and self._has_validated:
+            self._reader.empty_cache()
+        self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the allocator's cache before validation."""
-        if self._tuning.cache_releaser is not None:
-            self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
+        """Empty the allocator's cache, since blocks that training has cached may not fit validation. So do trials."""
+        if self._reader is not None:
+            self._reader.empty_cache()
+        self._has_validated = True
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore the DataLoaders that were passed to the Trainer. Attributes keep the batch sizes that were found."""
         self._tuning.undo()
+        self._reader = None
 
     on_exception = teardown
 
@@ -149,7 +136,7 @@ def tune_batch_size(
 ) -> BatchSizeResult:
     """Find the largest batch that fits, without training. Model, Trainer and data are ready for a fit afterwards.
 
-    The sizes are written to the attributes that `batch_arg_name` names. DataLoaders that are passed are not changed:
+    The size is written to the attribute that `batch_arg_name` names. DataLoaders that are passed are not changed:
     make new ones with `result.sizes`.
 
     Args:

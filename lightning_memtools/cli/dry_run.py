@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 
 from lightning_memtools.budgets.judgement import over_budget, parse_budget
-from lightning_memtools.cli.targets import UsageError, require_folder_of, say
+from lightning_memtools.cli.targets import UsageError, say
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.null_cuda.dry_run.api import dry_run
 from lightning_memtools.null_cuda.dry_run.result import FAILED, FITS, OUT_OF_MEMORY, OVER_BUDGET, DryRunResult
@@ -40,7 +40,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--steps", type=int, default=3, metavar="N", help="steps of each stage (default: 3); 0 for the script's own"
     )
     parser.add_argument("--directory", metavar="DIR", help="where logs and checkpoints go (default: temporary)")
-    parser.add_argument("--snapshot", metavar="FILE", help="write torch's snapshot, for pytorch.org/memory_viz")
     parser.add_argument("--json", action="store_true", help="print JSON, and the script's output to stderr")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the training script, as it is")
@@ -57,7 +56,6 @@ def run(chosen: argparse.Namespace) -> int:
     # A session of its own does not end with this process: it has to be ended.
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        require_folder_of(chosen.snapshot)
         budget = None if chosen.at_most is None else parse_budget(chosen.at_most, what="--at-most")
         result = dry_run(
             chosen.script,
@@ -69,7 +67,6 @@ def run(chosen: argparse.Namespace) -> int:
             rank=chosen.rank,
             steps=chosen.steps or None,
             advise=chosen.advise or chosen.command_line[0] == _WITH_ADVICE,
-            snapshot=chosen.snapshot,
             directory=chosen.directory,
             output=sys.stderr if chosen.json else None,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
@@ -19,8 +18,6 @@ DEFAULT_GPU = "A100 80GB"
 _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
 _NAME = "NULL_CUDA_NAME"
-# The variable that names a file in which each process that takes memory of the devices writes its number.
-USERS = "NULL_CUDA_USERS"
 
 
 def is_on_null_device() -> bool:
@@ -35,31 +32,10 @@ def computes_nothing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_name(device).endswith(_DRY_RUN)
 
 
-@dataclass(frozen=True, slots=True)
-class NullDevices:
-    """The simulated CUDA devices that a program sees.
-
-    Attributes:
-        name: The result of ``torch.cuda.get_device_name()``, which ends in "(dry run)".
-        total_bytes: The memory of each device in bytes.
-        compute_capability: The compute capability, such as "8.6".
-        multiprocessors: The number of streaming multiprocessors, which determines how much memory some kernels need.
-        count: The number of devices.
-        context_bytes: The bytes of each device that the CUDA context takes outside of PyTorch's allocator.
-    """
-
-    name: str
-    total_bytes: int
-    compute_capability: str
-    multiprocessors: int
-    count: int = 1
-    context_bytes: int = 0
-
-
 def null_devices(
     gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
-) -> NullDevices:
-    """Return simulated devices that resemble a known GPU, with its capacity or another one.
+) -> dict[str, str]:
+    """Return the environment variables of simulated devices that resemble a known GPU, with its capacity or another.
 
     Args:
         gpu: The name of a GPU, such as "RTX 4090"; by default the GPU that ``capacity`` names, or an A100.
@@ -76,44 +52,40 @@ def null_devices(
     named = find_gpu(capacity) if gpu is None and isinstance(capacity, str) else None
     model = named or find_gpu(gpu or DEFAULT_GPU)
     if model is None:
-        parse_capacity(gpu or "")  # raises, and names GPUs that are near
         known = ", ".join(one.name for one in known_gpus())
-        raise ValueError(f"gpu={gpu!r} is a size and not a GPU: write capacity={gpu!r}, or one of {known}.")
+        raise ValueError(f"gpu={gpu!r} is no known GPU: give capacity=, or one of {known}.")
     total, name = model.usable_bytes, model.name
     if gpu is None and capacity is None:
         total, name = _NO_LIMIT_BYTES, "no limit"
     elif capacity is not None and named is None:
-        total = capacity if isinstance(capacity, int) else parse_capacity(capacity)
-        name = model.name.rpartition(" ")[0]
-        if total <= 0:
-            raise ValueError(f"capacity={capacity!r}: a device has more than zero bytes.")
-    return NullDevices(
-        name=name + _DRY_RUN,
-        total_bytes=total,
-        compute_capability=model.compute_capability,
-        multiprocessors=model.multiprocessors,
-        count=count,
-        context_bytes=context_bytes,
-    )
+        total, name = parse_capacity(capacity), model.name.rpartition(" ")[0]
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
+        "NULL_CUDA_DEVICES": str(count),
+        _NAME: name + _DRY_RUN,
+        "NULL_CUDA_TOTAL": str(total),
+        "NULL_CUDA_CONTEXT": str(context_bytes),
+        "NULL_CUDA_CAPABILITY": model.compute_capability.replace(".", ""),
+        "NULL_CUDA_MULTIPROCESSORS": str(model.multiprocessors),
+    }
 
 
-def environment(devices: NullDevices, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(devices: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for a process in which PyTorch's CUDA build sees the simulated devices.
 
     Stubs of NVIDIA's libraries are preloaded in place of the originals; the installed torch is not changed.
 
     Args:
-        devices: The devices that the process sees.
-        inherited: The environment variables to start from.
+        devices: The variables that describe the devices, from `null_devices`.
 
     Raises:
         DryRunError: The stubs cannot be built on this machine.
     """
     libraries = stub_libraries(installed_torch())
     stubs = ":".join(map(str, libraries))
-    others = inherited.get("LD_PRELOAD")
+    others = os.environ.get("LD_PRELOAD")
     return {
-        **inherited,
+        **os.environ,
         "LD_PRELOAD": f"{stubs}:{others}" if others else stubs,
         # Where Triton looks for libcuda.so.1 to link its launcher with.
         "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
@@ -121,11 +93,5 @@ def environment(devices: NullDevices, inherited: Mapping[str, str] = os.environ)
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         # On Hopper and Blackwell torch prefers cuDNN's attention, which has no stand-in. The next kernel is flash.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices.count))),
-        "NULL_CUDA_DEVICES": str(devices.count),
-        _NAME: devices.name,
-        "NULL_CUDA_TOTAL": str(devices.total_bytes),
-        "NULL_CUDA_CONTEXT": str(devices.context_bytes),
-        "NULL_CUDA_CAPABILITY": devices.compute_capability.replace(".", ""),
-        "NULL_CUDA_MULTIPROCESSORS": str(devices.multiprocessors),
+        **devices,
     }

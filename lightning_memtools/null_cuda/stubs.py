@@ -42,9 +42,6 @@ _PREFIXES = {
 _OPENED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
-_CUDNN = 92000
-
-
 class DryRunError(RuntimeError):
     """Raised if a dry run is impossible on this machine. The message says why, and what to do instead."""
 
@@ -58,14 +55,12 @@ class TorchBuild:
         version: Its version, such as "2.13.0+cu130".
         cuda: The major version of CUDA that it was built for.
         architectures: The compute capabilities of its compiled kernels, in ascending order; 86 stands for 8.6.
-        cudnn: The cuDNN version that it was built with; 92000 stands for 9.20.0. torch refuses older versions.
     """
 
     folder: Path
     version: str
     cuda: int
     architectures: tuple[int, ...]
-    cudnn: int = _CUDNN
 
 
 def installed_torch() -> TorchBuild:
@@ -100,17 +95,7 @@ def installed_torch() -> TorchBuild:
     # The text that torch.cuda.get_arch_list() splits.
     flags = re.search(rb"sm_\d+(?: (?:sm|compute)_\d+)*", (root / "lib" / "libtorch_python.so").read_bytes())
     architectures = sorted({int(one) for one in re.findall(rb"sm_(\d+)", flags.group() if flags else b"")})
-    return TorchBuild(root / "lib", found.group(1), int(cuda.group(1)), tuple(architectures), _required_cudnn())
-
-
-def _required_cudnn() -> int:
-    """Return the cuDNN version that the installed torch requires; if unspecified, the version of torch 2.13."""
-    required = " ".join(importlib.metadata.requires("torch") or ())
-    found = re.search(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", required)
-    if found is None:
-        return _CUDNN
-    major, minor, patch = map(int, found.groups())
-    return 10000 * major + 100 * minor + patch
+    return TorchBuild(root / "lib", found.group(1), int(cuda.group(1)), tuple(architectures))
 
 
 def stub_libraries(build: TorchBuild, cache: Path | None = None) -> list[Path]:
@@ -159,7 +144,7 @@ def _build(build: TorchBuild, folder: Path) -> None:
             "PATH. Debian and Ubuntu: apt-get install gcc. VirtualDevice and `memtools estimate` need none."
         )
     asked = _asked_functions(build.folder)
-    flags = ["-shared", "-fPIC", "-O1", "-w", f"-DCUDA_MAJOR={build.cuda}", f"-DCUDNN={build.cudnn}", f"-I{_SOURCES}"]
+    flags = ["-shared", "-fPIC", "-O1", "-w", f"-DCUDA_MAJOR={build.cuda}", f"-I{_SOURCES}"]
     flags.append(f"-DARCHITECTURES={','.join(map(str, build.architectures)) or '0'}")
     with tempfile.TemporaryDirectory() as scratch:
         _run(compiler, *flags, "-o", folder / "libnull_device.so", _SOURCES / "null_device.c", "-lpthread")

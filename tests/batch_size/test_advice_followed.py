@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.batch_size.test_resized_loaders import Fixed, Pairs
-from tests.batch_size.trainer.test_varying_data import OfAnyLength, Texts
 from tests.tuner_runs import WIDTH, Constant, Data, Small, Tuner, fit
 
 
@@ -24,18 +23,6 @@ class Batches(Data):
 class Endless(IterableDataset[Any]):
     def __iter__(self):
         return (torch.zeros(WIDTH) for _ in range(10_000))
-
-
-class Hidden(Texts):
-    """Gives numbers, of which the collate function makes samples of as many words."""
-
-    def __getitem__(self, index):
-        return torch.tensor(self.n_words[index])
-
-
-class Declared(Hidden):
-    def worst_case(self, n):
-        return sorted(range(len(self)), key=self.n_words.__getitem__)[-n:]
 
 
 class Deaf(Small):
@@ -52,14 +39,6 @@ class Named(Small):
 
     def train_dataloader(self):
         return DataLoader(Data(), self.per_step)
-
-
-def made(numbers: Any) -> torch.Tensor:
-    return torch.full((len(numbers), int(max(numbers)) * 2048), 0.5)
-
-
-def texts(data: Any) -> dict[str, Any]:
-    return {"loaders": DataLoader(data(), 2, shuffle=True, collate_fn=made)}
 
 
 DEAF_VAL = type("DeafVal", (Small,), {"val_dataloader": lambda _: DataLoader(Data(), 8)})
@@ -89,9 +68,9 @@ CASES: dict[str, tuple[Run, Run]] = {
         ({"max_val": 16}, Constant, {"capacity": None, "loaders": DataLoader(Endless(), 4), "limit_train_batches": 2})),
     "ended with max_trials; a larger size may fit": (
         ({"max_trials": 1, "init_val": 4}, Small, {}), ({"max_trials": 12, "init_val": 4}, Small, {})),
-    'keep="effective" keeps the old number': (
-        ({}, Small, {}), ({"keep": "effective"}, lambda: Small(batch_size=80), {})),
-    "Give the data set a method worst_case(n)": (({}, OfAnyLength, texts(Hidden)), ({}, OfAnyLength, texts(Declared))),
+    "effective_batch_size=80 keeps the old number": (
+        ({"init_val": 40}, lambda: Small(batch_size=80), {}),
+        ({"effective_batch_size": 80}, lambda: Small(batch_size=80), {})),
 }  # fmt: skip
 
 

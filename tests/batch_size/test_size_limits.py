@@ -1,11 +1,10 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from lightning_memtools.batch_size.size_limits import (
-    SizeLimits,
-    samples_per_rank,
-)
+from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 33, 64, 100, 1000])
@@ -25,6 +24,8 @@ def test_rounding_down_is_the_largest_admitted_size(size):
 
 
 def test_ranks_share_an_effective_batch_evenly():
-    assert samples_per_rank(96, 3) == 32
-    with pytest.raises(ValueError, match=r"effective_batch_size=100 .* 3 ranks.*such as 99"):
-        samples_per_rank(100, 3)
+    arguments = {"batch_arg_name": "n", "margin": 0.0, "init_val": None, "max_val": None, "multiple_of": 1}
+    settings = partial(TunerSettings, **arguments, stages=("train",), max_trials=1)
+    assert settings(effective_batch_size=96).per_rank(3) == 32
+    with pytest.raises(ValueError, match=r"effective_batch_size=100 must be a multiple of the 3 ranks"):
+        settings(effective_batch_size=100).per_rank(3)

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
+from lightning_memtools.batch_size.batch_size_result import SizeTrial
 from lightning_memtools.batch_size.size_limits import SizeLimits
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits
 
@@ -15,25 +15,22 @@ MIB = 1 << 20
 class Device:
     """Runs sizes on a formula: allocated bytes by size, a capacity, and what is reserved beyond."""
 
-    def __init__(self, allocated, capacity, *, margin=0.05, slack=lambda n: 0, base=0, ranks=1, tells=True):
+    def __init__(self, allocated, capacity, *, margin=0.05, slack=lambda n: 0, base=0, tells=True):
         self.allocated, self.capacity, self.margin, self.slack = allocated, capacity, margin, slack
-        self.base, self.ranks, self.tells = base, ranks, tells
+        self.base, self.tells = base, tells
         self.ran: list[int] = []
-
-    def reading(self, size, capacity):
-        allocated = int(self.allocated(size))
-        peak = allocated + int(self.slack(size))
-        limit = int(capacity * (1 - self.margin))
-        failure = "out of memory" if peak > capacity else ""
-        if not self.tells:
-            return RankReading(failure=failure)
-        return RankReading(peak=min(peak, capacity), limit=limit, peak_allocated=allocated, batch_allocated=allocated,
-                       base_allocated=self.base, failure=failure)  # fmt: skip
 
     def run(self, size):
         self.ran.append(size)
-        capacities = [self.capacity, self.capacity // 2][: self.ranks]
-        return SizeTrial(stage="train", size=size, readings=[self.reading(size, capacity) for capacity in capacities])
+        allocated = int(self.allocated(size))
+        peak = allocated + int(self.slack(size))
+        failure = "out of memory" if peak > self.capacity else ""
+        if not self.tells:
+            return SizeTrial(stage="train", size=size, failure=failure)
+        return SizeTrial(
+            stage="train", size=size, peak=min(peak, self.capacity), limit=int(self.capacity * (1 - self.margin)),
+            peak_allocated=allocated, batch_allocated=allocated, base_allocated=self.base, failure=failure,
+        )  # fmt: skip
 
     def search(self, limits=None, start=2, max_trials=8):
         trials = find_largest(self.run, start=[start], limits=limits or SizeLimits(), max_trials=max_trials)

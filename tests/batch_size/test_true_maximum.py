@@ -51,10 +51,10 @@ def test_on_a_device_of_few_segments_the_size_is_the_largest_that_trains(tmp_pat
 
     with VirtualDevice(capacity):
         trainer_for(kind, tmp_path, tuner, max_steps=0, limit_val_batches=0).fit(kind())
-    size, reading = tuner.result.sizes["train"], tuner.result.trials[0].readings[0]
+    size, trial = tuner.result.sizes["train"], tuner.result.trials[0]
     assert fits(size)
     assert not fits(int(1.05 * size) + 1)
-    assert (reading.limit, reading.spare) == (
+    assert (trial.limit, trial.spare) == (
         parse_size(capacity),
         parse_size(capacity) - int(0.95 * parse_size(capacity)),
     )

@@ -37,8 +37,8 @@ def test_every_found_size_was_run_within_the_margin(tmp_path):
     for stage, size in result.sizes.items():
         (trial,) = [trial for trial in result.trials if trial.stage == stage and trial.size == size]
         assert trial.fits
-        assert trial.readings[0].peak == result.peaks[stage] <= 0.8 * 128 * MIB
-        assert trial.readings[0].limit == int(0.8 * 128 * MIB)
+        assert trial.peak == result.peaks[stage] <= 0.8 * 128 * MIB
+        assert trial.limit == int(0.8 * 128 * MIB)
     assert len([trial for trial in result.trials if trial.stage == "train"]) <= 8
 
 
@@ -142,8 +142,8 @@ def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp
         run.fit(Small())
     result = tuner.result
     assert result.peaks["train"] == max(peaks[-3:])
-    assert result.trials[0].readings[0].limit == (capacity - 32 - context) * MIB - 24 * MIB
-    assert "| out of memory | over " in result.table()
+    assert result.trials[0].limit == (capacity - 32 - context) * MIB - 24 * MIB
+    assert "| out of memory | " in result.table()
 
 
 class Finder(LearningRateFinder):
@@ -185,13 +185,10 @@ def test_a_learning_rate_finder_looks_with_the_batches_that_were_found(tmp_path,
         ({"margin": 1.0}, r"margin=1.0 must be a share in \[0, 1\)"),
         ({"margin": -0.1}, "margin=-0.1"),
         ({"margin": "5"}, "Not a size"),
-        ({"init_val": 0}, "init_val=0 is below 1"),
-        ({"max_trials": 0}, "max_trials=0 is below 1"),
+        ({"init_val": 0}, "init_val=0 must be a whole number"),
+        ({"max_trials": 0}, "max_trials=0 must be a whole number"),
         ({"stages": ("train", "valid")}, "stages=.*must be a sequence of some of train, val"),
         ({"stages": "train"}, "must be a sequence"),
-        ({"keep": "size"}, "keep='size'"),
-        ({"on_failure": "ignore"}, "on_failure='ignore'"),
-        ({"max_val": 4, "multiple_of": 8}, "max_val=4 is below multiple_of=8"),
     ],
     ids=str,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import re
 import signal
 import subprocess
@@ -69,22 +68,20 @@ def test_an_error_of_the_script_is_shown_without_our_frames(script):
     assert "lightning_memtools" not in done.stderr
 
 
-def test_json_is_all_that_is_printed_and_a_snapshot_is_torchs_own(script, tmp_path):
+def test_json_is_all_that_is_printed(script):
     path = script("import torch\nprint('hello')\nx = torch.empty(2**20, device='cuda')\n")
-    done = command("--json", "--snapshot", "snapshot.pickle", "--gpu", "RTX 4090", str(path))
+    done = command("--json", "--gpu", "RTX 4090", str(path))
     result = json.loads(done.stdout)
     (stage,) = result["stages"]  # without a Trainer, a script is measured as a whole
     assert (result["device"], result["status"], stage["stage"]) == ("RTX 4090 24GB (dry run)", 0, "script")
     assert (stage["peak_allocated_bytes"], stage["peak_reserved_bytes"]) == (4 * MIB, 20 * MIB)
     assert "hello" in done.stderr
-    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())  # noqa: S301, torch's own
-    assert [one["action"] for one in snapshot["device_traces"][0]] == ["segment_alloc", "alloc"]
 
 
 def test_a_script_that_never_trains_is_told_so(script):
     done = command(str(script("print('nothing')\n")))
     assert done.returncode == 0
-    assert "Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train." in done.stdout
+    assert "Nothing was put on a CUDA device: the script trains on the CPU, does not train, or starts" in done.stdout
     assert "There was nothing to measure." in done.stdout
 
 

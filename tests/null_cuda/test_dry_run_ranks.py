@@ -10,43 +10,11 @@ from pathlib import Path
 import pytest
 
 from lightning_memtools.null_cuda.dry_run.api import dry_run
-from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command
+from tests.null_cuda.dry_run_scripts import TRAINER, command
 
 pytestmark = pytest.mark.cuda_memory
 
 ROOT = Path(__file__).parents[2]
-
-SPAWNS = """
-    import sys, torch
-    from torch import distributed, multiprocessing, nn
-
-    def train(rank, world_size):
-        distributed.init_process_group("nccl", rank=rank, world_size=world_size)
-        torch.cuda.set_device(rank)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2**20, 1, bias=False).cuda(), device_ids=[rank])
-        model(torch.ones(1, 2**20, device="cuda")).sum().backward()
-
-    if __name__ == "__main__":
-        multiprocessing.spawn(train, args=(2,), nprocs=2)
-"""
-
-
-def test_of_a_script_that_starts_a_process_for_each_rank_one_rank_is_run(script):
-    result = dry_run(script(SPAWNS), devices=2, rank=1)
-    assert result.status == 0, result.error
-    # The weight, DDP's bucket that its gradient lies in, and the input; cuBLAS's workspace for one thread or two.
-    (stage,) = result.stages
-    assert 12 * MIB < stage.peak_allocated_bytes < 12 * MIB + 2 * 33 * MIB
-
-
-def test_more_processes_than_devices_are_refused_with_the_option_that_is_missing(script):
-    done = command(str(script(SPAWNS)))
-    assert done.returncode == 1
-    assert "The script starts 2 processes for as many ranks, and the dry run has --devices 1: give --devices 2." in (
-        done.stdout
-    )
-    assert "Traceback" not in done.stderr
-
 
 SPLIT = """
     import lightning as L

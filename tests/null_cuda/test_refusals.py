@@ -54,4 +54,4 @@ def test_the_number_of_devices_has_bounds(count):
 )
 def test_devices_are_named_by_gpu_and_capacity(options, name, total):
     made = null_devices(**options)
-    assert (made.name, made.total_bytes) == (name, total)
+    assert (made["NULL_CUDA_NAME"], made["NULL_CUDA_TOTAL"]) == (name, str(total))

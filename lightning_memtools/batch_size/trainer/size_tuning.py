@@ -9,17 +9,16 @@ from contextlib import nullcontext
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from lightning.pytorch import Callback, Trainer
 
 from lightning_memtools._lightning import callbacks_of, forget_loaders, loop_of, source_of, training_step
 from lightning_memtools._torch import AnyBatchNorm
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult, SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerSettings, samples_per_rank
+from lightning_memtools.batch_size.size_limits import STAGES, SizeLimits, TunerSettings
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
 from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data
 from lightning_memtools.batch_size.trainer.trial_probe import ANOTHER_ERROR
-from lightning_memtools.batch_size.trainer.trial_runner import CacheReleaser, TrialRunner, takes_part
+from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, takes_part
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
@@ -43,14 +42,12 @@ class SizeTuning:
     Attributes:
         found: The size found for each stage, in this run or the run that it resumes.
         accumulate: The micro-batches per optimizer step with the found sizes; None to keep the Trainer's setting.
-        cache_releaser: Empties the cache between training and validation; None until a fit uses found sizes.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
         self.settings = settings
         self.found: dict[Stage, int] = {}
         self.accumulate: int | None = None
-        self.cache_releaser: CacheReleaser | None = None
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
@@ -64,7 +61,7 @@ class SizeTuning:
             return None
         module = trainer.lightning_module
         stages = [stage for stage in STAGES if stage in self.settings.stages]
-        self._sizes = sizes = StageSizes(trainer, self.settings.names)
+        self._sizes = sizes = StageSizes(trainer, self.settings.batch_arg_name)
         if stages[0] in self.found:
             stages = [stage for stage in stages if stage in self.found]
             self._apply(trainer, sizes, stages)
@@ -77,18 +74,11 @@ class SizeTuning:
         put_on_device(module, trainer.optimizers)
         return result
 
-    def give_up(self, trainer: Trainer) -> None:
-        """Restore the configured batch sizes, so that the fit goes on without a search."""
-        self.undo()
-        put_on_device(trainer.lightning_module, trainer.optimizers)
-        for stage in STAGES:
-            forget_loaders(loop_of(trainer, stage))
-
     def undo(self) -> None:
         """Make loops get their loaders as before. Attributes such as `batch_size` keep the found sizes. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
-        self._sizes = self.cache_releaser = None
+        self._sizes = None
 
     def _search(
         self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]]
@@ -102,24 +92,21 @@ class SizeTuning:
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
         stages = [stage for stage in stages if has_data(trainer, stage)]
-        sizes.check_names(stages)
-        per_rank = self._samples_per_rank(trainer, sizes)
+        sizes.check_name(stages)
         gc.collect()
         chosen: dict[Stage, SizeTrial] = {}
         trials: list[SizeTrial] = []
         notes: list[str] = []
         with TemporaryDirectory(prefix="memtools-") as root, gc_frozen():
-            runner = TrialRunner(
-                trainer, self.settings, sizes, per_rank, hooks=hooks, root=root, not_restored=SizeTuning
-            )
-            shows = progress_printed(lambda: f"BatchSizeTuner is {runner.doing}")
+            runner = TrialRunner(trainer, self.settings, sizes, hooks=hooks, root=root)
+            shows = progress_printed(lambda: "BatchSizeTuner runs trials")
             with shows if trainer.is_global_zero else nullcontext():
                 for stage in stages:
                     if stage == "train" and "val" in stages:
                         # While training is tuned, validation runs with as little as it can.
                         least = self._limits(trainer, "val").round_down(self.settings.init_val or _FEW)
                         runner.sizes["val"] = least or self.settings.multiple_of
-                    limits = self._limits(trainer, stage, per_rank)
+                    limits = self._limits(trainer, stage)
                     tried = self._search_stage(runner, stage, limits, sizes.configured.get(stage))
                     trials += tried
                     largest = largest_that_fits(tried)
@@ -127,9 +114,11 @@ class SizeTuning:
                         raise RuntimeError(explain_that_nothing_fits(stage, tried))
                     runner.sizes[stage] = largest.size
                     chosen[stage] = largest
-                    notes += self._notes_on_search(largest, tried, limits) + _notes_on_varying_data(stage, runner)
+                    notes += self._notes_on_search(largest, tried, limits)
+                    vary = [s for (other, _), s in runner.sample_sizes.items() if other == stage and s is not None]
+                    notes += [f"The {stage} {s.described()}; trials used the largest." for s in vary]
         self.found |= {stage: trial.size for stage, trial in chosen.items()}
-        if per_rank is not None and "train" in chosen:
+        if self.settings.effective_batch_size is not None and "train" in chosen:
             self.accumulate = runner.accumulate_for(self.found["train"])
         self._apply(trainer, sizes, stages)
         if "train" in chosen:
@@ -137,7 +126,7 @@ class SizeTuning:
         result = BatchSizeResult(
             sizes={str(stage): trial.size for stage, trial in chosen.items()},
             trials=tuple(trials),
-            peaks={str(stage): trial.tightest.peak for stage, trial in chosen.items()},
+            peaks={str(stage): trial.peak for stage, trial in chosen.items()},
             accumulate=trainer.accumulate_grad_batches,
             seconds=time.perf_counter() - began_at,
             device="" if reader is None else f"On {reader.name}.",
@@ -150,40 +139,23 @@ class SizeTuning:
             print_on_console("\n  ".join([f"BatchSizeTuner: {result.summary()}", *result.notes]))
         return result
 
-    def _samples_per_rank(self, trainer: Trainer, sizes: StageSizes) -> int | None:
-        """Return the number of samples that each rank must have per optimizer step; None if the settings do not fix it.
-
-        Raises:
-            ValueError: The configured batch size is unknown, or the ranks cannot share the samples evenly.
-        """
-        effective = self.settings.effective_batch_size
-        if self.settings.keep == "effective":
-            size = sizes.configured.get("train")
-            if size is None:
-                raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
-            return size * trainer.accumulate_grad_batches
-        return None if effective is None else samples_per_rank(effective, trainer.world_size)
-
     def _search_stage(
         self, runner: TrialRunner, stage: Stage, limits: SizeLimits, configured: int | None
     ) -> list[SizeTrial]:
-        ran: list[SizeTrial] = []
-
         def run(size: int) -> SizeTrial:
-            is_bound = any(before.ended for before in ran)
-            ran.append(runner.run(stage, size, limits, is_bound=is_bound, configured=configured))
-            is_unlimited = all(reading.limit is None and reading.peak is not None for reading in ran[-1].readings)
+            trial = runner.run(stage, size, limits)
+            is_unlimited = trial.limit is None and trial.peak is not None
             if is_unlimited and limits.max_val is None and limits.n_samples is None:
                 raise ValueError(
                     "Nothing limits the batch size: the device has no capacity, the data set has no length, and "
                     "max_val is None. Set max_val."
                 )
-            return ran[-1]
+            return trial
 
         start = [size for size in (self.settings.init_val, configured) if size] or [_FEW]
         return find_largest(run, start=start, limits=limits, max_trials=self.settings.max_trials)
 
-    def _limits(self, trainer: Trainer, stage: Stage, per_rank: int | None = None) -> SizeLimits:
+    def _limits(self, trainer: Trainer, stage: Stage) -> SizeLimits:
         min_batches, is_train = 1.0, stage == "train"
         share, interval = getattr(trainer, f"limit_{stage}_batches"), trainer.val_check_interval
         if isinstance(share, float) and 0 < share < 1:
@@ -194,21 +166,17 @@ class SizeTuning:
         return SizeLimits(
             max_val=self.settings.max_val,
             multiple_of=self.settings.multiple_of,
-            per_rank=per_rank if is_train else None,
+            per_rank=self.settings.per_rank(trainer.world_size) if is_train else None,
             min_batches=min_batches,
             avoid_single=is_train and any(norm.training for norm in norms),
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
         """Set attributes and loaders to the found sizes, and recreate the optimizers and schedulers."""
-        for stage in stages:
-            # Attributes that several stages share get training's size.
-            has_own = any(name.startswith(f"{stage}_") for name in sizes.names_for(stage))
-            if has_own or stage == "train" or len(stages) == 1:
-                sizes.write(stage, self.found[stage], for_loggers=True)
+        for stage in stages[:1]:  # after the fit, the attribute that both stages share holds training's size
+            sizes.write(self.found[stage], for_loggers=True)
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
             sizes.set(stage, size)
-        self.cache_releaser = CacheReleaser(reader_for(trainer.strategy.root_device))
         if self.accumulate is not None:
             trainer.accumulate_grad_batches = self.accumulate
         for stage in STAGES:
@@ -232,11 +200,6 @@ class SizeTuning:
         failed = next((trial for trial in trials if trial.outcome.startswith(ANOTHER_ERROR)), None)
         if failed is not None:
             notes.append(f"A batch of {failed.size} in {stage} ended with {failed.outcome}. The size stays below.")
-        if chosen.is_within_margin:
-            notes.append(
-                f"Batches of {size} in {stage}, as configured, run but leave less than the margin free. A larger model "
-                "or sample may run out of memory."
-            )
         if len(trials) >= self.settings.max_trials and next_size(trials, limits, left=1) is not None:
             notes.append(f"The search for {stage} ended with max_trials; a larger size may fit.")
         return notes
@@ -248,22 +211,10 @@ class SizeTuning:
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
         if old in {None, new} or self.accumulate is not None:
             return []
-        changed = f"A step went from {(old or 0) * per_size} to {new * per_size} samples."
-        advice = 'keep="effective" keeps the old number by gradient accumulation.'
+        before = (old or 0) * per_size
+        changed = f"A step went from {before} to {new * per_size} samples."
+        advice = f"effective_batch_size={before} keeps the old number by gradient accumulation."
         return [f"{changed} The learning rate is the one of configure_optimizers; {advice}"]
-
-
-def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
-    """Return sentences on samples that vary in size, and on how to make sure that the largest batch fits."""
-    known = [sizes for (other, _), sizes in runner.sample_sizes.items() if other == stage and sizes is not None]
-    vary = [sizes for sizes in known if sizes.vary]
-    exact = "Give the data set a method worst_case(n) to have the largest batch for certain."
-    notes = [f"The {stage} {sizes.described()}; trials used the largest." for sizes in vary]
-    if not all(sizes.are_complete for sizes in vary):
-        notes.append(exact)
-    if not vary and len(runner.batch_shapes.get(stage, ())) > 1:
-        notes.append(f"The {stage} batches vary in shape, and a larger one than those in trials may not fit. {exact}")
-    return notes
 
 
 def is_learning_rate_finder(callback: Callback) -> bool:
@@ -271,27 +222,16 @@ def is_learning_rate_finder(callback: Callback) -> bool:
     return any(kind.__name__ == "LearningRateFinder" for kind in type(callback).__mro__)
 
 
-def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why trials cannot run with this strategy and model; None if they can."""
-    if trainer.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        return (
-            "SyncBatchNorm exchanges statistics in every forward, and a rank that runs out of memory in a trial would "
-            "leave the others waiting. Tune with sync_batchnorm=False (its memory is the same but for a few vectors) "
-            "and set the size that is found"
-        )
-    return why_unsupported("BatchSizeTuner", type(trainer.strategy))
-
-
 def _can_start(trainer: Trainer) -> bool:
     """Return True if trials can run. With `fast_dev_run` or no memory statistics, print why not, and return False.
 
     Raises:
-        RuntimeError: The strategy or the model does not allow trials.
+        RuntimeError: The strategy does not allow trials.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         _say(trainer, "skipped, because fast_dev_run=True keeps the batch size as it is.")
         return False
-    reason = why_no_trials(trainer, trainer.lightning_module)
+    reason = why_unsupported("BatchSizeTuner", type(trainer.strategy))
     if reason is not None:
         raise RuntimeError(f"BatchSizeTuner cannot run trials here: {reason}, and remove BatchSizeTuner.")
     device = trainer.strategy.root_device

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,12 +12,10 @@ from lightning_memtools._lightning import (
     correct_logged_hparam,
     forget_saved_arguments,
     loop_of,
-    mode_of,
-    part_of_lightning,
     source_of,
 )
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
-from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
+from lightning_memtools.batch_size.resized_loaders import resize_loader
 from lightning_memtools.batch_size.size_limits import STAGES
 from lightning_memtools.memory.loader_sizes import batch_size_of
 from lightning_memtools.memory.peaks import Stage
@@ -32,17 +30,17 @@ class StageSizes:
 
     Args:
         trainer: The Trainer, during `fit`.
-        names: The names of batch size attributes. One that begins with a stage (`val_batch_size`) is for that stage.
+        name: The name of the batch size attribute.
 
     Attributes:
         configured: The size of each stage before any change. Stages whose size is unknown are left out.
         of_hooks: The sizes in `configured` of those stages whose loaders come from a hook.
     """
 
-    def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
-        self._trainer, self._names = trainer, list(names)
+    def __init__(self, trainer: Trainer, name: str) -> None:
+        self._trainer, self._name = trainer, name
         owners = {"model": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
-        self._owners = {name: owner for name, owner in owners.items() if owner is not None}
+        self._owners = {place: owner for place, owner in owners.items() if owner is not None}
         self._passed: dict[Stage, tuple[Any, Any]] = {}  # the source, and the loaders
         read = {stage: self._read(stage) for stage in STAGES}
         self.configured = {stage: size for stage, size in read.items() if size is not None}
@@ -51,42 +49,29 @@ class StageSizes:
     def _is_hooked(self, stage: Stage) -> bool:
         return bool(source_of(loop_of(self._trainer, stage)).is_module())
 
-    def check_names(self, stages: Sequence[Stage]) -> None:
-        """Check that the attributes that hold the batch size exist, if a `*_dataloader` hook makes loaders with them.
+    def check_name(self, stages: Sequence[Stage]) -> None:
+        """Check that the attribute with the batch size exists, if a `*_dataloader` hook makes loaders with it.
 
         Raises:
-            ValueError: A name is not found. The message lists the objects searched, and similar names in them.
+            ValueError: The name is not found. The message lists the objects searched.
         """
-        for name in self._names if any(map(self._is_hooked, stages)) else ():
-            if any(True for _ in self._holders(name)):
-                continue
-            places = [
-                place for owner in self._owners.values() for place in (vars(owner), getattr(owner, "hparams", {}))
-            ]
-            similar = dict.fromkeys(str(key) for place in places for key in place if "batch" in str(key).lower())
+        if any(map(self._is_hooked, stages)) and not self._holders():
             searched = ", ".join(f"{owner}{part}" for owner in self._owners for part in ("", ".hparams"))
             raise ValueError(
-                f"No {name!r} in {searched}. Similar names there: {', '.join(similar) or 'none'}. Set batch_arg_name "
-                "to the name that the *_dataloader hooks read, add that attribute, or pass the DataLoaders to the "
-                "Trainer directly."
+                f"No {self._name!r} in {searched}. Set batch_arg_name to the name that the *_dataloader hooks read, "
+                "add that attribute, or pass the DataLoaders to the Trainer directly."
             )
 
-    def names_for(self, stage: Stage) -> list[str]:
-        """Return the attribute names that begin with the stage's name; if there are none, those without a prefix."""
-        own = [name for name in self._names if name.startswith(f"{stage}_")]
-        return own or [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
-
-    def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
-        """Set a stage's attributes and hyperparameters to `size`; with `for_loggers`, also those that are logged.
+    def write(self, size: int, *, for_loggers: bool = False) -> None:
+        """Set the attributes and hyperparameters to `size`; with `for_loggers`, also those that are logged.
 
         Raises:
             AttributeError: An attribute cannot be set, such as a property without a setter.
         """
-        for name in self.names_for(stage):
-            for holder in self._holders(name):
-                setattr(holder, name, size)
-            for owner in self._owners.values() if for_loggers else ():
-                correct_logged_hparam(owner, name, size)
+        for holder in self._holders():
+            setattr(holder, self._name, size)
+        for owner in self._owners.values() if for_loggers else ():
+            correct_logged_hparam(owner, self._name, size)
 
     def set(self, stage: Stage, size: int) -> None:
         """Make the stage's loop get loaders with this batch size the next time that it requests loaders.
@@ -96,56 +81,45 @@ class StageSizes:
         """
         source = source_of(loop_of(self._trainer, stage))
         if source.is_module():
-            source.dataloader = _SizedHook(source, stage, self, size)
+            source.dataloader = partial(self._call_hook, source, size)
             return
         _, loaders = self._passed.setdefault(stage, (source, source.instance))
+        flat, structure = tree_flatten(loaders)
+        resized = [resize_loader(loader, size) for loader in flat]
+        for loader in resized:
+            forget_saved_arguments(loader)
+        source.instance = tree_unflatten(resized, structure)
+
+    def _call_hook(self, source: Any, size: int) -> Any:
+        """Call the `*_dataloader` hook of a loop's source while the attributes hold `size`."""
+        holders = self._holders()
+        before = [getattr(holder, self._name) for holder in holders]
+        self.write(size)
         try:
-            source.instance = _map_loaders(loaders, lambda loader: resize_loader(loader, size))
-        except CannotResizeError as error:
-            raise CannotResizeError(f"{error}{hint_to_leave_out(stage)}") from None
+            return type(source).dataloader(source)
+        finally:
+            for holder, value in zip(holders, before, strict=True):
+                setattr(holder, self._name, value)
 
     def undo(self) -> None:
         """Restore the DataLoaders passed to the Trainer, and how loops call `*_dataloader` hooks. Idempotent."""
         for source, loaders in self._passed.values():
             source.instance = loaders
         self._passed.clear()
-        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
-            vars(source_of(loop)).pop("dataloader", None)
-
-    @contextmanager
-    def written(self, stage: Stage, size: int) -> Iterator[None]:
-        """Within this context, set the attributes that hold a stage's batch size to `size`; restore them on exit."""
-        holders = [(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
-        before = [getattr(holder, name) for holder, name in holders]
-        self.write(stage, size)
-        try:
-            yield
-        finally:
-            for (holder, name), value in zip(holders, before, strict=True):
-                setattr(holder, name, value)
+        for stage in STAGES:
+            vars(source_of(loop_of(self._trainer, stage))).pop("dataloader", None)
 
     def _read(self, stage: Stage) -> int | None:
         if self._is_hooked(stage):
-            values = [getattr(holder, name) for name in self.names_for(stage) for holder in self._holders(name)]
+            values = [getattr(holder, self._name) for holder in self._holders()]
             return next((value for value in values if isinstance(value, int)), None)
         loaders = tree_leaves(source_of(loop_of(self._trainer, stage)).instance)
         return batch_size_of(loaders[0]) if loaders else None
 
-    def _holders(self, name: str) -> Iterator[Any]:
-        """Yield each object that has the attribute `name`, among the model, data module and their hyperparameters."""
-        for owner in self._owners.values():
-            yield from (one for one in (getattr(owner, "hparams", None), owner) if hasattr(one, name))
-
-
-class _SizedHook:
-    """Wraps the method from which a Lightning loop gets its data loaders, to change their batch size."""
-
-    def __init__(self, source: Any, stage: Stage, sizes: StageSizes, size: int) -> None:
-        self._source, self._stage, self._sizes, self._size = source, stage, sizes, size
-
-    def __call__(self) -> Any:
-        with self._sizes.written(self._stage, self._size):
-            return type(self._source).dataloader(self._source)
+    def _holders(self) -> list[Any]:
+        """Return the objects that have the attribute, among the model, data module and their hyperparameters."""
+        places = [place for owner in self._owners.values() for place in (getattr(owner, "hparams", None), owner)]
+        return [place for place in places if hasattr(place, self._name)]
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:
@@ -153,20 +127,3 @@ def has_data(trainer: Trainer, stage: Stage) -> bool:
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
     return bool(trainer.enable_validation if stage == "val" else trainer.limit_train_batches != 0)
-
-
-def hint_to_leave_out(stage: Stage) -> str:
-    """Return the end of an error message about a loader that cannot be resized: how to exclude its stage."""
-    return ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
-
-
-def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to each loader in a nested collection, and return the collection of results."""
-    kind: Any = type(loaders)
-    if issubclass(kind, part_of_lightning("utilities").CombinedLoader):
-        return kind(_map_loaders(loaders.iterables, change), mode_of(loaders))
-    flat, structure = tree_flatten(loaders)
-    changed = [change(loader) for loader in flat]
-    for loader in changed:
-        forget_saved_arguments(loader)
-    return tree_unflatten(changed, structure)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_memtools._lightning import EitherCallback, gradient_scaler
 from lightning_memtools.batch_size.batch_size_result import OUT_OF_MEMORY
 from lightning_memtools.memory.error_frames import in_one_line
-from lightning_memtools.memory.nested_tensors import batch_size_in, bytes_in, tensors_in
+from lightning_memtools.memory.nested_tensors import batch_size_in, bytes_in
 from lightning_memtools.memory.oom_errors import is_killed_worker, is_out_of_memory
 from lightning_memtools.memory.peaks import PeakWindow, Stage, StagePeak, StageWatch, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
@@ -57,7 +57,6 @@ class TrialProbe(EitherCallback):
         peaks: The peaks of allocated and of reserved memory in each stage.
         batch: The peak of training up to the end of backward, without the memory of the optimizer's step.
         base_allocated: For each stage, the bytes allocated besides the batch at its latest batch (from the second on).
-        batch_shapes: The shapes of each stage's batches, without the batch dimension.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
     """
@@ -67,10 +66,10 @@ class TrialProbe(EitherCallback):
         self.peaks: dict[Stage, StagePeak] = {}
         self.batches: dict[Stage, int] = {}
         self.base_allocated: dict[Stage, int] = {}
-        self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         self.observed_size: dict[Stage, int] = {}
         self.batch: PeakWindow | None = None if reader is None else peak_counter(reader).open()
         self._reader = reader
+        self._before = self.stats()
         self._watch: StageWatch | None = None
         self._limit = limit
         self._validates = validates
@@ -100,7 +99,7 @@ class TrialProbe(EitherCallback):
             self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the batch's shapes and how much other memory is allocated; begin to measure the batch's peak."""
+        """Note how much memory besides the batch is allocated, and begin to measure the batch's peak."""
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
@@ -120,7 +119,7 @@ class TrialProbe(EitherCallback):
         self.batches["train"] = self.batches.get("train", 0) + 1
         if self._has_stepped:
             self._has_stepped = False
-            self._reserved.append(0 if self._reader is None else self._reader.stats().reserved or 0)
+            self._reserved.append(self.stats().reserved or 0)
         is_long = self.batches["train"] >= _MOST_BATCHES * trainer.accumulate_grad_batches
         if is_long or (self._is_complete(trainer) and (self._is_steady() or len(self._reserved) >= _MOST_STEPS)):
             if is_long or self._has_released or not self._is_over_limit():
@@ -138,13 +137,12 @@ class TrialProbe(EitherCallback):
         if self._watch is not None:
             self._watch.point("val")
             self._watch.leave("val")
-        if not trainer.sanity_checking:
-            self._has_validated = True
-            trainer.check_val_every_n_epoch = 2**62  # this fit validates no more
+        self._has_validated = True
+        trainer.check_val_every_n_epoch = 2**62  # this fit validates no more
         self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        """Note the batch's shapes, and how much other memory is allocated."""
+        """Note how much memory besides the batch is allocated."""
         self._inspect(batch)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
@@ -152,9 +150,7 @@ class TrialProbe(EitherCallback):
         self.batches["val"] = self.batches.get("val", 0) + 1
 
     def _inspect(self, batch: Any) -> None:
-        stage, tensors = self.stage, list(tensors_in(batch))
-        self.batch_shapes.setdefault(stage, set()).add(tuple(tuple(tensor.shape[1:]) for tensor in tensors))
-        size = batch_size_in(batch)
+        stage, size = self.stage, batch_size_in(batch)
         if size is not None:
             self.observed_size.setdefault(stage, size)
         if self._reader is not None and self.batches.get(stage):
@@ -195,34 +191,40 @@ class TrialProbe(EitherCallback):
         self._reader.empty_cache()
         self.begin("train")
 
+    def failure(self, stage: Stage, error: BaseException | None) -> str:  # noqa: PLR0911, one return for each reason
+        """Return why the trial of a stage failed, and if it is not that stage, in which; "" if the trial succeeded."""
+        where = "" if self.stage == stage else _IN_STAGE[self.stage]
+        if error is not None:
+            if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):
+                return OUT_OF_MEMORY + where
+            if is_killed_worker(error):
+                return "a data-loader worker was killed" + where
+            return f"{ANOTHER_ERROR}{where}: {in_one_line(error)}"
+        if not self.batches.get(stage):
+            return "the data gave no batch"
+        now = self.stats()
+        if (now.ooms or 0) > (self._before.ooms or 0):
+            return OUT_OF_MEMORY  # the user's code, or a library's, caught it and went on
+        if (now.alloc_retries or 0) > (self._before.alloc_retries or 0):
+            return "allocation retry"
+        for other, peak in self.peaks.items():
+            if other != stage and self._limit is not None and (peak.reserved or 0) + now.used_by_others > self._limit:
+                return "over the limit" + _IN_STAGE[other]
+        return ""
 
-def failure_of(  # noqa: PLR0911, one return for each reason
-    probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
-) -> str:
-    """Return why a trial failed; "" if it succeeded. The reason names the stage that failed, unless it was being tuned.
+    def measured(self, stage: Stage) -> dict[str, int | None]:
+        """Return the memory of a stage, by the names of SizeTrial's attributes; {} if it was not measured."""
+        peak = self.peaks.get(stage)
+        if peak is None or self.batch is None:
+            return {}
+        return {
+            "peak": peak.reserved,
+            "limit": None if self._limit is None else self._limit - self.stats().used_by_others,
+            "peak_allocated": peak.allocated,
+            "batch_allocated": (self.batch if stage == "train" else peak).allocated,
+            "base_allocated": self.base_allocated.get(stage),
+        }
 
-    Args:
-        probe: The probe that watched the trial.
-        stage: The stage that is tuned.
-        error: The error that ended the trial, or None.
-        before: The device's statistics before the trial, empty if they cannot be read.
-        now: The device's statistics after the trial.
-        limit: The number of bytes of the device that may be used.
-    """
-    where = "" if probe.stage == stage else _IN_STAGE[probe.stage]
-    if error is not None:
-        if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):
-            return OUT_OF_MEMORY + where
-        if is_killed_worker(error):
-            return "a data-loader worker was killed" + where
-        return f"{ANOTHER_ERROR}{where}: {in_one_line(error)}"
-    if not probe.batches.get(stage):
-        return "the data gave no batch"
-    if (now.ooms or 0) > (before.ooms or 0):
-        return OUT_OF_MEMORY  # the user's code, or a library's, caught it and went on
-    if (now.alloc_retries or 0) > (before.alloc_retries or 0):
-        return "allocation retry"
-    for other, peak in probe.peaks.items():
-        if other != stage and (peak.reserved or 0) + now.used_by_others > limit:
-            return "over the limit" + _IN_STAGE[other]
-    return ""
+    def stats(self) -> MemoryStats:
+        """Return the device's statistics; empty if they cannot be read."""
+        return MemoryStats() if self._reader is None else self._reader.stats()

@@ -6,47 +6,42 @@ import contextlib
 import gc
 import io
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
-    EitherCallback,
     callbacks_of,
     forget_loaders,
     loop_of,
     prepared_loaders,
     replace_loaders,
-    run_sanity_check,
     set_root_directory,
     validate_every,
     without_collectives,
 )
-from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
+from lightning_memtools.batch_size.batch_size_result import SizeTrial, tightest
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, SampleSizes, known_sizes, worst_first
 from lightning_memtools.batch_size.size_limits import SizeLimits, TunerSettings
-from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data, hint_to_leave_out
+from lightning_memtools.batch_size.trainer.stage_sizes import StageSizes, has_data
 from lightning_memtools.batch_size.trainer.trial_probe import (
     ANOTHER_ERROR,
     STEPS,
     CollectiveInTrialError,
     TrialOver,
     TrialProbe,
-    failure_of,
 )
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice, host_memory
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import GROUP_LIMIT, RankGather, refused_collectives
@@ -69,50 +64,22 @@ def takes_part(callback: Callback) -> bool:
     return getattr(callback, "takes_part_in_trials", True) and not is_watcher
 
 
-class CacheReleaser(EitherCallback):
-    """Empties the allocator's cache between training and validation, since cached blocks of one may not fit the other.
-
-    Args:
-        reader: The reader that empties the device's cache; None to do nothing.
-    """
-
-    def __init__(self, reader: MemoryReader | None) -> None:
-        self._reader = reader
-        self._has_validated = False
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the cache for validation."""
-        if self._reader is not None:
-            self._reader.empty_cache()
-            self._has_validated = True
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache when training resumes after validation: by now the last validation batch has been freed."""
-        if self._reader is not None and self._has_validated:
-            self._reader.empty_cache()
-            self._has_validated = False
-
-
 class TrialRunner:
     """Runs trials of batch sizes, and restores the model, the Trainer and the random generators after each trial.
 
-    A trial runs what a fit runs: the sanity check, training, validation, and training again. So it fails if one stage
-    leaves too little memory for another.
+    A trial runs what a fit runs: training, validation, and training again. So it fails if one stage leaves too little
+    memory for another.
 
     Args:
         trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
         batch_sizes: Sets the batch sizes of the Trainer's loaders.
-        per_rank: The samples that each rank needs per optimizer step, reached by gradient accumulation; None for any.
         hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
-        not_restored: The type of the objects that are not restored after a trial, since they keep its results.
 
     Attributes:
         sizes: The batch size of each stage in the next trial. A stage that is missing keeps the size of its loaders.
         sample_sizes: The sizes of each loader's samples, by stage and the loader's index in the stage.
-        batch_shapes: The shapes of each stage's batches, without the batch dimension.
-        doing: A phrase on what the runner is doing, for progress messages.
     """
 
     def __init__(
@@ -120,16 +87,14 @@ class TrialRunner:
         trainer: Trainer,
         settings: TunerSettings,
         batch_sizes: StageSizes,
-        per_rank: int | None,
         *,
         hooks: Sequence[Callable[[], None]],
         root: str,
-        not_restored: type,
     ) -> None:
         self.trainer = trainer
         self._settings = settings
         self._batch_sizes = batch_sizes
-        self._per_rank = per_rank
+        self._per_rank = settings.per_rank(trainer.world_size)
         self._hooks = hooks
         self._root = root
         self._reader = reader = reader_for(trainer.strategy.root_device)
@@ -139,14 +104,13 @@ class TrialRunner:
         self._ranks = RankGather(GROUP_LIMIT)
         self.sizes = dict(batch_sizes.of_hooks)
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
-        self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
-        self.doing = "preparing trials"
-        self._reported: dict[Stage, dict[int, int]] = {}  # sizes of loaders, by the sizes that they were asked for
+        self._ended: set[Stage] = set()  # the stages of which a trial has ended well
+        self._first: dict[Stage, tuple[int, int | None]] = {}  # the first size asked for, and what loaders reported
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
         self._snapshot = StateSnapshot(
             [trainer, trainer.lightning_module, getattr(trainer, "datamodule", None)],
-            skip=(Logger, VirtualDevice, not_restored),
+            skip=(Logger, VirtualDevice),
             host=host_memory,
         )
 
@@ -154,48 +118,33 @@ class TrialRunner:
         """Return the number of micro-batches per optimizer step for a training batch size."""
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
-    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool, configured: int | None) -> SizeTrial:
+    def run(self, stage: Stage, size: int, limits: SizeLimits) -> SizeTrial:
         """Run a trial of a batch size, or of the largest allowed size below it if there are fewer samples.
+
+        Once a smaller size has run, any error counts as a failure of this size, since an index or a kernel's grid may
+        be too large. Until then, errors that are not about memory are raised.
 
         Args:
             stage: The stage that is tuned.
             size: The batch size.
             limits: The allowed sizes. This call sets the attributes that depend on the data, such as `n_samples`.
-            is_bound: True if a smaller size has run. Then any error counts as a failure of this size, since an index or
-                a kernel's grid may be too large. If False, errors that are not about memory are raised.
-            configured: The size that was set before the search.
 
         Raises:
             Exception: The error of the user's code, unchanged.
-            ValueError: The loaders yield batches of the same size, whatever size is set.
+            CannotResizeError: The loaders yield batches of the same size, whatever size is set.
         """
-        self.doing = f"trying batches of {size} in {stage}"
         self.sizes[stage] = size
         if self._reader is not None:
             self._reader.empty_cache()
-        before, (limit, spare) = self._stats(), self._settings.limit(self._reader)
+        limit, spare = self._settings.limit(self._reader)
         probe = TrialProbe(self._reader, limit, validates=self._validates)
         try:
             error = self._run_trial(stage, probe, limits)
             probe.end()
-            now = self._stats()
-            failure = failure_of(probe, stage, error, before=before, now=now, limit=limit or math.inf)
-            if not failure.startswith(ANOTHER_ERROR) or (is_bound and _may_depend_on_size(error)):
+            failure = probe.failure(stage, error)
+            if not failure.startswith(ANOTHER_ERROR) or (stage in self._ended and _may_depend_on_size(error)):
                 error = None
-            reading = RankReading(failure=failure)
-            peak = probe.peaks.get(stage)
-            if peak is not None and probe.batch is not None:
-                reading = RankReading(
-                    peak=peak.reserved,
-                    limit=None if limit is None else limit - now.used_by_others,
-                    spare=spare,
-                    peak_allocated=peak.allocated,
-                    batch_allocated=(probe.batch if stage == "train" else peak).allocated,
-                    base_allocated=probe.base_allocated.get(stage),
-                    failure=failure,
-                )
-            for other, shapes in probe.batch_shapes.items():
-                self.batch_shapes.setdefault(other, set()).update(shapes)
+            measured = probe.measured(stage)
             self._learn_length_of_stream(stage, limits, probe.observed_size.get(stage))
         finally:
             # In this order: restoring releases what the trial has allocated, and only then the cache can be emptied.
@@ -207,10 +156,13 @@ class TrialRunner:
             if self._reader is not None:
                 self._reader.empty_cache()
                 peak_counter(self._reader).forget()
-        readings = self._readings_of_ranks(reading, error, is_bound=is_bound)
-        self._check_that_loaders_follow(stage)
         ran = self.sizes[stage]
-        return SizeTrial(stage=stage, size=ran, readings=readings, is_configured=ran == configured)
+        is_configured = ran == self._batch_sizes.configured.get(stage)
+        mine = SizeTrial(stage=stage, size=ran, spare=spare, failure=failure, is_configured=is_configured, **measured)
+        trial = self._tightest_of_ranks(mine, error, is_bound=stage in self._ended)
+        if not trial.failure:
+            self._ended.add(stage)
+        return trial
 
     def _run_trial(self, stage: Stage, probe: TrialProbe, limits: SizeLimits) -> BaseException | None:
         """Run the loops until the probe ends them. Return the error that ended them too early, or None."""
@@ -228,23 +180,18 @@ class TrialRunner:
             return raised
         return None
 
-    def _readings_of_ranks(
-        self, mine: RankReading, error: BaseException | None, *, is_bound: bool
-    ) -> list[RankReading]:
-        """Return the readings of all ranks. Raise `error` if given; unless `is_bound`, raise other ranks' errors."""
-        readings: list[RankReading] = self._ranks.objects(mine)
+    def _tightest_of_ranks(self, mine: SizeTrial, error: BaseException | None, *, is_bound: bool) -> SizeTrial:
+        """Return the tightest trial of all ranks. Raise `error` if given; unless `is_bound`, raise other ranks'."""
+        trials: list[SizeTrial] = self._ranks.objects(mine)
         if error is not None:
             raise error
-        if len(readings) < self._ranks.world_size:
+        if len(trials) < self._ranks.world_size:
             raise RuntimeError("BatchSizeTuner stopped: another rank has ended, or did not answer.")
-        for rank, reading in enumerate(readings):
-            if reading.failure.startswith(ANOTHER_ERROR) and not is_bound:
+        for rank, trial in enumerate(trials):
+            if trial.failure.startswith(ANOTHER_ERROR) and not is_bound:
                 # Its text, and not the error: a class of the user's may not survive pickling.
-                raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error. {reading.failure}")
-        return readings
-
-    def _stats(self) -> MemoryStats:
-        return MemoryStats() if self._reader is None else self._reader.stats()
+                raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error. {trial.failure}")
+        return tightest(trials)
 
     def _prepare(self, probe: TrialProbe) -> None:
         """Set the Trainer up for a trial. The runner's snapshot later undoes all changes."""
@@ -256,13 +203,12 @@ class TrialRunner:
         for callback in callbacks:
             if isinstance(callback, Neighbour):
                 callback.is_in_trial = True
-        trainer.callbacks = [*callbacks, CacheReleaser(self._reader), probe]  # type: ignore[attr-defined]
+        trainer.callbacks = [*callbacks, probe]  # type: ignore[attr-defined]
         trainer.loggers = [_QuietLogger(self._root)] if trainer.loggers else []
         set_root_directory(trainer, self._root)
         trainer.limit_train_batches = 1.0
         asked = trainer.limit_val_batches
         trainer.limit_val_batches = min(_EVAL_BATCHES, asked) if type(asked) is int else _EVAL_BATCHES
-        trainer.num_sanity_val_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if self._validates else 0
         trainer.should_stop = False
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.epoch_loop.max_steps = -1
@@ -280,9 +226,7 @@ class TrialRunner:
             for other in self._stages:
                 self._load(other)
             loaders = prepared_loaders(loop_of(self.trainer, stage))
-            reported = batch_size_of(loaders[0]) if loaders else None
-            if reported is not None:
-                self._reported.setdefault(stage, {})[self.sizes[stage]] = reported
+            self._check_that_loaders_follow(stage, batch_size_of(loaders[0]) if loaders else None)
             limits.n_samples = max((n for n in map(n_samples_of, loaders) if n is not None), default=None)
             limits.drop_last = all(map(drops_last, loaders))
             admitted = limits.round_down(asked)
@@ -292,12 +236,23 @@ class TrialRunner:
         for other in self._stages:
             self._take_largest(other)
 
+    def _check_that_loaders_follow(self, stage: Stage, reported: int | None) -> None:
+        """Raise CannotResizeError if a loader reports a batch size that it also reported for another size asked for."""
+        asked, name = self.sizes[stage], self._settings.batch_arg_name
+        first_asked, first_reported = self._first.setdefault(stage, (asked, reported))
+        if reported is not None and reported == first_reported and asked != first_asked:
+            hint = ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
+            raise CannotResizeError(
+                f"The {stage}_dataloader gives batches of {reported} whatever {name} is (tried {first_asked} and "
+                f"{asked}). Let the hook read it, as in DataLoader(..., batch_size=self.{name}).{hint}"
+            )
+
     def _load(self, stage: Stage) -> None:
         trainer, loop, size = self.trainer, loop_of(self.trainer, stage), self.sizes.get(stage)
         if size is not None:
             self._batch_sizes.set(stage, size)
             if stage == "train":
-                self._batch_sizes.write("train", size)
+                self._batch_sizes.write(size)
         # More micro-batches than two take no more memory.
         train = self.sizes.get("train")
         trainer.accumulate_grad_batches = min(self._accumulate if train is None else self.accumulate_for(train), 2)
@@ -325,7 +280,7 @@ class TrialRunner:
         loop.setup_data = lambda: None  # an evaluation would ask for its loaders again
 
     def _run_loops(self, probe: TrialProbe) -> None:
-        """Run the sanity check and the fit loop until the probe ends them."""
+        """Run the fit loop until the probe ends it."""
         trainer = self.trainer
         if trainer.world_size > 1:
             without_collectives(trainer)
@@ -335,7 +290,6 @@ class TrialRunner:
             if self._validates:
                 n_batches = min(STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches)
                 validate_every(trainer, int(n_batches) or 1)
-                run_sanity_check(trainer)
             else:
                 trainer.limit_val_batches = 0
             trainer.fit_loop.run()
@@ -346,17 +300,6 @@ class TrialRunner:
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
             limits.n_samples = self.sizes[stage] = observed
-
-    def _check_that_loaders_follow(self, stage: Stage) -> None:
-        reported = self._reported.get(stage, {})
-        if len(reported) > 1 and len(set(reported.values())) == 1:
-            (size,) = set(reported.values())
-            names = self._batch_sizes.names_for(stage)
-            raise ValueError(
-                f"The {stage}_dataloader gives batches of {size} whatever {', '.join(names)} is (tried "
-                f"{sorted(reported)}). Let the hook read it, as in DataLoader(..., batch_size=self.{names[0]})."
-                + hint_to_leave_out(stage)
-            )
 
 
 def _may_depend_on_size(error: BaseException | None) -> bool:

@@ -8,22 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.machinery import PathFinder
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from lightning_memtools.memory.sizes import context_bytes, is_count
-from lightning_memtools.null_cuda.dry_run.result import FITS, OUT_OF_MEMORY, DryRunAdvice, DryRunResult
-from lightning_memtools.null_cuda.launch import USERS, NullDevices, environment, null_devices
+from lightning_memtools.null_cuda.dry_run.result import DryRunResult
+from lightning_memtools.null_cuda.launch import environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.console import progress_printed
 
 _CHILD = "lightning_memtools.null_cuda.dry_run.child"
 _ADVICE_SECONDS = 120.0
-_RANKS = (2, 4, 8)
-"""The numbers of GPUs for which advice tries to shard the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,6 @@ class DryRunSpec:
 
     Attributes:
         checks_seconds: The CPU seconds that an out-of-memory report may spend to try changes; None for the default.
-        strategy: The strategy for Trainers to which the script passes none; None for Lightning's default.
     """
 
     program: str
@@ -42,9 +39,7 @@ class DryRunSpec:
     devices: int
     rank: int
     directory: str
-    snapshot: str | None
     checks_seconds: float | None = None
-    strategy: str | None = None
 
 
 def dry_run(
@@ -58,7 +53,6 @@ def dry_run(
     rank: int = 0,
     steps: int | None = 3,
     advise: bool = False,
-    snapshot: str | os.PathLike[str] | None = None,
     directory: str | os.PathLike[str] | None = None,
     output: IO[Any] | None = None,
 ) -> DryRunResult:
@@ -77,22 +71,17 @@ def dry_run(
         devices: The number of devices, with one rank on each; only one rank is run.
         rank: The rank to run.
         steps: Optimizer steps of each training run, and batches of each evaluation run; None for no limit.
-        advise: If memory runs out in a Trainer, try changes for up to two minutes of CPU time, and then
-            dry-run the script under FSDP on 2, 4 and 8 devices.
-        snapshot: A file to which to write torch's memory snapshot, for pytorch.org/memory_viz.
+        advise: If memory runs out in a Trainer, try changes for up to two minutes of CPU time.
         directory: The folder for logs and checkpoints of the run; by default a temporary one.
         output: The file that the script prints to; by default this process's standard output.
 
     Raises:
         DryRunError: There is no CUDA build of torch, no C compiler, this is not Linux, or the process died.
-        FileNotFoundError: The script or module does not exist.
+        FileNotFoundError: The script does not exist.
         ValueError: The name of the GPU is unknown, or a number is out of range.
     """
-    if isinstance(arguments, str) or not all(isinstance(one, str) for one in arguments):
-        raise ValueError(f"arguments={arguments!r} is not a list of texts, such as ['--batch-size', '64'].")
-    _check_there_is(os.fspath(program), module=module)
-    if not is_count(devices):
-        raise ValueError(f"devices={devices!r} is not a number of devices. Give 1 or more.")
+    if not module and not Path(program).is_file():
+        raise FileNotFoundError(f"There is no script {os.fspath(program)!r}.")
     if not is_count(rank, least=0) or rank >= devices:
         raise ValueError(f"rank={rank!r}: with devices={devices}, ranks go from 0 to {devices - 1}.")
     if steps is not None and not is_count(steps):
@@ -110,34 +99,22 @@ def dry_run(
         devices=devices,
         rank=rank,
         directory=str(place),
-        snapshot=None if snapshot is None else str(Path(snapshot).resolve()),
         checks_seconds=_ADVICE_SECONDS if advise else None,
     )
-    result = _run(spec, found, output)
-    if advise and result.advice and devices == 1:
-        result.advice.extend(_sharded(spec, found))
-    return result
+    return _run(spec, found, output)
 
 
-def _check_there_is(program: str, *, module: bool) -> None:
-    if not module and not Path(program).is_file():
-        raise FileNotFoundError(f"There is no script {program!r}.")
-    if module and PathFinder.find_spec(program.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
-        raise FileNotFoundError(f"There is no module {program!r} in this folder or in this Python.")
-
-
-def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | int | None) -> DryRunResult:
+def _run(spec: DryRunSpec, devices: Mapping[str, str], output: IO[Any] | None) -> DryRunResult:
     """Run the script in a child process, return the result, and end all processes that the child started."""
     place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
-    wanted, result, users = (place / name for name in ("dry_run_spec.json", "dry_run.json", "processes.txt"))
+    wanted, result = place / "dry_run_spec.json", place / "dry_run.json"
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")
-    for record in (result, users):
-        record.unlink(missing_ok=True)
+    result.unlink(missing_ok=True)
     # A session of its own: whatever the script starts ends with it.
     child = subprocess.Popen(  # noqa: S603, the user's own script
         [sys.executable, "-m", _CHILD, str(wanted)],
-        env=environment(devices) | {USERS: str(users)},
+        env=environment(devices),
         start_new_session=True,
         stdout=output,
     )
@@ -145,40 +122,11 @@ def _run(spec: DryRunSpec, devices: NullDevices, output: IO[Any] | int | None) -
         with progress_printed(lambda: f"Dry run of {spec.program}", stream=sys.stderr):
             status = child.wait()
     finally:
-        _end_session(child)
+        with suppress(ProcessLookupError):  # Ctrl-C does not reach the session, and workers may outlive the script
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
     if not result.exists():
         raise DryRunError(
             f"The process of the dry run ended with status {status} and left no result. What it printed stands above."
         )
     return DryRunResult.from_json(json.loads(result.read_text(encoding="utf-8")))
-
-
-def _end_session(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and all processes it started. Ctrl-C does not reach them, and workers may outlive the script."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    child.wait()
-
-
-def _sharded(spec: DryRunSpec, device: NullDevices) -> list[DryRunAdvice]:
-    """Dry-run the script under FSDP on 2, 4 and then 8 devices until it fits, without showing the script's output."""
-    tried: list[DryRunAdvice] = []
-    for ranks in _RANKS:
-        place = str(Path(spec.directory) / f"fsdp-{ranks}")
-        sharded = replace(spec, devices=ranks, strategy="fsdp", directory=place, snapshot=None, checks_seconds=0.0)
-        result = _run(sharded, replace(device, count=ranks), subprocess.DEVNULL)
-        fits = {FITS: result.fits or None, OUT_OF_MEMORY: False}.get(result.status)
-        advice = DryRunAdvice(
-            title=f"Shard over {ranks} of these GPUs",
-            code=f'Trainer(strategy="fsdp", devices={ranks})',
-            fits=fits,
-            peak_bytes=result.peak.allocated if fits else None,
-            price="",
-            detail=result.verdict,
-        )
-        tried.append(advice)
-        if fits is not False:
-            break
-    return tried

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import pickle
 import runpy
 import sys
 import traceback
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,9 +36,8 @@ from lightning_memtools.null_cuda.dry_run.result import (
     DryRunResult,
     DryRunStage,
 )
-from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, LoopWatch, RunObserver
+from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, RunObserver, watch_loops
 from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
-from lightning_memtools.null_cuda.launch import USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.oom.actions import Outcome
 from lightning_memtools.simulation.followed_functions import FollowedValues
@@ -64,7 +61,6 @@ def main(path: str) -> None:
 @contextmanager
 def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
     """Context manager: this process acts as one of several ranks, in the environment that torchrun would set."""
-    _run_one_of(spec)
     if spec.devices == 1:
         yield
         return
@@ -76,26 +72,6 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
     torch.cuda.set_device(spec.rank)
     with pretended_ranks(spec.rank, spec.devices):
         yield
-
-
-def _run_one_of(spec: DryRunSpec) -> None:
-    """Patch `torch.multiprocessing.spawn`: it runs only the simulated rank, in this process."""
-
-    def start_processes(
-        function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
-    ) -> Any:
-        if nprocs != spec.devices:
-            raise DryRunError(
-                f"The script starts {nprocs} processes for as many ranks, and the dry run has --devices "
-                f"{spec.devices}: give --devices {nprocs}."
-            )
-        function(spec.rank, *args)
-        # A context whose processes have ended.
-        return None if join else SimpleNamespace(processes=[], join=lambda *_, **__: True)
-
-    modules: tuple[Any, ...] = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
-    for module in modules:
-        module.start_processes = start_processes
 
 
 @contextmanager
@@ -144,7 +120,7 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
         observer.note("What NCCL allocates for itself is not counted.")
     cut_trainers_when_imported(observer)
     observer.files.guard_torch()
-    loops = LoopWatch(observer)
+    watch_loops(observer)
     record_cuda_history(_HISTORY_ENTRIES)
     observer.owners.enter(WHOLE_SCRIPT)
     # Registered before the script registers its own functions, so it runs after them.
@@ -155,24 +131,18 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
         variables = _run_program(spec)
         status, message = FITS, None
     except BaseException as error:  # noqa: BLE001, the user's error is reported, whatever it is
-        loops.look()
         status, message = _judge(error)
     observer.end()
-    others = _other_processes()
-    if others:
-        observer.note(
-            f"The script started other processes, of which {others} used the devices. They ran whole and are in none "
-            "of these figures: give the script that trains itself, with --devices for its ranks."
-        )
     snapshot = cuda_memory_snapshot()
-    optimizer_steps = loops.n_steps if loops.n_steps or instances_of(Optimizer) else None
+    optimizer_steps = observer.n_steps if observer.n_steps or instances_of(Optimizer) else None
     del variables
     if not observer.stages:
         observer.stages[WHOLE_SCRIPT] = whole = observer.whole_script()
-        if status == FITS and not others and not whole.peak_allocated_bytes:
-            observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
-    if spec.snapshot is not None:
-        Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
+        if status == FITS and not whole.peak_allocated_bytes:
+            observer.note(
+                "Nothing was put on a CUDA device: the script trains on the CPU, does not train, or starts processes "
+                "that do, as torchrun does. Then give the script that trains itself, with --devices for its ranks."
+            )
     reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
     properties = torch.cuda.get_device_properties(spec.rank)
     return DryRunResult(
@@ -217,12 +187,6 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
     if is_out_of_memory(error):
         return OUT_OF_MEMORY, str(error).partition(" See documentation")[0]
     return FAILED, f"{type(error).__name__}: {error}"
-
-
-def _other_processes() -> int:
-    """Return how many other processes of the script have allocated memory on the simulated devices."""
-    users = Path(os.environ[USERS])
-    return len(set(users.read_text(encoding="ascii").split()) - {str(os.getpid())}) if users.exists() else 0
 
 
 def _end_here() -> None:

@@ -35,6 +35,7 @@ class RunObserver:
         owners: Which model, optimizer or batch owned each memory block at which time.
         files: Redirects the files that the script writes.
         reporting: The OOMReport callbacks of all Trainers.
+        n_steps: The number of optimizer steps so far, in Trainers and outside.
     """
 
     def __init__(self, spec: DryRunSpec) -> None:
@@ -44,6 +45,7 @@ class RunObserver:
         self.owners = OwnerNotes()
         self.files = ScriptFiles(Path(spec.directory), self.note)
         self.reporting: list[Any] = []
+        self.n_steps = 0
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reader = accelerator_reader(torch.device("cuda", spec.rank))
         assert reader is not None
@@ -84,10 +86,6 @@ class RunObserver:
         """Begin to observe a fit, validate, test or predict call of a Trainer, which uses `device`."""
         if device.type == "cuda":
             self._watch = StageWatch(self._counter)
-        else:
-            self.note(
-                f"The Trainer used {device}, not a CUDA device: set accelerator='auto' or 'gpu' to see a GPU's memory."
-            )
 
     def enter(self, stage: Stage) -> None:
         """Begin to measure a stage."""
@@ -139,43 +137,24 @@ class RunObserver:
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
 
-class LoopWatch:
-    """Notes after each optimizer step which tensors own memory blocks, in training loops without a Trainer.
+def watch_loops(observer: RunObserver) -> None:
+    """Count the steps of all optimizers, and outside of Trainers, note after each which tensors own memory blocks."""
+    optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    Args:
-        observer: The RunObserver that gets the notes.
-
-    Attributes:
-        n_steps: The number of optimizer steps so far, including those in Trainers.
-    """
-
-    def __init__(self, observer: RunObserver) -> None:
-        self._observer = observer
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.n_steps = 0
-        register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        self.n_steps += 1
-        if self._observer.is_watching:
+    def end_step(optimizer: Optimizer, *_: Any) -> None:
+        observer.n_steps += 1
+        if observer.is_watching:
             return
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
+        if optimizer not in optimizers:
+            optimizers.add(optimizer)
             trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
             for model in outermost(instances_of(nn.Module)):
-                if model not in self._models and any(id(weight) in trained for weight in model.parameters()):
-                    self._models.add(model)
+                if model not in models and any(id(weight) in trained for weight in model.parameters()):
+                    models.add(model)
                     if not has_compiled():  # hooks would change what is compiled
-                        self._observer.label_modules(model)
-        self._note()
+                        observer.label_modules(model)
+        seen = list(models)
+        observer.see(seen[0] if len(seen) == 1 else nn.ModuleList(seen), list(optimizers), None)
 
-    def look(self) -> None:
-        """Note the owners of memory blocks now if no optimizer has stepped yet. Called when the script fails."""
-        if not self._observer.is_watching and not self._optimizers:
-            self._models.update(outermost(instances_of(nn.Module)))
-            self._note()
-
-    def _note(self) -> None:
-        models = list(self._models)
-        self._observer.see(models[0] if len(models) == 1 else nn.ModuleList(models), list(self._optimizers), None)
+    register_optimizer_step_post_hook(end_step)

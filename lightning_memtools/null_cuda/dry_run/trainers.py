@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
-from lightning_memtools.memory.loader_sizes import n_samples_of
 from lightning_memtools.null_cuda.dry_run.run_observer import RunObserver
 
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
@@ -119,12 +118,9 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
             if spec.checks_seconds is not None:
                 one.checks_seconds = spec.checks_seconds
             observer.reporting.append(one)
-    if spec.strategy is not None and limited.get("strategy", "auto") == "auto":
-        limited |= {"strategy": spec.strategy, "devices": spec.devices, "accelerator": "gpu"}
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
     limited["logger"] = _loggers(limited.get("logger"), spec.directory, lightning)
-    _compare_devices(observer, limited)
     limited.setdefault("enable_progress_bar", False)
     limited.setdefault("enable_model_summary", False)
     if spec.steps is None or limited.get("fast_dev_run"):
@@ -141,18 +137,6 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
         f"{spec.steps} batches (--steps)."
     )
     return limited
-
-
-def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
-    """Add a note if a Trainer asks for a different number of devices than the dry run has."""
-    wanted = options.get("devices")
-    per_node = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
-    count = per_node * int(options.get("num_nodes") or 1) if isinstance(per_node, int) else 0
-    if count > 0 and count != observer.spec.devices:
-        observer.note(
-            f"The script's Trainer asks for {count} devices, and this dry run has {observer.spec.devices}: give "
-            f"--devices {count}."
-        )
 
 
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
@@ -187,11 +171,8 @@ class _LargestLast:
 
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
     """Return a loader whose last batch is its largest if samples differ in size and not all batches run."""
-    length = trainer.num_training_batches
-    if n_samples_of(loader) is None or length >= len(loader):
-        return loader
-    sizes = known_sizes(loader)
-    if sizes is None or not sizes.vary:
+    sizes, length = known_sizes(loader), trainer.num_training_batches
+    if sizes is None or length >= len(loader):
         return loader
     observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
     return _LargestLast(loader, worst_first(loader, sizes), length)

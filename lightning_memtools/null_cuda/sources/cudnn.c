@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "null_device.h"
+#define CUDNN 99900  // 9.99.0, since torch refuses a version that is older than the one that it was built with
 static char descriptor[256];
 #define CREATES(name) int name(void **made) { *made = descriptor; return 0; }
 CREATES(cudnnCreateActivationDescriptor)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
 from tests.batch_size_models import Adversarial, IndexLimit, trainer_for
 from tests.fake_training import InMemory, fake_tensors, fakes_of
-from tests.tuner_runs import Constant, Tuner, fit
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `FakeLoader`")
@@ -31,24 +29,3 @@ def test_a_size_that_an_operator_refuses_is_an_upper_bound_and_its_error_is_quot
         trainer_for(IndexLimit, tmp_path, tuner, limit_val_batches=0).fit(model)
     assert 0.95 * IndexLimit.most <= model.batch_size <= IndexLimit.most
     assert sum("canUse32BitIndexMath" in note for note in tuner.result.notes) == 1
-
-
-def test_the_effective_batch_stays_and_trains_to_the_same_weights(tmp_path):
-    tuner = Tuner(stages=("train",), keep="effective", max_trials=8)
-    kept, trainer = fit(tmp_path, tuner, Constant(batch_size=80), accumulate_grad_batches=2, max_epochs=1)
-    size = tuner.result.sizes["train"]
-    assert size < 80  # which does not fit
-    assert size * trainer.accumulate_grad_batches == tuner.result.effective_batch_size == 160
-    _, plain = fit(tmp_path, None, Constant(batch_size=size), accumulate_grad_batches=160 // size, max_epochs=1)
-    assert trainer.global_step == plain.global_step == 2  # of 200 samples
-    for ours, theirs in zip(kept.parameters(), plain.lightning_module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_a_fit_goes_on_with_the_configured_size_where_no_search_can_be_run(tmp_path):
-    tuner = Tuner(stages=("train",), batch_arg_name="size_of_batch", on_failure="warn")
-    with pytest.warns(UserWarning, match="size_of_batch"):
-        model, trainer = fit(tmp_path, tuner, Constant(), max_steps=2)
-    assert trainer.global_step == 2
-    assert set(model.seen) == {4}
-    assert tuner.result is None

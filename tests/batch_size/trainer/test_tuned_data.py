@@ -11,23 +11,17 @@ from tests.tuner_runs import Data, N, Small, Tuner, everything_of, fit
 
 
 class Module(L.LightningDataModule):
-    def __init__(self, per_step=4, val_per_step=4):
-        super().__init__()
-        self.per_step, self.val_per_step = per_step, val_per_step
+    per_step = 4
 
     def train_dataloader(self):
         return DataLoader(Data(), self.per_step)
 
-    def val_dataloader(self):
-        return DataLoader(Data(), self.val_per_step)
 
-
-def test_an_attribute_of_the_data_module_and_several_names(tmp_path):
+def test_an_attribute_of_the_data_module(tmp_path):
     data = Module()
-    tuner = Tuner(batch_arg_name=["per_step", "val_per_step"])
+    tuner = Tuner(batch_arg_name="per_step", stages=("train",))
     model, _ = fit(tmp_path, tuner, datamodule=data)
     assert data.per_step == tuner.result.sizes["train"]
-    assert data.val_per_step == tuner.result.sizes["val"]
     assert set(model.seen) == {data.per_step, N % data.per_step}
 
 
