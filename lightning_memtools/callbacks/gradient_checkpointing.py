@@ -73,8 +73,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
             "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit.
-        include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
-            that is not a Sequential becomes one recomputed segment.
+        include: Patterns of the names of modules to choose from, such as ["blocks.*"]; by default any may be chosen.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
             that lowers the peak and nothing else reads the output. The loss and its gradients are the same within
@@ -182,7 +181,7 @@ class _CheckpointingRun:
         # A late step, which ends an accumulation, is the one whose peak is measured.
         ends = (batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         is_late = ends and not self._was_measured and self._steps + 1 >= _FIRST_MEASURED
-        if is_late and self.plan is not None and self.plan.planned is not None:
+        if is_late and self.plan is not None:
             reader = reader_for(self._trainer.strategy.root_device)
             if reader is not None and reader.stats().peak_allocated is not None:
                 self._window = peak_counter(reader).open()
@@ -235,7 +234,7 @@ class _CheckpointingRun:
             made = self._planned_here(module, batch, batch_idx)
         if isinstance(made, CheckpointPlan):
             self.plan = made
-            if self._trainer.is_global_zero and made.plain is not None:
+            if self._trainer.is_global_zero:
                 self._write(made.page())
                 figures = () if made.refused is not None else made.figures()
                 print_on_console("GradientCheckpointing: " + "; ".join((made.sentence().rstrip("."), *figures)))

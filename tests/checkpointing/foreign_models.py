@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -337,9 +338,9 @@ def _differences(plain: dict[str, Tensor], planned: dict[str, Tensor]) -> dict[s
     return differs | dict.fromkeys(planned.keys() - plain.keys(), "is new")
 
 
-def measured_peak(model: LossOf, batch: dict[str, Any], plan: CheckpointPlan) -> int:
+def measured_peak(model: LossOf, batch: dict[str, Any], plan: CheckpointPlan | None) -> int:
     """The simulated allocator's peak over three real steps, after whose first everything was proved."""
-    with VirtualDevice() as device, plan.apply(model):
+    with VirtualDevice() as device, nullcontext() if plan is None else plan.apply(model):
         device.track(model, batch)
         for at in range(3):
             loss = model(batch)
