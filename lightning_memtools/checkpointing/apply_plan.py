@@ -75,7 +75,7 @@ class AppliedPlan:
             for plan in plans:
                 if plan.ranges:
                     module = _plain_module(model, plan.name)
-                    layers = [_submodule(model, name, plan.name) for name in plan.layers]
+                    layers = [model.get_submodule(name) for name in plan.layers]
                     self._replace(module, _PlannedForward(module, plan, layers, self.differing, prove=prove))
             for module in modules_with_caches(model).values() if self._modules else ():
                 self._replace(module, WithoutCaches(module))
@@ -120,9 +120,9 @@ class _PlannedForward:
     """
 
     def __init__(
-        self, module: nn.Module, plan: ChainPlan, layers: Sequence[nn.Module], differing: dict[str, str], *, prove: bool
+        self, module: nn.Module, plan: ChainPlan, layers: list[nn.Module], differing: dict[str, str], *, prove: bool
     ) -> None:
-        self._module, self._plan, self._layers = module, plan, tuple(layers)
+        self._module, self._plan, self._layers = module, plan, layers
         self._trained = module.training
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
         self._streams = own_streams(part for layer in layers for part in layer.modules())
@@ -136,7 +136,8 @@ class _PlannedForward:
         if self._plan.is_module:
             return self._recompute(Range(0, 1), [plainly], args, kwargs)
         # A chain that was changed since (chain[3] = ..., append) is no longer the one that was planned.
-        if len(args) + len(kwargs) != 1 or not self._is_as_planned():
+        now = _flat_layers(self._module, set(map(id, self._layers)))
+        if len(args) + len(kwargs) != 1 or [*now] != self._layers:
             return plainly(*args, **kwargs)
         value, position = args[0] if args else next(iter(kwargs.values())), 0
         del args, kwargs  # a second name for the input would keep it alive
@@ -147,10 +148,6 @@ class _PlannedForward:
                 value = self._recompute(layers, self._layers[layers.start : layers.stop], (value,), {})
             position = layers.stop
         return value
-
-    def _is_as_planned(self) -> bool:
-        now = list(_flat_layers(self._module, set(map(id, self._layers))))
-        return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the layers of a range in sequence, the first with `args` and `kwargs`; backward calls them again."""
@@ -182,9 +179,10 @@ class _PlannedForward:
                     RecomputationDiffersWarning,
                     stacklevel=2,
                 )
+        unwatched = partial(run, lambda _: None)
         if not self._repeats.get(which, True):
-            return run(lambda _: None, args, kwargs)
-        return recomputed(run, names, norms, self._streams, (args, kwargs))
+            return unwatched(args, kwargs)
+        return recomputed(unwatched, norms, self._streams, (args, kwargs))
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
@@ -197,23 +195,13 @@ def _plain_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _plain_module(model: nn.Module, name: str) -> nn.Module:
-    module = _submodule(model, name, name)
+    module = model.get_submodule(name)
     if "forward" in vars(module):
         raise RuntimeError(
             f"{name or type(module).__name__} has a forward of its own instance already, of another plan or of another "
             "library. Remove that one first."
         )
     return module
-
-
-def _submodule(model: nn.Module, name: str, planned: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        raise ValueError(
-            f"The plan for {planned or type(model).__name__} does not suit this model ({error}): it was made for one "
-            "that is built otherwise. Make a plan for this model."
-        ) from None
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:

@@ -141,13 +141,13 @@ class LeastRecomputation:
         self._parts, self._units = parts, parts.step.units
         self._slot = limit_bytes / _SLOTS
         self._range = _RANGE * sum(unit.operations for unit in self._units)
-        last = {key: at for at, unit in enumerate(self._units) for key in unit.saved}
-        owned = [
-            sum(size for key, size in unit.saved.items() if last[key] == at) for at, unit in enumerate(self._units)
-        ]
+        numbered = [*enumerate(self._units)]
+        self._handed = {key: at for at, unit in reversed(numbered) for key in unit.input}
+        self._last = {key: at for at, unit in numbered for key in unit.saved}
+        owned = [sum(size for key, size in unit.saved.items() if self._last[key] == at) for at, unit in numbered]
         self._kept_before = [0, *itertools.accumulate(owned)]
-        first = {key: at for at, unit in reversed([*enumerate(self._units)]) for key in unit.saved}
-        new = [sum(size for key, size in unit.saved.items() if first[key] == at) for at, unit in enumerate(self._units)]
+        first = {key: at for at, unit in reversed(numbered) for key in unit.saved}
+        new = [sum(size for key, size in unit.saved.items() if first[key] == at) for at, unit in numbered]
         self._held = [*itertools.accumulate(new)]  # while the backward pass of a unit runs
         stops: dict[int, set[int]] = {}
         for start, stop in parts.spans:
@@ -199,14 +199,14 @@ class LeastRecomputation:
 
     def _running_again(self, start: int, stops: set[int]) -> Iterator[_Choice]:
         """Yield a choice for each span of units that begins at `start` and ends at one of `stops`."""
+        entry = self._units[start].forward_peak - self._kept_before[start]
         given = self._units[start].input
-        n_given = sum(given.values())
         seen = {*given}
         first = forward = backward = kept = operations = again = 0
         for at in range(start, max(stops, default=0)):
             unit = self._units[at]
             # While it runs for the first time, without keeping anything.
-            first = max(first, (n_given if at > start else 0) + unit.forward_peak - self._kept_before[at])
+            first = max(first, unit.forward_peak - self._kept_before[at] if at > start else 0)
             # While it runs again, and in its backward pass.
             handed_on = sum(size for key, size in unit.input.items() if key not in seen)
             forward = max(forward, kept + handed_on + unit.forward_peak - unit.allocated_before)
@@ -216,12 +216,10 @@ class LeastRecomputation:
             again = again if unit.again is None else operations + unit.again
             operations += unit.operations
             if at + 1 in stops:
+                # What was handed to an earlier unit too is there anyway, unless it is kept by a unit of this span only.
+                counted = (key for key in given if self._handed[key] == start or start <= self._last.get(key, -1) <= at)
+                n_given = sum(given[key] for key in counted)
                 begin = 0 if unit.backward_before is None else unit.backward_before - self._held[at]
-                peak = max(first, n_given + max(backward, forward + begin))
-                yield _Choice(
-                    at + 1,
-                    is_again=True,
-                    kept=round(n_given / self._slot),
-                    peak=round(peak / self._slot),
-                    cost=again + self._range,
-                )
+                peak = max(entry, n_given + max(first, backward, forward + begin))
+                slots = round(n_given / self._slot), round(peak / self._slot)
+                yield _Choice(at + 1, is_again=True, kept=slots[0], peak=slots[1], cost=again + self._range)
