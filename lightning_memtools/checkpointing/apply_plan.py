@@ -81,7 +81,7 @@ class AppliedPlan:
                 self._replace(module, WithoutCaches(module))
             for name in heads:
                 head: Any = _plain_module(model, name)
-                self.heads[name] = DeferredHead(name, head, check=prove)
+                self.heads[name] = DeferredHead(name, head, warns=prove)
                 self._replace(head, self.heads[name])
         except BaseException:
             self.remove()
