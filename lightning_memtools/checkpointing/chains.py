@@ -124,7 +124,7 @@ class _Names:
             for name, module in self.modules.items()
             if name in included and not any(is_within(name, other) for other in (*self.excluded, *compiled))
         }
-        self._options = options
+        self._bn_dropout = options.bn_dropout
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
         """Return the layers that must not be recomputed, by index, each with the reason."""
@@ -136,13 +136,11 @@ class _Names:
         layer = self.modules.get(path) or self.modules[""].get_submodule(path)
         if any(is_within(path, name) or is_within(name, path) for name in self.excluded):
             return "excluded"
-        if any(is_within(name, path) for name in self._options.differing):
-            return "it did not do the same when it ran again"
         if any(is_compiled(part) for part in layer.modules()):
             return "compiled"
         if any(map(is_fsdp_module, layer.modules())) and not is_module:
             return _SHARDED
-        return why_outside(layer, self._options.bn_dropout)
+        return why_outside(layer, self._bn_dropout)
 
 
 def outermost(chains: Sequence[Chain]) -> list[Chain]:
@@ -165,8 +163,7 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
     names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
-        within = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5]
-        close = within or difflib.get_close_matches(pattern, modules, n=5) or [*modules][1:6]
+        close = difflib.get_close_matches(pattern, modules, n=5) or [*modules][1:6]
         raise CheckpointOptionsError(
             f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Examples of its "
             f"names: {', '.join(map(repr, close))}; '*' stands for any characters."
