@@ -132,7 +132,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     with torch.no_grad(), suppress(NotImplementedError, RuntimeError, TypeError):  # sparse and nested tensors
-        parts = tensor.detach().flatten().split(_CHUNK)  # which take little memory
+        parts = torch.split(tensor.detach().flatten(), _CHUNK)  # which take little memory
         weights = _weights(parts[0].nbytes // 8 + 1, tensor.device)
         for part in parts:
             octets = part.view(torch.uint8)
