@@ -98,7 +98,8 @@ def units_of_step(
             changed = recorder.layers_that_changed(chains)
         for unit, then in reversed(list(pairwise(recorder.units))):
             # If a unit returns its input, or a view of it, nothing may overwrite what the next one takes either.
-            unit.may_start = unit.may_start and (then.may_start or not then.input.keys() <= unit.input.keys())
+            hands_on = bool(then.input) and then.input.keys() <= unit.input.keys()
+            unit.may_start = unit.may_start and (then.may_start or not hands_on)
         return StepUnits(tuple(recorder.units), plain or measured, recorder.spans, changed)
 
 
