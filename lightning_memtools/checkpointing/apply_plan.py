@@ -62,21 +62,19 @@ class AppliedPlan:
 
     Attributes:
         heads: The replacement forwards of the layers whose loss is computed in chunks, by layer name.
-        differing: For each layer (by name) that gave other values when it ran again, a description of the difference.
     """
 
     def __init__(
         self, model: nn.Module, plans: Iterable[ChainPlan], *, heads: Iterable[str] = (), prove: bool = False
     ) -> None:
         self.heads: dict[str, DeferredHead] = {}
-        self.differing: dict[str, str] = {}
         self._modules: list[nn.Module] = []
         try:
             for plan in plans:
                 if plan.ranges:
                     module = _plain_module(model, plan.name)
                     layers = [model.get_submodule(name) for name in plan.layers]
-                    self._replace(module, _PlannedForward(module, plan, layers, self.differing, prove=prove))
+                    self._replace(module, _PlannedForward(module, plan, layers, prove=prove))
             for module in modules_with_caches(model).values() if self._modules else ():
                 self._replace(module, WithoutCaches(module))
             for name in heads:
@@ -115,18 +113,15 @@ class _PlannedForward:
         module: The Sequential or module.
         plan: The ranges of its layers to recompute.
         layers: Its layers.
-        differing: Receives a description of the difference for each layer (by name) that gives other values when rerun.
         prove: Run each range two more times at its first call, to see whether it gives the same values.
     """
 
-    def __init__(
-        self, module: nn.Module, plan: ChainPlan, layers: list[nn.Module], differing: dict[str, str], *, prove: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, plan: ChainPlan, layers: list[nn.Module], *, prove: bool) -> None:
         self._module, self._plan, self._layers = module, plan, layers
         self._trained = module.training
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
         self._streams = own_streams(part for layer in layers for part in layer.modules())
-        self._differing, self._prove = differing, prove
+        self._prove = prove
         self._repeats: dict[Range, bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +166,6 @@ class _PlannedForward:
             self._repeats[which] = differs is None
             if differs is not None:
                 layer, evidence = names[min(differs[0], len(names) - 1)], differs[1]
-                self._differing[layer] = evidence
                 warnings.warn(
                     f"The layer {layer} did not do the same when it was run again ({evidence}), so what would be "
                     "recomputed together with it runs as usual. Leave it out with "
