@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import nn
 
 from lightning_memtools._lightning import EitherCallback, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
@@ -37,7 +35,7 @@ from lightning_memtools.warning_categories import DegradedWarning
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _FIRST_MEASURED = 3
-# Batches that give no loss are skipped by the training; a step may return none in its first few calls.
+# In batches. Those that give no loss are skipped by the training; a step may return none in its first few calls.
 _MOST_WITHOUT_LOSS = 10
 
 _Made = CheckpointPlan | CheckpointOptionsError | torch.OutOfMemoryError | NoLossError | str
@@ -59,7 +57,8 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     | console, rank 0 | what is recomputed, bytes, peaks |
 
     After the third step the measured peak is written beside the predicted one. In the first step every recomputed part
-    runs two more times, to prove that it gives the same values bit for bit. A layer that does not is left out.
+    runs two more times, to prove that it gives the same values bit for bit. A part that does not runs as usual from
+    then on, and a warning names the layer.
 
     Forward hooks on recomputed layers fire again in backward. Under FSDP 2 (ModelParallelStrategy) every recomputed
     part lies within one sharded module, and a budget has to be a fraction. Compiled models, and models under FSDP 1 and
@@ -73,8 +72,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
             "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit.
-        include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
-            that is not a Sequential becomes one recomputed segment.
+        include: Patterns of the names of modules to choose from, such as ["blocks.*"]; by default any may be chosen.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
             that lowers the peak and nothing else reads the output. The loss and its gradients are the same within
@@ -85,7 +83,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
             the budget.
     """
 
-    parts_of_a_run = ("_run",)  # what is applied stays with the original: it is undone once
+    parts_of_a_run = ("_applied", "_window")  # what is applied stays with the original: it is undone once
 
     def __init__(
         self,
@@ -105,28 +103,55 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self.exclude = exclude
         self.loss_head = loss_head
         self.plan: CheckpointPlan | None = None
-        self._run: _CheckpointingRun | None = None
+        self._is_planned = self._was_measured = False
+        self._steps = 0
+        self._applied: AppliedPlan | None = None
+        self._window: PeakWindow | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the checkpoint plan of an earlier fit, if it is still applied, and prepare for a new one."""
         self._undo()
-        if stage == "fit":
-            self._run = _CheckpointingRun(trainer, self._options)
+        self._is_planned = self._was_measured = False
+        self._steps = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step."""
-        if self._run is not None:
-            self._run.is_in_trial = self.is_in_trial
-            self._run.begin_step(pl_module, batch, batch_idx)
-            self.plan = self._run.plan or self.plan
+        """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step.
+
+        Every rank has to call this: until there is a plan, it communicates with the other ranks.
+
+        Raises:
+            CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
+        """
+        if not self._is_planned:
+            self._is_planned = True
+            self._plan_and_apply(trainer, pl_module, batch, batch_idx)
+            if trainer.received_sigterm:  # Lightning itself would look after the batch
+                raise SIGTERMException
+        # A late step, which ends an accumulation, is the one whose peak is measured.
+        ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        is_late = ends and not self._was_measured and self._steps + 1 >= _FIRST_MEASURED
+        reader = reader_for(trainer.strategy.root_device) if is_late and self._applied is not None else None
+        if reader is not None and reader.stats().peak_allocated is not None:
+            self._window = peak_counter(reader).open()
+            self._window.resume()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the measured peak beside the predicted one in the plan, once it is known."""
-        if self._run is not None:
-            # For a step that gives no loss, which Lightning skips, it has no outputs.
-            self._run.end_step(gave_loss=bool(outputs) or not pl_module.automatic_optimization)
+        # For a step that gives no loss, which Lightning skips, it has no outputs.
+        gave_loss = bool(outputs) or not pl_module.automatic_optimization
+        self._steps += gave_loss
+        if self._window is None or self.plan is None:
+            return
+        self._window.pause()
+        measured = self._window.allocated
+        self._window.close()
+        self._window = None
+        self._was_measured = gave_loss
+        if measured is not None and gave_loss and trainer.is_global_zero:
+            _write(trainer, self.plan.page(measured))
+            print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the checkpoint plan, so that the model is as it was."""
@@ -137,121 +162,39 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._undo()
 
     def _undo(self) -> None:
-        if self._run is not None:
-            self._run.undo()
-        self._run = None
-
-
-class _CheckpointingRun:
-    """Makes, applies, measures and undoes the checkpoint plan of one fit for GradientCheckpointing.
-
-    Args:
-        trainer: The Trainer.
-        options: The arguments of GradientCheckpointing.
-
-    Attributes:
-        plan: The plan of this fit; None until one is made.
-        is_in_trial: True in a trial of BatchSizeTuner, whose batch may be too small for a plan to meet the budget.
-    """
-
-    def __init__(self, trainer: Trainer, options: CheckpointOptions) -> None:
-        self._trainer, self._options = trainer, options
-        self._directory = report_directory(trainer)
-        self._steps = self._without_loss = 0
-        self._is_planned = self._is_planned_again = self._was_measured = False
-        self._applied: AppliedPlan | None = None
-        self._window: PeakWindow | None = None
-        self.plan: CheckpointPlan | None = None
-        self.is_in_trial = False
-
-    def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step.
-
-        Every rank has to call this: until there is a plan, it communicates with the other ranks.
-
-        Raises:
-            CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
-        """
-        if self._applied is not None:
-            self._drop_what_failed(self._applied)
-        if not self._is_planned:
-            self._is_planned = True
-            self._plan_and_apply(module, batch, batch_idx)
-            if self._trainer.received_sigterm:  # Lightning itself would look after the batch
-                raise SIGTERMException
-        # A late step, which ends an accumulation, is the one whose peak is measured.
-        ends = (batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
-        is_late = ends and not self._was_measured and self._steps + 1 >= _FIRST_MEASURED
-        if is_late and self.plan is not None and self.plan.planned is not None:
-            reader = reader_for(self._trainer.strategy.root_device)
-            if reader is not None and reader.stats().peak_allocated is not None:
-                self._window = peak_counter(reader).open()
-                self._window.resume()
-
-    def end_step(self, *, gave_loss: bool) -> None:
-        """Write the measured peak beside the predicted one in the plan, once it is known."""
-        self._steps += gave_loss
-        if self._window is None or self.plan is None:
-            return
-        self._window.pause()
-        measured = self._window.allocated
-        self._window.close()
-        self._window = None
-        self._was_measured = gave_loss
-        if measured is not None and gave_loss and self._trainer.is_global_zero:
-            self._write(self.plan.page(measured))
-            print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
-
-    def undo(self) -> None:
-        """Restore the model, and stop measuring."""
         if self._applied is not None:
             self._applied.remove()
         if self._window is not None:
             self._window.close()
         self._applied = self._window = None
 
-    def _drop_what_failed(self, applied: AppliedPlan) -> None:
-        """Undo the plan if a recomputed layer or the chunked loss failed its check; the next plan leaves that out."""
-        differing = self._options.differing | applied.differing.keys()
-        loss_head = "keep" if any(head.is_off for head in applied.heads.values()) else self._options.loss_head
-        options = replace(self._options, differing=differing, loss_head=loss_head)
-        if options != self._options:
-            self._options = options
-            self._is_planned, self._is_planned_again = False, True
-            self.undo()
-
-    def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def _plan_and_apply(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Make a plan and apply it, or warn that there is none.
 
-        Rank 0 plans for all ranks, and its failures are broadcast too, so that no rank is left waiting. If that plan
-        fails, each rank makes a new one for itself: plans may then differ between ranks, but gradients do not.
+        Rank 0 plans for all ranks, and its failures are broadcast too, so that no rank is left waiting.
         """
-        made: _Made | None = _why_unplanned(self._trainer, module)
-        if made is None and not self._is_planned_again:
-            mine = self._planned_here(module, batch, batch_idx) if self._trainer.is_global_zero else None
-            made = self._trainer.strategy.broadcast(mine)
+        made: _Made | None = _why_unplanned(trainer, module)
+        if made is None:
+            mine = self._planned_here(trainer, module, batch, batch_idx) if trainer.is_global_zero else None
+            made = trainer.strategy.broadcast(mine)
         if made is None:
             # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
-            made = self._planned_here(module, batch, batch_idx)
+            made = self._planned_here(trainer, module, batch, batch_idx)
         if isinstance(made, CheckpointPlan):
-            self.plan = made
-            if self._trainer.is_global_zero and made.plain is not None:
-                self._write(made.page())
+            self.plan, self._applied = made, made.apply(module)
+            if trainer.is_global_zero:
+                _write(trainer, made.page())
                 figures = () if made.refused is not None else made.figures()
                 print_on_console("GradientCheckpointing: " + "; ".join((made.sentence().rstrip("."), *figures)))
-            self._applied = made.apply(module)
-        elif isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)) and not self._is_planned_again:
+        elif isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)):
             raise made
-        elif isinstance(made, NoLossError) and self._without_loss < _MOST_WITHOUT_LOSS:
-            self._without_loss += 1
-            self._is_planned = False
-        elif self._trainer.is_global_zero or self._is_planned_again:
-            if isinstance(made, NoLossError):
-                made = f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches"
+        elif isinstance(made, NoLossError) and batch_idx < _MOST_WITHOUT_LOSS:
+            self._is_planned = False  # Lightning skips such a batch; the next one may give a loss
+        elif trainer.is_global_zero:
             text = f"GradientCheckpointing leaves the model unchanged: {str(made).rstrip('.')}."
             warnings.warn(text, DegradedWarning, stacklevel=2)
 
-    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
+    def _planned_here(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
         """Make a plan on this rank. Return the plan, an error to raise, or a string that describes any other error.
 
         Errors of the user's own classes are returned as strings, since they may not survive pickling to other ranks.
@@ -260,11 +203,10 @@ class _CheckpointingRun:
             module,
             batch,
             None,
-            tuple(self._trainer.optimizers),
-            cuda=self._trainer.strategy.root_device.type == "cuda",
-            trainer=self._trainer,
+            tuple(trainer.optimizers),
+            cuda=trainer.strategy.root_device.type == "cuda",
+            trainer=trainer,
             batch_idx=batch_idx,
-            held_bytes=_held_by_callbacks(self._trainer, module),
         )
         try:
             with progress_printed(lambda: "GradientCheckpointing is choosing what to recompute"):
@@ -282,23 +224,10 @@ class _CheckpointingRun:
                 "the part of the model that does not run it: plan_checkpoints(module, sample)"
             )
 
-    def _write(self, text: str) -> None:
-        write_report_or_warn(self._directory, "checkpoint_plan.md", text)
-        log_text(self._trainer, "memtools/checkpoint_plan", text, training_step(self._trainer))
 
-
-def _held_by_callbacks(trainer: Trainer, model: LightningModule) -> int:
-    """Return the bytes of device memory in modules that callbacks hold, such as the average of WeightAveraging."""
-    own = set(map(id, (*model.parameters(), *model.buffers())))
-    held = {
-        id(tensor): tensor.nbytes
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        for part in vars(callback).values()
-        if isinstance(part, nn.Module)
-        for tensor in (*part.parameters(), *part.buffers())
-        if tensor.device == trainer.strategy.root_device and id(tensor) not in own
-    }
-    return sum(held.values())
+def _write(trainer: Trainer, text: str) -> None:
+    write_report_or_warn(report_directory(trainer), "checkpoint_plan.md", text)
+    log_text(trainer, "memtools/checkpoint_plan", text, training_step(trainer))
 
 
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:

@@ -62,26 +62,24 @@ class AppliedPlan:
 
     Attributes:
         heads: The replacement forwards of the layers whose loss is computed in chunks, by layer name.
-        differing: For each layer (by name) that gave other values when it ran again, a description of the difference.
     """
 
     def __init__(
         self, model: nn.Module, plans: Iterable[ChainPlan], *, heads: Iterable[str] = (), prove: bool = False
     ) -> None:
         self.heads: dict[str, DeferredHead] = {}
-        self.differing: dict[str, str] = {}
         self._modules: list[nn.Module] = []
         try:
             for plan in plans:
                 if plan.ranges:
                     module = _plain_module(model, plan.name)
-                    layers = [_submodule(model, name, plan.name) for name in plan.layers]
-                    self._replace(module, _PlannedForward(module, plan, layers, self.differing, prove=prove))
+                    layers = [model.get_submodule(name) for name in plan.layers]
+                    self._replace(module, _PlannedForward(module, plan, layers, prove=prove))
             for module in modules_with_caches(model).values() if self._modules else ():
                 self._replace(module, WithoutCaches(module))
             for name in heads:
                 head: Any = _plain_module(model, name)
-                self.heads[name] = DeferredHead(name, head, check=prove)
+                self.heads[name] = DeferredHead(name, head, warns=prove)
                 self._replace(head, self.heads[name])
         except BaseException:
             self.remove()
@@ -115,18 +113,15 @@ class _PlannedForward:
         module: The Sequential or module.
         plan: The ranges of its layers to recompute.
         layers: Its layers.
-        differing: Receives a description of the difference for each layer (by name) that gives other values when rerun.
         prove: Run each range two more times at its first call, to see whether it gives the same values.
     """
 
-    def __init__(
-        self, module: nn.Module, plan: ChainPlan, layers: Sequence[nn.Module], differing: dict[str, str], *, prove: bool
-    ) -> None:
-        self._module, self._plan, self._layers = module, plan, tuple(layers)
+    def __init__(self, module: nn.Module, plan: ChainPlan, layers: list[nn.Module], *, prove: bool) -> None:
+        self._module, self._plan, self._layers = module, plan, layers
         self._trained = module.training
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
         self._streams = own_streams(part for layer in layers for part in layer.modules())
-        self._differing, self._prove = differing, prove
+        self._prove = prove
         self._repeats: dict[Range, bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +131,8 @@ class _PlannedForward:
         if self._plan.is_module:
             return self._recompute(Range(0, 1), [plainly], args, kwargs)
         # A chain that was changed since (chain[3] = ..., append) is no longer the one that was planned.
-        if len(args) + len(kwargs) != 1 or not self._is_as_planned():
+        now = _flat_layers(self._module, set(map(id, self._layers)))
+        if len(args) + len(kwargs) != 1 or [*now] != self._layers:
             return plainly(*args, **kwargs)
         value, position = args[0] if args else next(iter(kwargs.values())), 0
         del args, kwargs  # a second name for the input would keep it alive
@@ -147,10 +143,6 @@ class _PlannedForward:
                 value = self._recompute(layers, self._layers[layers.start : layers.stop], (value,), {})
             position = layers.stop
         return value
-
-    def _is_as_planned(self) -> bool:
-        now = list(_flat_layers(self._module, set(map(id, self._layers))))
-        return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the layers of a range in sequence, the first with `args` and `kwargs`; backward calls them again."""
@@ -174,7 +166,6 @@ class _PlannedForward:
             self._repeats[which] = differs is None
             if differs is not None:
                 layer, evidence = names[min(differs[0], len(names) - 1)], differs[1]
-                self._differing[layer] = evidence
                 warnings.warn(
                     f"The layer {layer} did not do the same when it was run again ({evidence}), so what would be "
                     "recomputed together with it runs as usual. Leave it out with "
@@ -182,9 +173,10 @@ class _PlannedForward:
                     RecomputationDiffersWarning,
                     stacklevel=2,
                 )
+        unwatched = partial(run, lambda _: None)
         if not self._repeats.get(which, True):
-            return run(lambda _: None, args, kwargs)
-        return recomputed(run, names, norms, self._streams, (args, kwargs))
+            return unwatched(args, kwargs)
+        return recomputed(unwatched, norms, self._streams, (args, kwargs))
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
@@ -197,23 +189,13 @@ def _plain_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _plain_module(model: nn.Module, name: str) -> nn.Module:
-    module = _submodule(model, name, name)
+    module = model.get_submodule(name)
     if "forward" in vars(module):
         raise RuntimeError(
             f"{name or type(module).__name__} has a forward of its own instance already, of another plan or of another "
             "library. Remove that one first."
         )
     return module
-
-
-def _submodule(model: nn.Module, name: str, planned: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        raise ValueError(
-            f"The plan for {planned or type(model).__name__} does not suit this model ({error}): it was made for one "
-            "that is built otherwise. Make a plan for this model."
-        ) from None
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:

@@ -16,7 +16,6 @@ from torch import nn
 from lightning_memtools._torch import compiled_call, hooks_of, is_fsdp_module, registered_children
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.exact_recomputation import why_outside
-from lightning_memtools.warning_categories import DegradedWarning
 
 _SHARDED = "sharded by FSDP 2: it may only be recomputed by itself"
 
@@ -30,14 +29,12 @@ class Chain:
         layers: The qualified names of its layers; nested plain Sequentials are replaced by their layers.
         outside: For each layer (by index) that must not be recomputed, the reason.
         is_module: True for a single module with its own forward, which is then its only layer.
-        forced: True if an `include` pattern names this module, so that every plan recomputes it.
     """
 
     name: str
     layers: tuple[str, ...]
     outside: dict[int, str]
     is_module: bool = False
-    forced: bool = False
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
@@ -59,10 +56,6 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
     )
 
 
-class NothingToApplyTo(DegradedWarning):
-    """Warns that the model has no Sequential or module that can be recomputed."""
-
-
 def is_plain(module: nn.Module) -> bool:
     """Return True if a module runs its children one after the other, as Sequential does."""
     return (
@@ -80,32 +73,18 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
-    """Return the Sequentials that may be recomputed, or the modules that `include` names, as Chains, outermost first.
+    """Return the Sequentials whose layers may be recomputed (of those that `include` names), outermost first.
 
     Raises:
         ValueError: A pattern matches no module.
     """
     names = _Names(model, options)
-    if options.include is None:
-        taken = [name for name, module in names.modules.items() if is_plain(module) and len(module) > 0]
-    else:
-        matches = {name for pattern in options.include for name in _matches(names.modules, pattern, "include")}
-        taken = [
-            name
-            for name in names.modules
-            if name in matches and not any(name != other and is_within(name, other) for other in matches)
-        ]
     chains: list[Chain] = []
     flattened: set[str] = set()
-    for name in taken:
-        module = names.modules[name]
-        if name in flattened or any(is_within(name, other) for other in (*names.excluded, *names.compiled)):
-            continue
-        if is_plain(module):
+    for name, module in names.eligible.items():
+        if name not in flattened and is_plain(module) and len(module) > 0:
             layers = list(_layers(name, module, flattened))
             chains.append(Chain(name, tuple(layers), names.outside(layers)))
-        else:
-            chains.append(Chain(name, (name,), names.outside([name], is_module=True), is_module=True, forced=True))
     return chains
 
 
@@ -121,14 +100,13 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
     known |= {chain.name for chain in chains}
     return [
         Chain(name, (name,), names.outside([name], is_module=True), is_module=True)
-        for name, module in names.modules.items()
+        for name, module in names.eligible.items()
         if name
         and name not in known
         and not is_plain(module)
         # Another library's forward cannot be replaced, and a script's or a compiled module's neither.
         and "forward" not in vars(module)
         and not isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
-        and not any(is_within(name, other) for other in names.compiled)
         and not any(map(is_fsdp_module, list(module.modules())[1:]))
     ]
 
@@ -139,8 +117,14 @@ class _Names:
     def __init__(self, model: nn.Module, options: CheckpointOptions) -> None:
         self.modules = dict(model.named_modules())
         self.excluded = {name for pattern in options.exclude for name in _matches(self.modules, pattern, "exclude")}
-        self.compiled = [name for name, module in self.modules.items() if is_compiled(module)]
-        self._options = options
+        compiled = [name for name, module in self.modules.items() if is_compiled(module)]
+        included = {name for pattern in options.include or ["*"] for name in _matches(self.modules, pattern, "include")}
+        self.eligible = {
+            name: module
+            for name, module in self.modules.items()
+            if name in included and not any(is_within(name, other) for other in (*self.excluded, *compiled))
+        }
+        self._bn_dropout = options.bn_dropout
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
         """Return the layers that must not be recomputed, by index, each with the reason."""
@@ -152,33 +136,17 @@ class _Names:
         layer = self.modules.get(path) or self.modules[""].get_submodule(path)
         if any(is_within(path, name) or is_within(name, path) for name in self.excluded):
             return "excluded"
-        if any(is_within(name, path) for name in self._options.differing):
-            return "it did not do the same when it ran again"
         if any(is_compiled(part) for part in layer.modules()):
             return "compiled"
         if any(map(is_fsdp_module, layer.modules())) and not is_module:
             return _SHARDED
-        return why_outside(layer, self._options.bn_dropout)
+        return why_outside(layer, self._bn_dropout)
 
 
 def outermost(chains: Sequence[Chain]) -> list[Chain]:
     """Return the Sequentials that are not inside another Sequential."""
     rows = [chain for chain in chains if not chain.is_module]
     return [row for row in rows if not any(row is not other and is_within(row.name, other.name) for other in rows)]
-
-
-def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
-    """Return the message for a model in which nothing can be recomputed: what was searched for, and what to do."""
-    looked_for = (
-        "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
-        if options.include is None
-        else f"modules that match include={list(options.include)}"
-    )
-    looked_for += f", except exclude={list(options.exclude)}" if options.exclude else ""
-    return (
-        f"GradientCheckpointing has nothing to apply to in {type(model).__name__}: it looked for {looked_for}. "
-        "Name blocks with include=[...]."
-    )
 
 
 def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
@@ -195,8 +163,7 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
     names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
-        within = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5]
-        close = within or difflib.get_close_matches(pattern, modules, n=5) or [*modules][1:6]
+        close = difflib.get_close_matches(pattern, modules, n=5) or [*modules][1:6]
         raise CheckpointOptionsError(
             f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Examples of its "
             f"names: {', '.join(map(repr, close))}; '*' stands for any characters."

@@ -29,7 +29,6 @@ class CheckpointOptions:
         include: Patterns of the modules to recompute; None to choose among all modules.
         exclude: Patterns of modules that are never recomputed.
         loss_head: Whether a language model's loss may be computed in chunks.
-        differing: Names of layers that returned different values when they ran again.
     """
 
     segments: int | None
@@ -39,7 +38,6 @@ class CheckpointOptions:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
     loss_head: LossHead = "auto"
-    differing: frozenset[str] = frozenset()
 
     @staticmethod
     def parse(  # noqa: PLR0917, in the order of `plan_checkpoints`

@@ -23,7 +23,7 @@ class CheckpointPlan:
 
     Attributes:
         chains: The Sequentials and modules that are recomputed in part or as a whole.
-        plain: The memory and operations of the step without the plan; None if there is nothing to plan.
+        plain: The memory and operations of the step without the plan.
         planned: The memory and operations of the step with the plan.
         refused: The reason why nothing is recomputed; None if something is.
         notes: Phrases for the report that describe other effects of the plan.
@@ -32,29 +32,27 @@ class CheckpointPlan:
     """
 
     chains: tuple[ChainPlan, ...]
-    plain: StepCost | None
-    planned: StepCost | None
+    plain: StepCost
+    planned: StepCost
     refused: str | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
-    def peak_bytes(self) -> int | None:
+    def peak_bytes(self) -> int:
         """The predicted peak of allocated memory with the plan, in bytes."""
-        return None if self.planned is None else self.planned.peak_bytes
+        return self.planned.peak_bytes
 
     @property
-    def plain_peak_bytes(self) -> int | None:
+    def plain_peak_bytes(self) -> int:
         """The predicted peak of allocated memory without the plan, in bytes."""
-        return None if self.plain is None else self.plain.peak_bytes
+        return self.plain.peak_bytes
 
     @property
     def extra_operations(self) -> float:
         """The extra operations of a step with the plan, as a fraction of those without it: 0.25 is a quarter more."""
-        if self.plain is None or self.planned is None or self.plain.operations == 0:
-            return 0.0
-        return self.planned.operations / self.plain.operations - 1
+        return self.planned.operations / self.plain.operations - 1 if self.plain.operations else 0.0
 
     def apply(self, module: nn.Module) -> AppliedPlan:
         """Apply the plan to the module that it was made for, or to another with the same structure.
@@ -71,8 +69,6 @@ class CheckpointPlan:
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
         """Return lines of text on the memory saved, the extra operations, and the measured peak if one is given."""
-        if self.plain is None or self.planned is None:
-            return []
         plain, planned = self.plain, self.planned
         before, after = format_size(plain.activation_bytes), format_size(planned.activation_bytes)
         peak_before, peak_after = format_size(plain.peak_bytes), format_size(planned.peak_bytes)

@@ -226,7 +226,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
     if target.shape != source.shape[:-1]:
         return None  # torch says what is wrong with it
     _, weight, bias = recipe.inputs
-    out = recipe.head.loss_of(loss, source.reshape(-1, source.shape[-1]), weight, bias)
+    out = loss(source.reshape(-1, source.shape[-1]), weight, bias)
     return out.view(target.shape) if loss.reduction == "none" else out
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools._torch import (
     AnyBatchNorm,
@@ -19,7 +19,6 @@ from lightning_memtools._torch import (
     tree_flatten,
     tree_unflatten,
 )
-from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import values_named_in_steps
 from lightning_memtools.state.random_state import generator_state, set_generator_state
 
@@ -29,9 +28,6 @@ _RATES = ("p", "drop_prob")
 
 Stream = Any
 """A random generator of torch, Python or NumPy."""
-
-Run = Callable[[Callable[[Any], None], Any, Any], Any]
-"""Runs layers one after the other: calls its first argument with the output of each, and gives the first the others."""
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -135,53 +131,17 @@ def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
             yield from values_named_in_steps(type(module))
 
 
-class _RunLog:
-    """Compares what each layer of a range returns in the second run with what it returned in the first.
-
-    The check in torch.utils.checkpoint only says that some saved tensor differs; this one names the layer. It compares
-    shapes, dtypes and types of `grad_fn`, which are known without waiting for the device.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._first: list[str] = []
-        self._again: Iterator[tuple[str, str]] | None = None
-
-    def begin(self) -> None:
-        """Note that the range of recomputed layers begins to run, for the first time or again."""
-        self._again = zip(self._names, self._first, strict=False) if self._first else None
-
-    def note_output(self, out: Any) -> None:
-        """Note the output of the next layer. In a rerun, raise if it differs from the output in the first run."""
-        seen = ", ".join(
-            f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')} by {type(each.grad_fn).__name__}"
-            for each in tensors_in(out)
-        )
-        if self._again is None:
-            self._first.append(seen)
-            return
-        layer, first = next(self._again)
-        if seen != first:
-            raise CheckpointError(
-                f"The layer {layer} did not do the same when it was run again for its gradient ({first} the first "
-                f"time, {seen} the second): its output depends on something besides its input and weights. Leave it "
-                f"out of recomputation with exclude=[{layer!r}]."
-            )
-
-
 def recomputed(
-    run: Run, names: Sequence[str], norms: Sequence[nn.Module], streams: Sequence[Stream], given: tuple[Any, Any]
+    run: Callable[[Any, Any], Any], norms: Sequence[nn.Module], streams: Sequence[Stream], given: tuple[Any, Any]
 ) -> Any:
     """Run layers without keeping their activations, and return their output. They run again in backward.
 
     Args:
-        run: A function that runs the layers one after the other.
-        names: The qualified names of the layers.
+        run: Runs the layers one after the other, given the arguments of the first by position and by name.
         norms: The modules in the layers that update running statistics.
         streams: The random generators that the layers hold or refer to, from `own_streams`.
         given: The arguments of the first layer, by position and by name.
     """
-    log = _RunLog(names)
     states = stream_states(streams)
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
     flat, structure = tree_flatten(given)
@@ -193,12 +153,11 @@ def recomputed(
     first = [given]
 
     def run_flat(*different: Any) -> Any:
-        log.begin()
         if first:
-            return run(log.note_output, *first.pop())
+            return run(*first.pop())
         args, kwargs = tree_unflatten([different[at] for at in places], structure)
         # A later run leaves running statistics as they are, and draws the random numbers of the first one.
         with statistics_untouched([module for module in norms if updates_statistics(module)]), streams_set_to(states):
-            return run(log.note_output, args, kwargs)
+            return run(args, kwargs)
 
     return checkpoint(run_flat, *different.values(), use_reentrant=False, preserve_rng_state=True)

@@ -10,18 +10,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_memtools.checkpointing.apply_plan import ChainPlan, Range
 from lightning_memtools.checkpointing.chains import Chain, outermost
-from lightning_memtools.checkpointing.step_units import StepUnits, Unit
+from lightning_memtools.checkpointing.step_units import StepUnits
 
 _SLOTS = 2000
 _RANGE = 1e-4  # the time of the host for one more range, as a part of the operations of the forward pass
 _INFINITE = float("inf")
 _MOST_PLACES = 100  # in a Sequential where ranges begin and end
-_MOST_OF_FORWARD = 0.5  # of the operations: running more than this again as a whole gains little
 
 Span = tuple[int, int]
 """The first unit of a part that may run twice, and the index after its last."""
@@ -35,7 +35,6 @@ class StepParts:
 
     Attributes:
         spans: Maps each span of units that may run twice to the index of its chain and the range of its layers.
-        forced: The spans that must run twice.
         left_out: For each layer (by name) that may not run twice, the reason.
         chains: The chains of the model.
         rows: For each chain, its groups of consecutive layers that may all run twice.
@@ -43,7 +42,6 @@ class StepParts:
     """
 
     spans: dict[Span, tuple[int, Range]]
-    forced: list[Span]
     left_out: dict[str, str]
     chains: Sequence[Chain]
     rows: list[list[list[Layer]]]
@@ -52,26 +50,22 @@ class StepParts:
     @staticmethod
     def of(step: StepUnits, chains: Sequence[Chain]) -> StepParts:
         """Return the parts of a step that may run twice. If a chain is called twice, only its first call counts."""
-        work = [0, *itertools.accumulate(unit.operations for unit in step.units)]
         own = {chain.name for chain in chains if chain.is_module}  # a layer that FSDP 2 shards is a module of its own
-        parts = StepParts({}, [], {}, chains, [], step)
+        parts = StepParts({}, {}, chains, [], step)
         for index, chain in enumerate(chains):
             changed = {at: why for (of, at), why in step.changed.items() if of == index}
             # Of modules, only what running showed: that a module may not run twice leaves those inside of it.
-            known = changed if chain.is_module and not chain.forced else chain.outside | changed
+            known = changed if chain.is_module else chain.outside | changed
             names = {at: name for at, name in enumerate(chain.layers) if chain.is_module or name not in own}
             parts.left_out.update({name: known[at] for at, name in names.items() if at in known})
             parts.rows.append(list(_rows(step, index, chain, {*chain.outside, *changed})))
             for row in parts.rows[-1]:
-                begins, ends = _thinned(row, step.units)
-                for (at, start), (last, stop) in itertools.product(begins, ends):
-                    is_large = chain.is_module and work[stop] - work[start] > _MOST_OF_FORWARD * work[-1]
-                    if last >= at and (chain.forced or not is_large):
-                        parts.spans.setdefault((start, stop), (index, Range(at, last + 1)))
-                if chain.forced and step.units[row[0][1][0]].may_start:
-                    parts.forced.append(row[0][1])
-                elif chain.forced:
-                    parts.left_out[chain.name] = "it writes to its input"
+                size = math.ceil(len(row) / _MOST_PLACES)
+                groups = [(row[first], row[first : first + size][-1]) for first in range(0, len(row), size)]
+                for (first, _), (_, last) in itertools.combinations_with_replacement(groups, 2):
+                    (at, (start, _)), (end, (_, stop)) = first, last
+                    if step.units[start].may_start:
+                        parts.spans.setdefault((start, stop), (index, Range(at, end + 1)))
         return parts
 
     def chunks(self, segments: int) -> tuple[ChainPlan, ...]:
@@ -115,21 +109,28 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
         yield row
 
 
-def _thinned(row: list[Layer], units: Sequence[Unit]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return places, as (layer, unit), where ranges may begin and end. Of many, keep those with small inputs."""
-    begins, ends = [(at, start) for at, (start, _) in row], [(at, stop) for at, (_, stop) in row]
-    if len(row) > _MOST_PLACES:
-        between = _boundaries(units)
-        size = math.ceil((len(row) - 1) / _MOST_PLACES)
-        groups = (range(first, min(first + size, len(row))) for first in range(1, len(row), size))
-        chosen = [min(group, key=lambda at: between[begins[at][1]]) for group in groups]
-        ends = [ends[at] for at in (*(at - 1 for at in chosen), len(row) - 1)]
-        begins = [begins[at] for at in (0, *chosen)]
-    return begins, ends
+class _Choice(NamedTuple):
+    """A way to run the next unit or units.
+
+    Attributes:
+        stop: The index after the last of these units.
+        is_again: True if they run again in backward.
+        kept: The memory that they keep from their forward pass until their backward pass, in slots.
+        peak: The memory that they need while they run, in slots.
+        cost: The extra operations.
+    """
+
+    stop: int
+    is_again: bool
+    kept: int
+    peak: int
+    cost: float
 
 
 class LeastRecomputation:
     """Finds the layers to recompute that cost the fewest extra operations, for each limit on a step's memory.
+
+    A block of memory that several units keep belongs to the last of them: it is free only if that one does not keep it.
 
     Args:
         parts: The parts of the step that may run twice.
@@ -137,33 +138,32 @@ class LeastRecomputation:
     """
 
     def __init__(self, parts: StepParts, limit_bytes: int) -> None:
-        self._parts, self._units, self._forced = parts, parts.step.units, dict(parts.forced)
+        self._parts, self._units = parts, parts.step.units
         self._slot = limit_bytes / _SLOTS
         self._range = _RANGE * sum(unit.operations for unit in self._units)
-        self._between = _boundaries(self._units)
-        ends: dict[int, set[int]] = {}
-        for start, stop in (*parts.spans, *parts.forced):
-            if self._units[start].may_start:
-                ends.setdefault(start, set()).add(stop)
-        self._options = {start: list(_needs(self._units, self._between, start, stops)) for start, stops in ends.items()}
-        plain = [0.0]
-        held = True
-        for unit in self._units:
-            added, held = unit.keep(input_held=held)
-            plain.append(plain[-1] + added)
-        # Differences of rounded sums: many small units would all be rounded to nothing.
-        self._added = np.diff(np.rint(np.array(plain) / self._slot)).astype(int)
-        self._plain = plain
-        # The least operations for units from here on, by whether their input is held and by the memory that is left.
-        self._table = np.full((len(self._units) + 1, 2, _SLOTS + 1), _INFINITE)
+        numbered = [*enumerate(self._units)]
+        self._handed = {key: at for at, unit in reversed(numbered) for key in unit.input}
+        self._last = {key: at for at, unit in numbered for key in unit.saved}
+        owned = [sum(size for key, size in unit.saved.items() if self._last[key] == at) for at, unit in numbered]
+        self._kept_before = [0, *itertools.accumulate(owned)]
+        first = {key: at for at, unit in reversed(numbered) for key in unit.saved}
+        new = [sum(size for key, size in unit.saved.items() if first[key] == at) for at, unit in numbered]
+        self._held = [*itertools.accumulate(new)]  # while the backward pass of a unit runs
+        stops: dict[int, set[int]] = {}
+        for start, stop in parts.spans:
+            stops.setdefault(start, set()).add(stop)
+        self._choices = [
+            [self._keeping(at), *self._running_again(at, stops.get(at, set()))] for at in range(len(self._units))
+        ]
+        # The least extra operations for the units from here on, by the slots of memory that are left.
+        self._table = np.full((len(self._units) + 1, _SLOTS + 1), _INFINITE)
         self._table[-1] = 0.0
         for at in range(len(self._units) - 1, -1, -1):
-            for held in (False, True):
-                self._table[at, int(held)] = np.min([costs for _, costs in self._choices(at, held=held)], axis=0)
+            self._table[at] = np.min([self._costs(choice) for choice in self._choices[at]], axis=0)
 
     def frontier(self) -> list[tuple[int, int]]:
         """Return the Pareto front of peak memory and extra work, as (bytes, operations), highest peak first."""
-        costs = self._table[0, 1]
+        costs = self._table[0]
         return [
             (int(slot * self._slot) + 1, int(costs[slot]))
             for slot in range(_SLOTS, -1, -1)
@@ -172,71 +172,54 @@ class LeastRecomputation:
 
     def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
         """Return the plans with the least recomputation that keep the peak within a limit; None if none can."""
-        left, at, held = min(int(limit_bytes / self._slot), _SLOTS), 0, True
-        if left < 0 or self._table[0, 1, left] == _INFINITE:
+        left, at = min(int(limit_bytes / self._slot), _SLOTS), 0
+        if left < 0 or self._table[0, left] == _INFINITE:
             return None
         spans: list[Span] = []
         while at < len(self._units):
-            choices = list(self._choices(at, held=held))
-            (stop, used, held), _ = min(choices, key=lambda choice: choice[1][left])
-            spans += [] if stop is None else [(at, stop)]
-            at, left = stop if stop is not None else at + 1, left - used
+            choice = min(self._choices[at], key=lambda choice: self._costs(choice)[left])
+            spans += [(at, choice.stop)] if choice.is_again else []
+            at, left = choice.stop, left - choice.kept
         return self._parts.plans(spans)
 
-    def _choices(self, at: int, *, held: bool) -> Iterator[tuple[tuple[int | None, int, bool], np.ndarray]]:
-        """Yield the choices for a unit: (end of a recomputed span or None, memory slots, is output held), and costs."""
-        unit = self._units[at]
-        size = 0 if held else self._between[at]
-        if at not in self._forced:
-            added, out_held = unit.keep(input_held=held)
-            slots = max(int(self._added[at]) + round((added - self._plain[at + 1] + self._plain[at]) / self._slot), 0)
-            need = max(added + unit.backward_need, size + unit.forward_base + unit.forward_bytes)
-            yield (None, slots, out_held), self._shifted(at + 1, slots, need, 0, held=out_held)
-        for stop, anyway, need, operations in self._options.get(at, ()):
-            if self._forced.get(at, stop) == stop:
-                slots = round((size + anyway) / self._slot)
-                costs = self._shifted(stop, slots, size + need, operations + self._range, held=False)
-                yield (stop, slots, False), costs
-
-    def _shifted(self, then: int, slots: int, need: float, operations: float, *, held: bool) -> np.ndarray:
+    def _costs(self, choice: _Choice) -> np.ndarray:
+        """Return the least extra operations with this choice, by the slots of memory that are left before it."""
         costs = np.full(_SLOTS + 1, _INFINITE)
-        first = max(slots, round(need / self._slot))
+        first = max(choice.kept, choice.peak)
         if first <= _SLOTS:
-            costs[first:] = self._table[then, int(held), first - slots : _SLOTS + 1 - slots] + operations
+            costs[first:] = self._table[choice.stop, first - choice.kept : _SLOTS + 1 - choice.kept] + choice.cost
         return costs
 
+    def _keeping(self, at: int) -> _Choice:
+        unit, before = self._units[at], self._kept_before
+        # Differences of rounded sums: many small units would all be rounded to nothing.
+        kept = round(before[at + 1] / self._slot) - round(before[at] / self._slot)
+        peak = max(unit.forward_peak, unit.backward_peak) - before[at]
+        return _Choice(at + 1, is_again=False, kept=kept, peak=round(peak / self._slot), cost=0.0)
 
-def _boundaries(units: Sequence[Unit]) -> list[int]:
-    """Return the size of each unit's input tensors, followed by the size of the last unit's output."""
-    passed = [0]
-    for unit in units:
-        passed.append(unit.out_bytes or (passed[-1] if unit.same_storage else 0))
-    return passed
-
-
-def _needs(
-    units: Sequence[Unit], between: Sequence[int], start: int, stops: set[int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the costs of recomputing each span of units that begins at `start` and ends at one of `stops`.
-
-    Items are (end, bytes that later units keep anyway, bytes that a rerun needs besides the input, operations).
-    """
-    kept, held, first, forward, backward, operations, again = 0, True, 0, 0, 0, 0, 0
-    shared: list[tuple[int, int, int]] = []
-    for at in range(start, max(stops)):
-        unit = units[at]
-        first = max(first, (0 if at == start else between[at]) + unit.forward_base + unit.forward_bytes)
-        forward = max(forward, kept + (0 if held else between[at]) + unit.forward_bytes)
-        added, held = unit.keep(input_held=held)
-        kept += added
-        backward = max(backward, kept + unit.backward_need)
-        again = again if unit.again is None else operations + unit.again
-        operations += unit.operations
-        shared += [
-            (last, size, at + 1 if handed_on else 0)
-            for last, size, is_input, handed_on in unit.shared
-            if not is_input or at > start
-        ]
-        if at + 1 in stops:
-            anyway = sum(size for last, size, before in shared if last > at and before != at + 1)
-            yield at + 1, anyway, max(first, backward, forward + unit.backward_base), again
+    def _running_again(self, start: int, stops: set[int]) -> Iterator[_Choice]:
+        """Yield a choice for each span of units that begins at `start` and ends at one of `stops`."""
+        entry = self._units[start].forward_peak - self._kept_before[start]
+        given = self._units[start].input
+        seen = {*given}
+        first = forward = backward = kept = operations = again = 0
+        for at in range(start, max(stops, default=0)):
+            unit = self._units[at]
+            # While it runs for the first time, without keeping anything.
+            first = max(first, unit.forward_peak - self._kept_before[at] if at > start else 0)
+            # While it runs again, and in its backward pass.
+            handed_on = sum(size for key, size in unit.input.items() if key not in seen)
+            forward = max(forward, kept + handed_on + unit.forward_peak - unit.allocated_before)
+            kept += sum(size for key, size in unit.saved.items() if key not in seen)
+            seen |= unit.saved.keys()
+            backward = max(backward, kept + unit.backward_peak - self._held[at])
+            again = again if unit.again is None else operations + unit.again
+            operations += unit.operations
+            if at + 1 in stops:
+                # What was handed to an earlier unit too is there anyway, unless it is kept by a unit of this span only.
+                counted = (key for key in given if self._handed[key] == start or start <= self._last.get(key, -1) <= at)
+                n_given = sum(given[key] for key in counted)
+                begin = 0 if unit.backward_before is None else unit.backward_before - self._held[at]
+                peak = max(entry, n_given + max(first, backward, forward + begin))
+                slots = round(n_given / self._slot), round(peak / self._slot)
+                yield _Choice(at + 1, is_again=True, kept=slots[0], peak=slots[1], cost=again + self._range)

@@ -8,25 +8,18 @@ all logits never exist at the same time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from lightning_memtools._torch import is_fsdp_module
 from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
-from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy, chunk_rows
+from lightning_memtools.checkpointing.chunked_cross_entropy import chunk_rows
 from lightning_memtools.checkpointing.deferred_logits import deferred_linear
-from lightning_memtools.checkpointing.repetition_proof import holds_fake_tensors
 from lightning_memtools.memory.user_code import line_on_stack
 from lightning_memtools.warning_categories import DegradedWarning
 
 # Fewer classes make small logits.
 _LEAST_CLASSES = 1024
-# Where the rounding of a type adds up over chunks of float32, and over the sums of a product.
-_ROUNDINGS = 4
-_LEAST_TOLERANCE = 1e-5
 
 
 class LossHeadWarning(DegradedWarning):
@@ -55,9 +48,7 @@ class DeferredHead:
     Args:
         name: The layer's name.
         module: The layer.
-        check: At the first loss, compute the loss and gradients of some rows both in chunks and at once. Warn if the
-            relative norm of the difference exceeds 1e-5 plus four times the dtype's machine epsilon. Also warn if
-            anything but cross-entropy reads the output.
+        warns: Warn if anything but cross-entropy reads the output.
 
     Attributes:
         n_losses: The number of times that cross-entropy was called on the output.
@@ -67,7 +58,7 @@ class DeferredHead:
         logits: The number of predictions, the number of classes, and the bytes of one copy of all logits.
     """
 
-    def __init__(self, name: str, module: nn.Linear, *, check: bool) -> None:
+    def __init__(self, name: str, module: nn.Linear, *, warns: bool) -> None:
         self.n_losses = 0
         self.logits = 0, 0, 0
         self.read_by = ""
@@ -75,7 +66,7 @@ class DeferredHead:
         self.chunk_rows = chunk_rows(module.in_features)
         self._name, self._module = name, module
         self._trained = module.training
-        self._warns = self._checks = check
+        self._warns = warns
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002, Linear's own name, which callers may use
         """Return the layer's output: computed only when it is read, unless the layer runs as usual."""
@@ -87,52 +78,17 @@ class DeferredHead:
         self.logits = made.numel() // classes, classes, made.nbytes
         return made
 
-    def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the loss, computed in chunks; or from all logits at once, if the check at the first call fails."""
-        if self._checks and not holds_fake_tensors((source, weight)):
-            self._checks = False
-            if not _is_alike(loss, (source, weight, bias)):
-                self._stop("in chunks it differs from that of all logits by more than rounding")
-                return loss.at_once(source, weight, bias)
-        return loss(source, weight, bias)
-
     def on_read(self, function: str) -> None:
         """Run the layer as usual from now on, because `function` has read its output."""
         line = line_on_stack()
         self.read_by = f"`{function}`" + (f" at {line}" if line is not None else "")
-        self._stop(f"{self.read_by} reads its logits")
-
-    def _stop(self, why: str) -> None:
         self.is_off = True
         if self._warns:
             warnings.warn(
-                f"The loss of {self._name or 'the model'} is not computed in chunks any more, because {why}. From the "
-                'next step on the logits take their memory again. Set GradientCheckpointing(loss_head="keep"), or let '
-                "nothing but cross_entropy take the logits while gradients are on.",
+                f"The loss of {self._name or 'the model'} is not computed in chunks any more, because {self.read_by} "
+                "reads its logits. From the next step on the logits take their memory again. Set "
+                'GradientCheckpointing(loss_head="keep"), or let nothing but cross_entropy take the logits while '
+                "gradients are on.",
                 LossHeadWarning,
                 stacklevel=2,
             )
-
-
-def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Return True if the loss and its gradients are alike in chunks and at once (to rounding). Waits for the device."""
-    rows = chunk_rows(inputs[0].shape[1]) + 1
-    part = replace(loss, target=loss.target[:rows])
-    given = [
-        None if each is None else each.detach().requires_grad_(each.requires_grad)
-        for each in (inputs[0][:rows], *inputs[1:])
-    ]
-    wanted = [each for each in given if each is not None and each.requires_grad]
-
-    def results(run: Callable[..., Tensor]) -> list[Tensor]:
-        out = run(*given)
-        # A frozen layer on an input without a gradient has none.
-        return [out.detach(), *(torch.autograd.grad(out.float().sum(), wanted) if wanted else ())]
-
-    tolerance = _ROUNDINGS * torch.finfo(loss.dtype).eps + _LEAST_TOLERANCE
-    off = [
-        (one.float() - other.float()).norm() <= tolerance * other.float().norm()
-        for one, other in zip(results(part), results(part.at_once), strict=True)
-        if bool(other.isfinite().all())
-    ]
-    return all(map(bool, off))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,13 +12,7 @@ from torch import nn
 
 from lightning_memtools._torch import is_fsdp_module
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan
-from lightning_memtools.checkpointing.chains import (
-    Chain,
-    NothingToApplyTo,
-    find_chains,
-    find_modules,
-    nothing_found_message,
-)
+from lightning_memtools.checkpointing.chains import Chain, find_chains, find_modules
 from lightning_memtools.checkpointing.checkpoint_options import (
     BnDropout,
     CheckpointOptions,
@@ -27,7 +20,6 @@ from lightning_memtools.checkpointing.checkpoint_options import (
     LossHead,
 )
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
 from lightning_memtools.checkpointing.least_recomputation import LeastRecomputation, StepParts
 from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
 from lightning_memtools.checkpointing.step_units import StepUnits, units_of_step
@@ -90,8 +82,7 @@ def plan_checkpoints(
             least recomputation that fits the budget.
         bn_dropout: Whether BatchNorm and Dropout layers of a Sequential may run twice: with "skip" they never do; with
             "recompute" they may, and the results are the same bit for bit.
-        include: Patterns of the names of modules to recompute; by default any module may be chosen. A match that is
-            not a Sequential becomes one recomputed segment.
+        include: Patterns of the names of modules to choose from; by default any module may be chosen.
         exclude: Patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
             that lowers the peak and nothing else reads the output; with "keep", all at once.
@@ -146,12 +137,8 @@ class StepPlanner:
             plan = replace(plan, refused=None, heads=loss.names)
             names = " and ".join(loss.names)
             notes.append(f"the loss of {names} is computed in chunks of {loss.chunk_rows} rows: {loss.size}")
-        if loss is not None and loss.read_by and loss.logits[2] > _WORTH_A_NOTE * (plan.peak_bytes or 0):
+        if loss is not None and loss.read_by and loss.logits[2] > _WORTH_A_NOTE * plan.peak_bytes:
             notes.append(f"{loss.size}, and {loss.read_by} reads them, so that their loss is not computed in chunks")
-        cached = modules_with_caches(self._step.model) if plan.chains else {}
-        if cached:
-            names = ", ".join(sorted({type(part).__name__ for part in cached.values()}))
-            notes.append(f"use_cache of {names} is off in training, where blocks run twice")
         notes += [_SHARDED] if is_sharded and plan.chains else []
         return replace(plan, notes=tuple(notes))
 
@@ -168,23 +155,12 @@ class StepPlanner:
         heads = () if loss is None else loss.names
         options = replace(options, exclude=(*options.exclude, *heads))
         chains = find_chains(self._step.model, options)
-        if options.include is None and options.segments is None:
+        if options.segments is None:
             chains += find_modules(self._step.model, chains, options)
-        parts = StepParts.of(self._units(chains, loss), chains) if chains else None
-        if parts is None or not parts.spans:
-            message = nothing_found_message(self._step.model, options)
-            if loss is None:
-                warnings.warn(message, NothingToApplyTo, stacklevel=4)
-                return CheckpointPlan((), None, None, message)
-            return CheckpointPlan((), loss.plain, loss.cost, message)
-        plain, start = (parts.step.plain, parts.step.plain) if loss is None else (loss.plain, loss.cost)
-        if options.segments is None and options.fits(plain):
-            reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
-            return CheckpointPlan((), plain, plain, reason, left_out=parts.left_out)
+        units = self._units(chains, loss)
+        plain, start = units.plain if loss is None else loss.plain, units.plain
         with _cost_of_plans(self._step, heads, self._costs.setdefault(heads, {(): start})) as cost_of:
-            plan = _PlanSearch(options, plain, start, parts, cost_of).plan(nearest=nearest)
-        hints = plan.refused is not None and not heads and options.bn_dropout == "skip" and options.segments is None
-        return replace(plan, refused=f"{plan.refused} {self._with_dropout(options)}") if hints else plan
+            return _PlanSearch(options, plain, start, StepParts.of(units, chains), cost_of).plan(nearest=nearest)
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
         """Return the step cut into measured units, which lie between layer boundaries. Cached by `chains`."""
@@ -193,16 +169,6 @@ class StepPlanner:
         if key not in self._measured:
             self._measured[key] = units_of_step(self._step, chains, heads, cost)
         return self._measured[key]
-
-    def _with_dropout(self, options: CheckpointOptions) -> str:
-        """Return a sentence on the peak that the option `bn_dropout="recompute"` would lead to."""
-        plan = self._best(replace(options, bn_dropout="recompute"), None, nearest=False)
-        result = (
-            "no lower peak either"
-            if plan.refused
-            else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
-        )
-        return f'bn_dropout="recompute" would give {result}.'
 
 
 @contextmanager
@@ -263,21 +229,19 @@ class _PlanSearch:
             return self._fitting(limit, least, nearest=nearest)
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
-    def _plan(self, chains: _Chains) -> CheckpointPlan:
+    def _plan(self, chains: _Chains, refused: str | None = None) -> CheckpointPlan:
         """Return a plan that recomputes these ranges, with its cost from a trace of the step."""
-        return CheckpointPlan(chains, self.plain, self.cost_of(chains), left_out=self.parts.left_out)
+        return CheckpointPlan(chains, self.plain, self.cost_of(chains), refused, left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
         """Return the plan for `chains`; if it saves less than `least_saving` of the peak, one without recomputation."""
         plan = self._plan(chains)
-        was, now = self.start.peak_bytes, plan.peak_bytes or 0
-        if chains and now < was * (1 - least_saving):
+        if chains and plan.peak_bytes < self.start.peak_bytes * (1 - least_saving):
             return plan
-        reason = f"No plan lowers the predicted peak of {format_size(was)} at an acceptable cost."
-        if chains:
-            does = "does not lower the peak" if now >= was else "saves too little"
-            reason = f"The plan {does}: {format_size(was)} without it, {format_size(now)} with it."
-        return CheckpointPlan((), self.plain, self.start, reason, left_out=self.parts.left_out)
+        reason = f"No plan lowers the predicted peak of {format_size(self.start.peak_bytes)} at an acceptable cost."
+        if any("never runs twice" in why for why in self.parts.left_out.values()):
+            reason += ' With bn_dropout="recompute", BatchNorm and Dropout layers may run twice too.'
+        return self._plan((), reason)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
         """Trace the most promising plans, and return the one with the lowest product of memory and operations."""
@@ -306,7 +270,7 @@ class _PlanSearch:
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
         """Return the plan with the least recomputation whose traced peak fits. `nearest`: see `StepPlanner.plan`."""
         if self.start.peak_bytes <= limit:
-            return self._plan(())
+            return self._plan((), f"The peak of {format_size(self.start.peak_bytes)} is within the budget.")
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):
@@ -314,35 +278,26 @@ class _PlanSearch:
             if chains is None:
                 break
             plan = self._plan(chains)
-            over = (plan.peak_bytes or 0) - limit
+            over = plan.peak_bytes - limit
             if over <= 0:
                 return plan
             tried.append(plan)
             aim -= over + 0.001 * 2**attempt * limit
-        tried += [self._plan(least.best(peak) or ()) for peak, _ in least.frontier()[-1:]]
-        smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
-        is_share = self.options.budget_share is not None
-        if smallest is not None and ((smallest.peak_bytes or 0) <= limit or (nearest and is_share)):
+        lowest = least.frontier()[-1:]
+        tried.append(self._plan((least.best(lowest[0][0]) or ()) if lowest else ()))
+        smallest = min(tried, key=lambda plan: plan.peak_bytes)
+        if smallest.peak_bytes <= limit or (nearest and self.options.budget_share is not None):
             return smallest
-        raise _too_small(self.options, limit, self.plain, smallest)
+        raise _too_small(self.options, limit, smallest)
 
 
-def _too_small(
-    options: CheckpointOptions, limit: int, plain: StepCost, smallest: CheckpointPlan | None
-) -> BudgetTooSmallError:
-    reachable = None if smallest is None else smallest.planned
+def _too_small(options: CheckpointOptions, limit: int, smallest: CheckpointPlan) -> BudgetTooSmallError:
     budget = options.budget_share if options.budget_bytes is None else format_size(limit)
-    message = f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). "
-    if smallest is not None and reachable is not None:
-        share = reachable.activation_bytes / max(plain.activation_bytes, 1)
-        message += (
-            f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, {share:.3g} of the plain step's "
-            f"activations, by recomputing {smallest.recomputed(3)} ({smallest.extra_operations:.0%} more operations). "
-        )
-    ways = ["raise the budget"]
-    if options.budget_share is None:  # a share of the activations is no easier to reach with a smaller batch
-        ways.append("make the batch smaller")
-    if options.bn_dropout == "skip":
-        ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="recompute")')
-    message += f"Next: {' or '.join(ways)}."
-    return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
+    share = smallest.planned.activation_bytes / max(smallest.plain.activation_bytes, 1)
+    return BudgetTooSmallError(
+        f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). The smallest reachable peak is "
+        f"{format_size(smallest.peak_bytes)}, {share:.3g} of the plain step's activations, by recomputing "
+        f"{smallest.recomputed(3)} ({smallest.extra_operations:.0%} more operations). Next: raise the budget, make the "
+        'batch smaller, or let layers of BatchNorm and Dropout be recomputed (bn_dropout="recompute").',
+        smallest.peak_bytes,
+    )

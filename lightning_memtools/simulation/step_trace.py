@@ -40,7 +40,6 @@ class TracedStep:
         trainer: The Trainer of a LightningModule. If it accumulates gradients over several batches, the
             last of these is traced.
         batch_idx: The index of the batch in its epoch.
-        held_bytes: The bytes that other things, such as averages of the weights, keep allocated throughout the step.
     """
 
     model: nn.Module
@@ -50,7 +49,6 @@ class TracedStep:
     cuda: bool = False
     trainer: Any = None
     batch_idx: int = 0
-    held_bytes: int = 0
 
 
 class NoLossError(Exception):
@@ -143,7 +141,6 @@ class StepTrace(FakeBatches):
         self._step = step
         self._peak = self._static = self._gradients = 0
         self._before_backward: Callable[[], None] = lambda: None
-        self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
         optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
         make = (lambda _parameters: optimizers) if optimizers else None
         self._accumulate = 1

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from lightning_memtools.checkpointing.chains import find_chains
+from lightning_memtools.checkpointing.chains import find_chains, find_modules
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.exact_recomputation import is_dropout
 from tests.zoo import timm, torchvision_models
@@ -50,8 +50,11 @@ def test_sequentials_of_any_subclass_at_any_depth_that_run_as_sequential_does():
 
 
 def test_include_takes_what_it_names_and_nothing_else():
-    assert found(Model(), include=["list.*"]) == {"list.0": ("list.0.0", "list.0.1"), "list.1": ("list.1",)}
-    assert found(Model(), include=["stem", "stem.own*"]) == {"stem": found(Model())["stem"]}
+    options = CheckpointOptions.parse(include=["list.*"])
+    chains = find_chains(Model(), options)
+    assert [chain.name for chain in chains] == ["list.0"]
+    assert [chain.name for chain in find_modules(Model(), chains, options)] == ["list.1"]
+    assert set(found(Model(), include=["stem", "stem.own"])) == {"stem"}
     assert set(found(Model(), exclude=["stem"])) == {"list.0"}
 
 

@@ -53,9 +53,8 @@ def test_gradients_weights_buffers_and_random_numbers_after_three_steps(name, mo
     model = same_seed(make)
     plans = harshest(model, bn_dropout=mode)
     assert any(plan.ranges for plan in plans)
-    with AppliedPlan(model, plans, prove=prove) as applied:
+    with AppliedPlan(model, plans, prove=prove):
         assert_same_bits(plain, train(model, shape))
-    assert applied.differing == {}
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -211,9 +210,8 @@ def test_own_forwards_with_skips_shared_storages_lists_and_arguments_by_name(mak
     assert plan.peak_bytes <= share * plan.plain_peak_bytes
     assert sum(one.stop - one.start for chain in plan.chains for one in chain.ranges) >= 2
     plain = train(same_seed(make), shape)
-    with plan.apply(model) as applied:
+    with plan.apply(model):
         assert_same_bits(plain, train(model, shape))
-    assert applied.differing == {}
 
 
 def gradients_twice(model, x):

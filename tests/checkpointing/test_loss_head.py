@@ -172,12 +172,9 @@ class LooksLater(Language):
         return loss
 
 
-def test_read_in_a_later_step_it_is_taken_back_and_planned_again():
-    callback = GradientCheckpointing()
+def test_read_in_a_later_step_it_runs_as_usual_from_then_on():
     with pytest.warns(LossHeadWarning, match="`argmax` at .* reads its logits"), VirtualDevice():
-        fit(LooksLater(), callback, batches=5)
-    assert callback.plan is not None
-    assert callback.plan.heads == ()
+        fit(LooksLater(), GradientCheckpointing(), batches=5)
 
 
 def of_library(kind: str) -> Any:
