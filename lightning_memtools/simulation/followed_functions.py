@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import groupby
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class FollowedValues(TorchFunctionMode):
             return func(*args, **kwargs)
         on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
         if name == "item" and on_device and args[0].is_floating_point() and self._values.of(args[0]) is None:
-            return AssumedFloat(1.0, lambda: self._values.assume("a number that is not known is 1.0"))
+            return 1.0  # a loss or a metric, which most scripts only print or add up: nothing depends on it
         rule = RULES.get(name) if on_device else None
         if rule is not None and rule.answer is not None:
             result = rule.answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))
@@ -86,48 +85,6 @@ class FollowedValues(TorchFunctionMode):
         self._values.follow(FollowedCall(known_as, func, args, kwargs, _holds_nothing, written, is_followed), out)
 
 
-class AssumedFloat(float):
-    """A number, such as a loss, that was assumed and not computed. Most scripts only print it or add it up.
-
-    That is harmless. A comparison is reported, because what the script does next depends on the number.
-    """
-
-    __hash__ = float.__hash__
-
-    def __new__(cls, value: float, note: Callable[[], object]) -> Self:
-        """Make a number that calls `note` when it is compared."""
-        made = super().__new__(cls, value)
-        made.note = note
-        return made
-
-    note: Callable[[], object]
-
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (super().__float__(),)  # a copy or a pickle is a plain number
-
-
-def _listed(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(number: AssumedFloat, *others: Any) -> Any:
-        number.note()
-        return operation(number, *others)
-
-    return run
-
-
-def _carried(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(number: AssumedFloat, *others: Any) -> Any:
-        result = operation(number, *others)
-        return AssumedFloat(result, number.note) if isinstance(result, float) else result
-
-    return run
-
-
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
-    setattr(AssumedFloat, f"__{_name}__", _listed(getattr(float, f"__{_name}__")))
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
-    setattr(AssumedFloat, f"__{_name}__", _carried(getattr(float, f"__{_name}__")))
-
-
 def _holds_nothing(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda and _computes_nothing(value.device)
 
@@ -138,61 +95,43 @@ _computes_nothing = cache(computes_nothing)
 # --- packed sequences: torch's kernels for them read lengths without an operator
 
 
-class _PackedSequences(torch.autograd.Function):
-    """Packs padded sequences as torch does (PackedSequence.cpp), given the number of sequences at each time step."""
+class _Rearranged(torch.autograd.Function):
+    """Makes a tensor of another shape from a fake tensor, and in backward a gradient of the fake tensor's shape."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
-        """Return the rows of all time steps, concatenated, without padding."""
-        ctx.shape, ctx.sizes, ctx.batch_first = source.shape, sizes, batch_first
-        steps = source.transpose(0, 1) if batch_first else source
-        parts = [
-            steps[first:last, :n].contiguous().view(-1, *steps.shape[2:]) for first, last, n in _runs_of_equal(sizes)
-        ]
-        return torch.cat(parts)
+    def forward(ctx: Any, source: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the new tensor; while it is made, the parts that torch puts together are allocated too."""
+        ctx.shape = source.shape
+        parts = torch.empty_like(source)
+        made = source.new_empty(shape)
+        del parts
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient of the padded input: each row's gradient in its original place, and zeros elsewhere."""
-        (gradient,) = gradients
-        shape = [ctx.shape[1], ctx.shape[0], *ctx.shape[2:]] if ctx.batch_first else ctx.shape
-        out = gradient.new_zeros(shape)
-        offset = 0
-        for step, n in enumerate(ctx.sizes):
-            out[step, :n].copy_(gradient[offset : offset + n])
-            offset += n
-        return (out.transpose(0, 1) if ctx.batch_first else out), None, None
-
-
-def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first step, end, number of sequences) for each stretch of time steps with the same number of sequences."""
-    first = 0
-    for size, run in groupby(sizes):
-        last = first + len(list(run))
-        yield first, last, size
-        first = last
+        """Return the gradient; while it is made, there is a copy of the result's gradient."""
+        copied = torch.empty_like(gradients[0])
+        made = gradients[0].new_empty(ctx.shape)
+        del copied
+        return made, None
 
 
 def _pack(values: KnownValues, source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     known = values.read(lengths)
     with without_dispatch_modes():
         sizes: list[int] = [int((known > step).sum()) for step in range(int(known.max()))]
-    packed: Tensor = _PackedSequences.apply(source, sizes, batch_first)  # type: ignore[no-untyped-call]
+    steps = source.transpose(0, 1) if batch_first else source
+    packed: Tensor = _Rearranged.apply(steps, (sum(sizes), *source.shape[2:]))  # type: ignore[no-untyped-call]
     return packed, torch.tensor(sizes)
 
 
 def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    batch_first, padding_value, total_length = options
+    batch_first, _padding_value, total_length = options
     known = values.read(batch_sizes)
     with without_dispatch_modes():
         sizes: list[int] = known.tolist()
-    length = max(total_length, len(sizes))
-    out = source.new_full((length, sizes[0], *source.shape[1:]), padding_value)
-    offset = 0
-    for first, last, n in _runs_of_equal(sizes):
-        rows = source[offset : offset + (last - first) * n]
-        out[first:last, :n].copy_(rows.view(last - first, n, *source.shape[1:]))
-        offset += (last - first) * n
+    shape = (max(total_length, len(sizes)), sizes[0], *source.shape[1:])
+    out: Tensor = _Rearranged.apply(source, shape)  # type: ignore[no-untyped-call]
     lengths = torch.tensor([sum(n > at for n in sizes) for at in range(sizes[0])])
     return (out.transpose(0, 1) if batch_first else out), lengths
 
