@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class FollowedValues(TorchFunctionMode):
             return func(*args, **kwargs)
         on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
         if name == "item" and on_device and args[0].is_floating_point() and self._values.of(args[0]) is None:
-            return 1.0  # a loss or a metric, which most scripts only print or add up: nothing depends on it
+            return AssumedFloat(1.0, lambda: self._values.assume("a number that is not known is 1.0"))
         rule = RULES.get(name) if on_device else None
         if rule is not None and rule.answer is not None:
             result = rule.answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))
@@ -83,6 +83,48 @@ class FollowedValues(TorchFunctionMode):
         known_as = name if name in RULES else name.strip("_")
         is_followed = _RANDOM.search(name) is None
         self._values.follow(FollowedCall(known_as, func, args, kwargs, _holds_nothing, written, is_followed), out)
+
+
+class AssumedFloat(float):
+    """A number, such as a loss, that was assumed and not computed. Most scripts only print it or add it up.
+
+    That is harmless. A comparison is reported, because what the script does next depends on the number.
+    """
+
+    __hash__ = float.__hash__
+
+    def __new__(cls, value: float, note: Callable[[], object]) -> Self:
+        """Make a number that calls `note` when it is compared."""
+        made = super().__new__(cls, value)
+        made.note = note
+        return made
+
+    note: Callable[[], object]
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (super().__float__(),)  # a copy or a pickle is a plain number
+
+
+def _listed(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(number: AssumedFloat, *others: Any) -> Any:
+        number.note()
+        return operation(number, *others)
+
+    return run
+
+
+def _carried(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(number: AssumedFloat, *others: Any) -> Any:
+        result = operation(number, *others)
+        return AssumedFloat(result, number.note) if isinstance(result, float) else result
+
+    return run
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
+    setattr(AssumedFloat, f"__{_name}__", _listed(getattr(float, f"__{_name}__")))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+    setattr(AssumedFloat, f"__{_name}__", _carried(getattr(float, f"__{_name}__")))
 
 
 def _holds_nothing(value: Any) -> bool:

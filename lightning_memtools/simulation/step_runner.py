@@ -153,9 +153,8 @@ class StepRunner:
                 self._fetcher = begin_training(self.trainer, runs_hooks=trainer is None and replay is None)
             self.trainer.facts = replay
             if recipe.stage == "train" and replay is None:
-                for optimizer in self.optimizers:
-                    if isinstance(optimizer, torch.optim.LBFGS):
-                        raise ValueError("LBFGS is not estimated: its values decide how often it computes the loss.")
+                if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+                    raise ValueError("LBFGS is not estimated: its values decide how often it computes the loss.")
                 listener.on_optimizers(self.optimizers)
 
     def _put_in_place(self) -> None:
