@@ -153,8 +153,8 @@ class StepRunner:
                 self._fetcher = begin_training(self.trainer, runs_hooks=trainer is None and replay is None)
             self.trainer.facts = replay
             if recipe.stage == "train" and replay is None:
-                for optimizer in self.optimizers:
-                    _refuse_lbfgs(optimizer)
+                if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+                    raise ValueError("LBFGS is not estimated: its values decide how often it computes the loss.")
                 listener.on_optimizers(self.optimizers)
 
     def _put_in_place(self) -> None:
@@ -349,16 +349,6 @@ def _has_loss(out: Any) -> bool:
             "requires a gradient, or a dict with it under 'loss'. For a step without a loss use stage='val'."
         )
     return True
-
-
-def _refuse_lbfgs(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return
-    n_vectors = 2 * optimizer.param_groups[0]["history_size"] + 4
-    raise ValueError(
-        "LBFGS is not estimated: its values decide how often it computes the loss. Estimate the step with "
-        f"torch.optim.SGD, and add {n_vectors} vectors, each as large as all its parameters."
-    )
 
 
 def _precision_like(trainer: Any, device: str) -> Any:
