@@ -58,7 +58,7 @@ class DoctorRun:
         """Examine the model, its loaders and its settings before the first step."""
         case, n_batches = self._examination.case, trainer.num_training_batches
         case.device = trainer.strategy.root_device
-        case.train_loader = trainer.train_dataloader
+        case.train_loader, case.optimizers = trainer.train_dataloader, trainer.optimizers
         if trainer.max_steps >= 0:  # they may end before an epoch does
             n_batches = min(n_batches, trainer.max_steps * trainer.accumulate_grad_batches)
         case.n_train_batches = None if n_batches == float("inf") else int(n_batches)

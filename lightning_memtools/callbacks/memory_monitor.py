@@ -12,14 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import (
-    callbacks_of,
-    is_accumulating,
-    running_stage,
-    training_step,
-)
+from lightning_memtools._lightning import callbacks_of, is_accumulating, running_stage, training_step
 from lightning_memtools.callbacks.guarded import WatchingCallback
 from lightning_memtools.memory.allocator import write_snapshot
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
@@ -32,6 +28,9 @@ from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.warning_categories import DegradedWarning, FindingWarning, MemtoolsWarning
+
+# A script may make many Trainers: what a run without a GPU is told need not be said again.
+_IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
@@ -199,8 +198,9 @@ class MemoryMonitor(WatchingCallback):
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
                 log_text(trainer, "memtools/memory_summary", text, self._summary_step)
-                print_on_console(summary.title)
-                print_on_console(*map(console_table, summary.tables()), *summary.remarks)
+                if summary.peaks or _IS_FIRST_WITHOUT_PEAKS():
+                    print_on_console(summary.title)
+                    print_on_console(*map(console_table, summary.tables()), *summary.remarks)
         self.stop_watching()
 
     def _begin_phase(self, phase: Phase) -> None:

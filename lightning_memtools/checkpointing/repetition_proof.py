@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memtools._torch import FakeTensor, has_readable_values, tree_flatten, tree_unflatten
@@ -38,10 +37,16 @@ def layer_that_differs(
     """Run layers twice; return the index of the first whose values differ, with a description, or None if none differ.
 
     Outputs and tensors saved for backward are compared by hashes of all their bits. Because only the hashes are kept,
-    this needs no more memory than the forward pass of the range. Random generators and running statistics are left as
-    they were. Waits for the device.
+    this needs no more memory than the forward pass of the range. Random generators, buffers and running statistics
+    are left as they were. Waits for the device.
     """
-    first, second = (_fingerprints_of(run, given, layers, norms, streams) for _ in range(2))
+    seen: list[list[tuple[int, str, Tensor]]] = []
+    for _ in range(2):
+        prints, changed = _fingerprints_of(run, given, layers, norms, streams)
+        if changed:
+            return changed[0]
+        seen.append(prints)
+    first, second = seen
     for (layer, tensor, value), (_, other, other_value) in zip(first, second, strict=False):
         if tensor != other:
             return layer, f"{tensor} the first time, {other} the second"
@@ -60,8 +65,11 @@ def holds_fake_tensors(value: Any) -> bool:
 
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
-) -> list[tuple[int, str, Tensor]]:
-    """Run layers, and return (layer index, description, hash) of each tensor that they return or save for backward."""
+) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
+    """Run layers, and return hashes of the tensors that they return or save for backward, and the buffers they change.
+
+    Tensors are listed as (layer index, description, hash), and changed buffers as (layer index, description).
+    """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
 
@@ -78,6 +86,7 @@ def _fingerprints_of(
 
     with (
         statistics_untouched(norms),
+        _buffers_restored(layers, norms) as changed,
         random_streams_restored(),
         streams_set_to(stream_states(streams)),
         _autocast_cache_off(),
@@ -85,7 +94,7 @@ def _fingerprints_of(
         torch.autograd.graph.saved_tensors_hooks(note_kept, lambda none: none),
     ):
         run(note_output, *tree_unflatten(*tree_flatten(given)))  # in lists of its own, which a layer may change
-    return prints
+    return prints, changed
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
@@ -103,6 +112,28 @@ def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
     For such layers the output alone shows whether the values are the same.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
+
+
+@contextmanager
+def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
+    """Context manager: restore buffers, except those of `norms`. Its list receives the layers that changed a buffer."""
+    skipped = set(map(id, norms))
+    before = [
+        (at, part, name, tensor, tensor.clone())
+        for at, layer in enumerate(layers)
+        for part in layer.modules()
+        if id(part) not in skipped
+        for name, tensor in part.named_buffers(recurse=False)
+    ]
+    changed: list[tuple[int, str]] = []
+    yield changed
+    with torch.no_grad():
+        for at, part, name, tensor, value in before:
+            if tensor.shape == value.shape and fingerprint(tensor).item() == fingerprint(value).item():
+                continue
+            changed.append((at, f"it changes {name} when it runs"))
+            tensor.resize_(value.shape).copy_(value)
+            setattr(part, name, tensor)
 
 
 @contextmanager
@@ -127,19 +158,31 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Wegman 1979). A single different element always changes it. `torch.hash_tensor` ignores the order, and is the same
     for any even number of equal elements. The hash is 0 for tensors whose values cannot be read.
     """
-    # To read a quantized tensor under another type ends the process.
-    if not has_readable_values(tensor) or tensor.is_quantized:
+    if not has_readable_values(tensor):
         return torch.zeros((), dtype=torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    with torch.no_grad(), suppress(NotImplementedError, RuntimeError, TypeError):  # sparse and nested tensors
-        parts = torch.split(tensor.detach().flatten(), _CHUNK)  # which take little memory
-        weights = _weights(parts[0].nbytes // 8 + 1, tensor.device)
-        for part in parts:
-            octets = part.view(torch.uint8)
-            numbers = F.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
-            # The high half is added to the low one first: two signs that change would cancel modulo 2^64.
-            folded = (numbers >> 32).bitwise_xor_(numbers)
-            total.mul_(_STEP).add_(folded.mul_(weights[: len(folded)]).sum())
+    with torch.no_grad():
+        try:
+            if tensor.is_quantized:  # to read such a tensor under another type ends the process
+                tensor = tensor.int_repr()
+            values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+            octets = values.view(torch.uint8)
+            if octets.storage_offset() % 8:  # such a view cannot be read as 8-byte numbers
+                octets = octets.clone()
+            n_whole = len(octets) // 8 * 8
+            total = _hash(octets[:n_whole].view(torch.int64))
+            return total.mul_(_STEP).add_(_hash(octets[n_whole:].to(torch.int64)))
+        except (NotImplementedError, RuntimeError, TypeError):  # sparse and nested tensors
+            return torch.zeros((), dtype=torch.int64)
+
+
+def _hash(bits: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    weights = _weights(min(_CHUNK, len(bits)), bits.device)
+    for start in range(0, len(bits), _CHUNK):  # in chunks, which take little memory
+        part = bits[start : start + _CHUNK]
+        # The high half is added to the low one first: two signs that change would cancel modulo 2^64.
+        folded = (part >> 32).bitwise_xor_(part)
+        total.mul_(_STEP).add_(folded.mul_(weights[: len(part)]).sum())
     return total
 
 

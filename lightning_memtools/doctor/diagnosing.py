@@ -184,7 +184,7 @@ class _RealSteps(StepListener, Callback):
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Store the optimizers, in which no holder is searched for."""
-        self._case.stop_at = optimizers
+        self._case.optimizers = self._case.stop_at = optimizers
 
     # --- called by Lightning
 

@@ -30,6 +30,7 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("batch_norm_one_sample", "first loss", loader_checks.batch_norm_one_sample),
     ("shared_memory", "start", loader_checks.note_free_memory),
     ("shared_memory", "first batch_start", loader_checks.shared_memory),
+    ("optimizer_parameters", "end", parameter_checks.optimizer_parameters),
     ("symmetric_weights", "first gradients", parameter_checks.symmetric_weights),
     ("devices", "start", module_checks.devices),
     ("reproducibility", "start", module_checks.reproducibility),

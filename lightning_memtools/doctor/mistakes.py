@@ -28,6 +28,11 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
         "load_state_dict raises, for other sizes also with strict=False; what is missing keeps its initial values.",
         "Build the model as it was saved, or rename the keys: key.removeprefix('module.') for those of a wrapper.",
     ),
+    "optimizer_parameters": (
+        "warning",
+        "They are never trained, and their gradients add up and cost time and memory.",
+        "Add them to the optimizer, or call requires_grad_(False) on them.",
+    ),
     "symmetric_weights": (
         "warning",
         "The outputs stay copies of one another: the layer has the capacity of one.",

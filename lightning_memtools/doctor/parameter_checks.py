@@ -1,4 +1,4 @@
-"""Checks of parameters that get no gradient, or that stay equal to each other."""
+"""Checks of parameters that no optimizer holds, that get no gradient, or that stay equal to each other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ from lightning_memtools.reporting.phrases import counted, first_of
 # Fewer show nothing: a generator may be trained in every second step, and a parameter that weights initialised with
 # zeros keep out of the first updates, as in LoRA, gets a gradient by then.
 _MIN_UPDATES = 5
+
+
+def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
+    """Return a finding on parameters that get gradients but are in no optimizer, so they are never updated."""
+    held = {id(p) for optimizer in case.optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [(name, p) for name, p in case.model.named_parameters() if p.requires_grad and p.grad is not None]
+    left_out = [name for name, parameter in trained if id(parameter) not in held]
+    # With none of them, the optimizer is the stand-in that Lightning makes for a model without one.
+    if case.sharded or case.n_steps < _MIN_UPDATES or len(left_out) in {0, len(trained)}:
+        return []
+    evidence = f"{counted(len(left_out), 'parameter gets', 'parameters get')} gradients without being in any optimizer."
+    return [finding("optimizer_parameters", first_of(left_out), evidence)]
 
 
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:

@@ -39,6 +39,7 @@ class TrainingCase:
     """The objects and settings of a training run that the checks read, and the values that they recorded."""
 
     model: nn.Module
+    optimizers: Sequence[Optimizer] = ()
     train_loader: Any = None
     n_train_batches: int | None = None  # in an epoch, where it is known
     accumulate: int = 1  # the batches per update, by which Lightning divides the loss

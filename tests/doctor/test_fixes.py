@@ -179,6 +179,12 @@ def half_frozen() -> HalfUsed:
     return model
 
 
+def first_frozen() -> nn.Sequential:
+    model = network()
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
 def dead(bias: float = -100) -> Any:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     nn.init.constant_(model[0].bias, bias)
@@ -198,6 +204,12 @@ def decayed(optimizer: Callable[..., Any]) -> Examine:
     return examine
 
 
+fix(
+    "optimizer_parameters",
+    optimizing(lambda m: m[2].parameters()), optimizing(lambda m: m.parameters()),
+    optimizing(lambda m: m[2].parameters(), first_frozen),
+    place=r"0\.weight, 0\.bias", evidence=("2 parameters",),
+)  # fmt: skip
 fix(
     "missing_gradients/none",
     lambda _: found(dead(), rows()),
