@@ -88,7 +88,7 @@ def test_mlflow_gets_curves_and_reports_as_artifacts(tmp_path):
     assert len(peaks) == 8
     assert min(peaks) > 0
     reports = {Path(one.path).name for one in client.list_artifacts(run, "memtools")}
-    assert reports == {"memory_summary_fit.md", "doctor.md"}
+    assert reports == {"memory_summary.md", "doctor.md"}
 
 
 def test_the_models_history_of_scvi_holds_no_tags_of_ours(tmp_path, monkeypatch):
