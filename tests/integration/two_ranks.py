@@ -184,7 +184,7 @@ def tuned(root: Path, case: str) -> None:
             "accumulate": run.accumulate_grad_batches,
             "effective": tuner.result.effective_batch_size,
             "trials": [[trial.size, trial.outcome] for trial in tuner.result.trials],
-            "base": tuner.result.trials[0].base_allocated,
+            "base": next(trial.base_allocated for trial in tuner.result.trials if trial.fits),
             "limit": tuner.result.trials[0].limit,
             "seen": model.seen,
             "weights": float(model.scale.detach().double().sum()),
