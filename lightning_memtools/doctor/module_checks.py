@@ -49,7 +49,8 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding on parameters, buffers and tensor attributes that are not on the training's device."""
     model, home = case.model, case.device
-    if case.sharded:  # strategies may keep parameters on the host
+    # Strategies may keep parameters on the host; accelerate places a model's parts, and moves the inputs of each.
+    if case.sharded or any(hasattr(part, "hf_device_map") for part in (model, *model.children())):
         return []
     # Of plain attributes, a tensor without dimensions may stay on the host: every device takes it.
     plain = {
