@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import (
+    LIFT_FRESH,
+    LOCAL_SCALAR,
     FakeMaker,
     FakeTensor,
     FakeTensorMode,
@@ -81,6 +83,8 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
         A mode entered after this one can call this instead of the operator, to save a pass through torch's dispatcher.
         """
+        if args and not kwargs and (number := self._of_number(func, *args)) is not None:
+            return number
         found = NotImplemented if self._values is None else self._values.find(func, args, kwargs)
         if found is not NotImplemented:
             return found
@@ -101,6 +105,26 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     def _made(self, is_one: bool, made: list[Made | None]) -> Any:
         found = [None if one is None else self._make(*one) for one in made]
         return found[0] if is_one else tuple(found)
+
+    def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
+        """Return the result of an operator whose first argument is a scalar tensor with a known value; else None.
+
+        Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
+        often take more time than the rest of the step.
+        """
+        if func is LIFT_FRESH:
+            is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
+            return self._fake.number(first) if is_number else None
+        if type(first) is not FakeTensor or first.constant is None:
+            return None
+        if func is LOCAL_SCALAR:
+            with without_torch_dispatch():
+                return first.constant.item()
+        if _is_repeatable(func) and operator_schema(func).is_mutable and {int, float}.issuperset(map(type, others)):
+            with without_torch_dispatch():
+                func(first.constant, *others)
+            return first
+        return None
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.
