@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import groupby
 from typing import Any, Self
 
 import torch
@@ -137,43 +138,61 @@ _computes_nothing = cache(computes_nothing)
 # --- packed sequences: torch's kernels for them read lengths without an operator
 
 
-class _Rearranged(torch.autograd.Function):
-    """Makes a tensor of another shape from a fake tensor, and in backward a gradient of the fake tensor's shape."""
+class _PackedSequences(torch.autograd.Function):
+    """Packs padded sequences as torch does (PackedSequence.cpp), given the number of sequences at each time step."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the new tensor; while it is made, the parts that torch puts together are allocated too."""
-        ctx.shape = source.shape
-        parts = torch.empty_like(source)
-        made = source.new_empty(shape)
-        del parts
-        return made
+    def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
+        """Return the rows of all time steps, concatenated, without padding."""
+        ctx.shape, ctx.sizes, ctx.batch_first = source.shape, sizes, batch_first
+        steps = source.transpose(0, 1) if batch_first else source
+        parts = [
+            steps[first:last, :n].contiguous().view(-1, *steps.shape[2:]) for first, last, n in _runs_of_equal(sizes)
+        ]
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient; while it is made, there is a copy of the result's gradient."""
-        copied = torch.empty_like(gradients[0])
-        made = gradients[0].new_empty(ctx.shape)
-        del copied
-        return made, None
+        """Return the gradient of the padded input: each row's gradient in its original place, and zeros elsewhere."""
+        (gradient,) = gradients
+        shape = [ctx.shape[1], ctx.shape[0], *ctx.shape[2:]] if ctx.batch_first else ctx.shape
+        out = gradient.new_zeros(shape)
+        offset = 0
+        for step, n in enumerate(ctx.sizes):
+            out[step, :n].copy_(gradient[offset : offset + n])
+            offset += n
+        return (out.transpose(0, 1) if ctx.batch_first else out), None, None
+
+
+def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (first step, end, number of sequences) for each stretch of time steps with the same number of sequences."""
+    first = 0
+    for size, run in groupby(sizes):
+        last = first + len(list(run))
+        yield first, last, size
+        first = last
 
 
 def _pack(values: KnownValues, source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     known = values.read(lengths)
     with without_dispatch_modes():
         sizes: list[int] = [int((known > step).sum()) for step in range(int(known.max()))]
-    steps = source.transpose(0, 1) if batch_first else source
-    packed: Tensor = _Rearranged.apply(steps, (sum(sizes), *source.shape[2:]))  # type: ignore[no-untyped-call]
+    packed: Tensor = _PackedSequences.apply(source, sizes, batch_first)  # type: ignore[no-untyped-call]
     return packed, torch.tensor(sizes)
 
 
 def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    batch_first, _padding_value, total_length = options
+    batch_first, padding_value, total_length = options
     known = values.read(batch_sizes)
     with without_dispatch_modes():
         sizes: list[int] = known.tolist()
-    shape = (max(total_length, len(sizes)), sizes[0], *source.shape[1:])
-    out: Tensor = _Rearranged.apply(source, shape)  # type: ignore[no-untyped-call]
+    length = max(total_length, len(sizes))
+    out = source.new_full((length, sizes[0], *source.shape[1:]), padding_value)
+    offset = 0
+    for first, last, n in _runs_of_equal(sizes):
+        rows = source[offset : offset + (last - first) * n]
+        out[first:last, :n].copy_(rows.view(last - first, n, *source.shape[1:]))
+        offset += (last - first) * n
     lengths = torch.tensor([sum(n > at for n in sizes) for at in range(sizes[0])])
     return (out.transpose(0, 1) if batch_first else out), lengths
 

@@ -25,6 +25,7 @@ from lightning_memtools._torch import (
     kernels_of_meta_tensors,
     operator_schema,
     storage_id,
+    suggest_memory_format,
     without_torch_dispatch,
 )
 from lightning_memtools.memory.cuda_ops.rules import span
@@ -40,9 +41,17 @@ Known = Literal["the first argument"] | tuple[bool, list[Made | None]] | None
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 # The shapes of their results depend on values.
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Kernels of normalizations (layer_norm.cpp, cuda/layer_norm_kernel.cu, Normalization.cpp) return contiguous results,
+# unlike the FakeTensorMode where their first arguments are strided. How many these are.
+_CONTIGUOUS = {
+    torch.ops.aten.native_layer_norm_backward.default: 2,
+    torch.ops.aten.native_batch_norm.default: 1,
+    torch.ops.aten.native_batch_norm_backward.default: 2,
+}
 # By operator and all that its result depends on. A model has some hundreds.
 _known: dict[Any, Known] = {}
 _MOST_KNOWN = 50_000
+_IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
@@ -68,8 +77,12 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         known = self.result_of(func, args, kwargs)
         if known is not NotImplemented:
             return known
+        if (n := _CONTIGUOUS.get(func)) is not None:
+            args = (*map(self._contiguous, args[:n]), *args[n:])
         key = _key(func, args, kwargs) if _is_repeatable(func) else None
         out = func(*args, **kwargs)
+        if not args or out is not args[0]:
+            out = self._laid_out(func, out)
         if self._values is not None:
             self._values.follow_operator(func, args, kwargs, out)
         if key is not None and key not in _known:
@@ -92,15 +105,31 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
             return self._view(func, args, kwargs)
         if not _is_repeatable(func):
             return NotImplemented
+        if (n := _CONTIGUOUS.get(func)) is not None:
+            args = (*map(self._contiguous, args[:n]), *args[n:])
         key = _key(func, args, kwargs)
         # Looked up once: another thread may forget all at any time.
         known = None if key is None else _known.get(key)
         if known is None:
             return NotImplemented
-        out = args[0] if known == "the first argument" else self._made(*known)
+        out = args[0] if known == "the first argument" else self._laid_out(func, self._made(*known))
         if self._values is not None:
             self._values.follow_operator(func, args, kwargs, out)
         return out
+
+    def _laid_out(self, func: Any, out: Any) -> Any:
+        """Return the result `out`; if it is images of one pixel from an elementwise operator, make it contiguous.
+
+        Real kernels do so (TensorIterator.cpp) in either memory format. With channels-last strides, operators that
+        later enlarge such images would seem to return channels-last tensors.
+        """
+        if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
+            return out
+        n_samples, n_channels, *size = out.shape
+        stride = (n_channels, 1, 1, 1)
+        if size != [1, 1] or n_channels == 1 or out.stride() == stride or out.requires_grad:
+            return out
+        return self._make((n_samples, n_channels, 1, 1), stride, out.dtype, out.fake_device)
 
     def _made(self, is_one: bool, made: list[Made | None]) -> Any:
         found = [None if one is None else self._make(*one) for one in made]
@@ -138,6 +167,14 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         with without_torch_dispatch():
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return self._fake(empty, device)
+
+    def _contiguous(self, one: Tensor) -> Tensor:
+        kept = suggest_memory_format(one)
+        if type(one) is not FakeTensor or one.is_contiguous(memory_format=kept):
+            return one
+        with without_torch_dispatch():
+            made = torch.empty(one.shape, dtype=one.dtype, device="meta", memory_format=kept)
+            return self._fake(made, one.fake_device)
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
