@@ -180,18 +180,19 @@ class KnownValues:
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
-        if not isinstance(out, Tensor) or not call.holds_nothing(out) or is_too_large(out) or not out.numel():
+        made = out[1] if rule.of_second else out
+        if not isinstance(made, Tensor) or not call.holds_nothing(made) or is_too_large(made) or not made.numel():
             return
-        values = rule.result(self, call.args, out)
-        if values is None or (call.name in _OVERWRITING and not _covers_storage(out)):
+        values = rule.result(self, call.args, made)
+        if values is None or (call.name in _OVERWRITING and not _covers_storage(made)):
             return
         with without_dispatch_modes(), torch.no_grad():
             # Unlike torch.zeros it writes nothing: the zeros of an optimizer's state take no time.
-            filled = torch.from_numpy(np.zeros(out.nbytes, np.uint8)).view(out.dtype).view(out.shape)
+            filled = torch.from_numpy(np.zeros(made.nbytes, np.uint8)).view(made.dtype).view(made.shape)
             if isinstance(values, Tensor) or values != 0:
                 filled[...] = values
         is_copied = call.name == "copy_" and isinstance(call.args[1], Tensor) and self.is_assumed(call.args[1])
-        self.know(out, filled, is_assumed=rule.is_guess or is_copied)
+        self.know(made, filled, is_assumed=rule.is_guess or is_copied)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor's values in host memory. Unknown values are assumed to be 1; see `assumed`."""
@@ -425,6 +426,20 @@ def _compared(name: str, values: KnownValues, args: Any, out: Tensor) -> Any:
         return bool(compare(*(1.0 if one is None else one for one in known)))
 
 
+def _in_order(at: int, _values: KnownValues, args: Any, out: Tensor) -> Any:
+    dim = args[at] if len(args) > at else -1
+    shape = [-1 if axis == dim % out.dim() else 1 for axis in range(out.dim())]
+    with without_dispatch_modes():
+        return torch.arange(out.shape[dim]).view(shape) if out.dim() else None
+
+
+def _below(bound: Callable[[Any], Any], _values: KnownValues, args: Any, out: Tensor) -> Any:
+    """Guess that a single random number is just below its upper bound, so that `int(uniform(0, n))` is in range."""
+    if out.numel() != 1:
+        return None
+    return bound(args) - (torch.finfo(out.dtype).eps * abs(bound(args)) if out.is_floating_point() else 1)
+
+
 def _source(values: KnownValues, args: Any, _out: Tensor) -> Any:
     return values.of(args[1]) if isinstance(args[1], Tensor) else args[1]
 
@@ -436,19 +451,21 @@ class Rule(NamedTuple):
         answer: Replaces the call and returns its result; NotImplemented if the call can run without tensor values.
         result: Returns the values of the call's result without knowing the arguments' values; None if it cannot.
         is_guess: True if `result` assumes something.
+        of_second: True if `result` gives the values of the second output of the call.
     """
 
     answer: Callable[[KnownValues, FollowedCall], Any] | None = None
     result: Callable[[KnownValues, Any, Tensor], Any] | None = None
     is_guess: bool = False
+    of_second: bool = False
 
 
 def _filled(value: Callable[[Any], Any]) -> Rule:
     return Rule(result=lambda _values, args, _out: value(args))
 
 
-def _guessed(result: Callable[[KnownValues, Any, Tensor], Any]) -> Rule:
-    return Rule(result=result, is_guess=True)
+def _guessed(result: Callable[[KnownValues, Any, Tensor], Any], *, of_second: bool = False) -> Rule:
+    return Rule(result=result, is_guess=True, of_second=of_second)
 
 
 _DIFFER = Rule(partial(_shaped, _all_differ, "values that are not known all differ"))
@@ -478,6 +495,12 @@ RULES: dict[str, Rule] = {
     "isfinite": _guessed(lambda *_: True),
     **{name: _guessed(partial(_compared, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **dict.fromkeys(("argmax", "argmin"), _guessed(lambda *_: 0)),  # torchmetrics refuses more classes than there are
+    "topk": _guessed(partial(_in_order, 2), of_second=True),
+    "sort": _guessed(partial(_in_order, 1), of_second=True),
+    **dict.fromkeys(("rand", "rand_like"), _guessed(partial(_below, lambda _: 1.0))),
+    # torch leaves out an argument that equals its default: uniform_(0.08, 1.0) comes with 0.08 alone.
+    "uniform_": _guessed(partial(_below, lambda args: args[2] if len(args) > 2 else 1.0)),  # noqa: PLR2004, from and to
+    "randint": _guessed(partial(_below, lambda args: args[1] if isinstance(args[1], int) else args[0])),
 }
 """Every call that needs values that its tensors do not hold, by its name."""
 

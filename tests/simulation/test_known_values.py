@@ -23,6 +23,7 @@ ONES = torch.ones(2, 5, dtype=torch.long)
 PADDED = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 GRAPHS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
 MASK = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0, 1]).bool()
+LEVELS = torch.arange(4).repeat_interleave(10)
 ROWS = torch.arange(40.0).reshape(10, 4) - 7
 
 
@@ -100,7 +101,12 @@ UNKNOWN = {
     "without nan": (lambda x: x[~torch.isnan(x)], (40,)),
     "compared with infinity": (lambda x: bool((x == math.inf).any()), False),
     "compared with itself": (lambda x: bool((x != x).any()), False),  # noqa: PLR0124, how NaN is found
+    "choice": (lambda x: "abc"[int(torch.empty(1).uniform_(0, 3).item())], "c"),
+    "number of an interval": (lambda x: torch.empty(1).uniform_(0.08, 1.0).item() > 0.9, True),
+    "choice by an integer": (lambda x: "abc"[int(torch.randint(3, (1,)))], "c"),
+    "levels of the best": (lambda x: torch.unique(LEVELS[x.flatten().topk(20)[1]]), (2,)),
     "a single one, sorted": (lambda x: x.sum().sort()[0].item(), 1.0),
+    "levels in an order": (lambda x: torch.unique(LEVELS[torch.argsort(x.flatten())]), (4,)),
     "a loop that draws again": (lambda x: len(list(takewhile(bool, ((x > 0).any() for _ in count())))), 1000),
 }
 
