@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.reporting.console import print_on_console, progress_printed
-from lightning_memtools.reporting.files import report_directory, write_report_or_warn
+from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
@@ -107,12 +108,14 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._steps = 0
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
+        self._directory: Path | NotWritten = NO_RUN
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the checkpoint plan of an earlier fit, if it is still applied, and prepare for a new one."""
         self._undo()
         self._is_planned = self._was_measured = False
         self._steps = 0
+        self._directory = report_directory(trainer)  # here, because it asks rank 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step.
@@ -150,8 +153,12 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._window = None
         self._was_measured = gave_loss
         if measured is not None and gave_loss and trainer.is_global_zero:
-            _write(trainer, self.plan.page(measured))
+            self._write(trainer, self.plan.page(measured))
             print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
+
+    def _write(self, trainer: Trainer, text: str) -> None:
+        write_report_or_warn(self._directory, "checkpoint_plan.md", text)
+        log_text(trainer, "memtools/checkpoint_plan", text, training_step(trainer))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the checkpoint plan, so that the model is as it was."""
@@ -183,7 +190,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         if isinstance(made, CheckpointPlan):
             self.plan, self._applied = made, made.apply(module)
             if trainer.is_global_zero:
-                _write(trainer, made.page())
+                self._write(trainer, made.page())
                 figures = () if made.refused is not None else made.figures()
                 print_on_console("GradientCheckpointing: " + "; ".join((made.sentence().rstrip("."), *figures)))
         elif isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)):
@@ -223,11 +230,6 @@ class GradientCheckpointing(EitherCallback, Neighbour):
                 f"a step could not be traced on fake tensors ({in_one_line(error)}{where}). Change that line, or plan "
                 "the part of the model that does not run it: plan_checkpoints(module, sample)"
             )
-
-
-def _write(trainer: Trainer, text: str) -> None:
-    write_report_or_warn(report_directory(trainer), "checkpoint_plan.md", text)
-    log_text(trainer, "memtools/checkpoint_plan", text, training_step(trainer))
 
 
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:

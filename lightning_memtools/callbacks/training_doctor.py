@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools.callbacks.doctor_run import DoctorRun
 from lightning_memtools.callbacks.guarded import WatchingCallback
-from lightning_memtools.doctor.examination import Event, selected_checks
+from lightning_memtools.doctor.examination import ONLY_IN_DIAGNOSE, Event, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, TrainingMistakeError
 from lightning_memtools.memory.sizes import is_count
 
@@ -60,7 +60,7 @@ class TrainingDoctor(WatchingCallback):
             raise ValueError(f"steps={steps!r} watches nothing. Give a number of training steps from 1 upwards.")
         if on_finding not in {"warn", "raise"}:
             raise ValueError(f"on_finding={on_finding!r} is neither 'warn' nor 'raise'.")
-        self._names = selected_checks(checks, ignore)
+        self._names = tuple(name for name in selected_checks(checks, ignore) if name not in ONLY_IN_DIAGNOSE)
         self.checks = checks
         self.steps = steps
         self.on_finding = on_finding

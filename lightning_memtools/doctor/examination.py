@@ -45,8 +45,9 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("frozen_batch_norm", "start", module_checks.note_frozen_norms),
     ("frozen_batch_norm", "end", module_checks.frozen_norms),
 )
-# The findings of the first two come from `diagnose`, which loads the checkpoint and runs the evaluation.
-NAMES = ("checkpoint_keys", "evaluation_graphs", *dict.fromkeys(name for name, _, _ in CHECKS))
+# Of these, the findings come from `diagnose`, which loads the checkpoint and runs the evaluation.
+ONLY_IN_DIAGNOSE = ("checkpoint_keys", "evaluation_graphs")
+NAMES = (*ONLY_IN_DIAGNOSE, *dict.fromkeys(name for name, _, _ in CHECKS))
 
 
 def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple[str, ...]:

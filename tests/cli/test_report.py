@@ -25,7 +25,7 @@ def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
         text = window.execute_script("return document.querySelector('#memtools').innerText")
         assert "Peak allocated" in text
         assert "1.90 GiB" in text
-        assert window.execute_script("return document.querySelectorAll('#memtools canvas').length") == 4
+        assert window.execute_script("return document.querySelectorAll('#memtools canvas').length") == 3
         window.execute_script("document.getElementById('tab-reports').click()")
         reports = "return document.querySelector('#view').innerText"
         assert wait_until(lambda: ATTACK in window.execute_script(reports), 10)
