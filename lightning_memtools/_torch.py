@@ -527,7 +527,7 @@ def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 
 def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether DDP has a communication hook, which then averages the gradients; no public API tells."""
+    """Return whether DDP has a communication hook, which then averages the gradients; no public API shows it."""
     return bool(wrapper._comm_hooks)
 
 

@@ -214,7 +214,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Count an optimizer update. Return True if it ends the rerun, because it is the update of the step itself."""
+        """Count an optimizer update. Return True if it is the one that was bad, so that the rerun ends here."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:

@@ -96,7 +96,7 @@ class RunSummary(WatchingCallback):
                 self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._switch(after)).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to time the forward phase. In one early step, also find the lines of code that wait for the GPU."""
+        """Start timing the forward phase. In one early step, also find the lines of code that wait for the GPU."""
         if self._meter is not None and self._undo is not None:
             if trainer.strategy.root_device.type == "cuda" and self._meter.n_batches == _WATCHED_BATCH:
                 self._waits, stop = watch_next_step(pl_module)
@@ -104,7 +104,7 @@ class RunSummary(WatchingCallback):
             self._meter.times.switch("forward")
 
     def on_before_backward(self, *args: Any) -> None:
-        """Start to time the backward phase."""
+        """Start timing the backward phase."""
         self._switch("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,7 +114,7 @@ class RunSummary(WatchingCallback):
             self._switch("rest" if pl_module.automatic_optimization else "forward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Start to time the optimizer phase."""
+        """Start timing the optimizer phase."""
         self._switch("optimizer")
 
     def on_train_batch_end(
