@@ -94,7 +94,7 @@ def _chooses_samples(loader: Any) -> bool:
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a copy of the loader's custom batch sampler, with the new batch size. Errors call the loader `described`."""
+    """Return a copy of a custom batch sampler with a new batch size. Error messages call the loader `described`."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(

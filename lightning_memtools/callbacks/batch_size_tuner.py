@@ -103,13 +103,13 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the allocator's cache, as trials do, since validation may be unable to use blocks cached by training."""
+        """Empty the allocator's cache, as trials do, since blocks cached by training may not suit validation."""
         if self._reader is not None:
             self._reader.empty_cache()
         self._has_validated = True
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Restore the DataLoaders passed to the Trainer. Attributes such as `batch_size` keep the sizes that were found."""
+        """Restore the DataLoaders passed to the Trainer. Attributes such as `batch_size` keep the new sizes."""
         self._tuning.undo()
         self._reader = None
 

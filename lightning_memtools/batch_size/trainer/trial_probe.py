@@ -32,7 +32,7 @@ ANOTHER_ERROR = "another error"
 
 
 class TrialOver(BaseException):
-    """Raised in a training loop to end a trial. Not an Exception, so that the user's `except Exception` lets it pass."""
+    """Raised in a training loop to end a trial. Not an Exception, so that `except Exception` lets it pass."""
 
 
 class CollectiveInTrialError(RuntimeError):
@@ -192,7 +192,7 @@ class TrialProbe(EitherCallback):
         self.begin("train")
 
     def failure(self, stage: Stage, error: BaseException | None) -> str:  # noqa: PLR0911, one return for each reason
-        """Return why the trial of a stage failed, or "" if it succeeded. If another stage failed, the reason says so."""
+        """Return why the trial of a stage failed, or "" if it succeeded. It says so if another stage failed."""
         where = "" if self.stage == stage else _IN_STAGE[self.stage]
         if error is not None:
             if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):

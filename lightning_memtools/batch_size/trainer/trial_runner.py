@@ -181,7 +181,7 @@ class TrialRunner:
         return None
 
     def _tightest_of_ranks(self, mine: SizeTrial, error: BaseException | None, *, is_bound: bool) -> SizeTrial:
-        """Return the worst trial of all ranks. Raise `error` if given, and others' unless a size has run (`is_bound`)."""
+        """Return the worst trial of all ranks. Raise `error` if given; if not `is_bound`, raise other ranks' too."""
         trials: list[SizeTrial] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -295,7 +295,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Limit the batch size to the `observed` one, if the data sets are iterable and gave fewer samples than asked."""
+        """Limit the batch size to `observed` if the data sets are iterable and gave fewer samples than asked for."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
