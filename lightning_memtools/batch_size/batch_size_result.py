@@ -27,10 +27,10 @@ class SizeTrial:
             memory held outside of the allocator (by other processes, and by the CUDA context).
         spare: Bytes of `limit` that tensors must not use; 0 unless the margin is smaller than an allocator segment.
         peak_allocated: The peak of the memory that tensors held.
-        batch_allocated: The peak of allocated memory in forward and backward, which depends on the batch size. The
-            optimizer's step is left out, because its temporary copies do not.
+        batch_allocated: The peak of allocated memory in forward and backward. The optimizer's step is left out, because
+            its temporary memory does not depend on the batch size.
         base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
-        failure: Why a rank could not run the size; empty if all could.
+        failure: The reason why a rank could not run the size; "" if all ranks could.
         is_configured: True for the size that the user had set. It counts as fitting if the trial runs to its end, even
             if less than the margin is left free.
     """
@@ -53,7 +53,7 @@ class SizeTrial:
 
     @property
     def is_within_margin(self) -> bool:
-        """True if the configured size runs but leaves less than the margin free."""
+        """True if this is the configured size, and it runs but leaves less memory free than the margin."""
         return self.fits and not self._keeps_margin
 
     @property
@@ -86,7 +86,7 @@ class BatchSizeResult:
         sizes: The batch size on each rank, for each stage that was tuned. Each size was run in a trial.
         trials: Every trial, in order.
         peaks: For each stage, the peak of reserved bytes at the size found.
-        accumulate: Micro-batches per optimizer step.
+        accumulate: The number of micro-batches per optimizer step.
         seconds: The duration of the search.
         device: A sentence that names the device and says if it is simulated.
         n_ranks: The number of ranks that train together.

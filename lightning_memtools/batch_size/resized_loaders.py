@@ -60,7 +60,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None if they are all equal, or cannot or need not be read."""
+    """Return the sizes of a loader's samples. Return None if they are all equal, cannot be read, or are not needed."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     sizes = _measured(loader.dataset)
@@ -70,8 +70,8 @@ def known_sizes(loader: Any) -> SampleSizes | None:
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
-    If the data set has a method `worst_case(n)`, it returns the indices of these n samples. Otherwise the largest
-    samples according to `sizes` are taken. If `sizes` is None too, return the loader itself.
+    A data set can name the indices of these samples in a method `worst_case(n)`. Without the method, the largest
+    samples according to `sizes` are taken. Without `sizes` either, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -88,7 +88,7 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
 
 
 def _chooses_samples(loader: Any) -> bool:
-    """Return True for a DataLoader whose samples can be chosen by index, and whose data set does not make batches."""
+    """Return True for a DataLoader that reads single samples by index and makes the batches itself."""
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     return is_map and loader.batch_sampler is not None
 
@@ -123,7 +123,7 @@ class SampleSizes:
     """The sizes of the samples that were read from a data set.
 
     Attributes:
-        of: The number of values (such as elements of tensors) in each sample, by its index.
+        of: Maps the index of a sample to its number of values, such as elements of tensors.
         n_samples: The number of samples in the data set.
     """
 

@@ -112,7 +112,7 @@ class TunerSettings:
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
         """Return the bytes that all processes together may reserve (None if unlimited), and how many must stay unused.
 
-        A margin smaller than an allocator segment is not subtracted from the first number: it is the second number.
+        The second number is the margin, if that is smaller than an allocator segment; otherwise it is 0.
         """
         capacity = None if reader is None else reader.stats().capacity
         if capacity is None:

@@ -107,7 +107,7 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """Replaces the forward of a Sequential or other module, and recomputes the layers that a plan names in backward.
+    """Replaces the forward of a Sequential or other module, so that backward recomputes the layers that a plan names.
 
     Args:
         module: The Sequential or module.
@@ -145,7 +145,7 @@ class _PlannedForward:
         return value
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the layers of a range one after the other, to be called again in backward. `args` are for the first."""
+        """Call the layers of a range in sequence, and again in backward. The first layer gets `args` and `kwargs`."""
         layers, names = self._layers[which.start : which.stop], self._plan.layers[which.start : which.stop]
         norms: list[nn.Module] = [
             part for of_layer in self._norms[which.start : which.stop] for part in of_layer if updates_statistics(part)

@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """Raised if the options do not suit the model. A class of its own, unlike ValueErrors from training_step."""
+    """Raised if the options do not suit the model. Has its own class, so that training_step's errors are not caught."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class CheckpointPlan:
         planned: The memory and operations of the step with the plan.
         refused: The reason why nothing is recomputed; None if something is.
         notes: Phrases for the report about other effects of the plan, such as a loss computed in chunks.
-        heads: The linear layers whose cross-entropy is computed in chunks.
+        heads: The names of the linear layers whose cross-entropy is computed in chunks.
         left_out: For each layer (by name) that may not be recomputed, the reason.
     """
 

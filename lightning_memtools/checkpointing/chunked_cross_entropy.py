@@ -16,8 +16,8 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 def chunk_rows(width: int) -> int:
     """Return the number of rows per chunk for a linear layer with `width` inputs.
 
-    The logits of a chunk are half the size of the weights; together with their probabilities they are as large. With
-    smaller chunks, the weights and their gradient would be read and written too often.
+    The logits of a chunk take half as much memory as the weights, and with their probabilities as much. With smaller
+    chunks, the weights and their gradient would be read and written too often.
     """
     return max(width // 2, _LEAST_ROWS)
 
@@ -62,7 +62,7 @@ class ChunkedCrossEntropy:
         return loss
 
     def at_once(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the same loss as a call, but computed from all logits at once, with ordinary autograd."""
+        """Return the same loss as `__call__`, but computed from all logits at once, with ordinary autograd."""
         cast = [None if one is None else one.to(self.dtype) for one in (source, weight, bias)]
         losses = self._losses(F.linear(*cast), self.target)  # type: ignore[arg-type]
         return (
@@ -72,7 +72,7 @@ class ChunkedCrossEntropy:
     def run(
         self, inputs: Sequence[Any], upstream: Tensor | None = None, needed: Sequence[bool] = ()
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss and the gradients of those inputs that are `needed`; None if `upstream` is not given."""
+        """Return the loss and, if `upstream` (the gradient of the loss) is given, the gradients of `needed` inputs."""
         source, weight, bias = inputs
         losses: list[Tensor] = []
         gradients = [
@@ -101,7 +101,7 @@ class ChunkedCrossEntropy:
         return self._reduced(torch.stack(losses).sum(), found.dtype), gradients
 
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each row, and the gradient of the logits. This takes half as much memory as torch's own.
+        """Return the loss of each row, and the gradient of the logits. This takes half the memory that torch needs.
 
         With label smoothing e, the target is e / classes for every class, plus 1 - e for the right class, both times
         the class weight. The gradient is the probabilities times the sum of the targets, minus the targets.
@@ -164,7 +164,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _add_products(
     gradients: Sequence[Tensor | None], rows: slice, source: Tensor, weight: Tensor, logits: Tensor
 ) -> None:
-    """Add a chunk's part to the gradients of a layer's input, weight and bias. `logits` holds their gradient."""
+    """Add a chunk's part to the gradients of input, weight and bias. `logits` is the gradient of the logits."""
     of_source, of_weight, of_bias = gradients
     if of_source is not None:
         of_source[rows] = logits @ weight

@@ -51,7 +51,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on the computed logits, if torch's C++ code calls one that autograd has recorded already."""
+        """Compute the logits and run an operator on them. Called from torch's C++ code, below autograd."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
 
@@ -122,7 +122,7 @@ class _Recipe:
         return self.real
 
     def deferred(self) -> Tensor:
-        """Return a tensor that stands for these logits, which are only computed when it is read."""
+        """Return a tensor that stands for these logits. They are only computed when the tensor is read."""
         made: Tensor = _Deferred.apply(self, *self.inputs)  # type: ignore[no-untyped-call]
         return made
 
@@ -231,7 +231,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the view that `func` makes, still deferred; None if the view may not hold every row's classes whole."""
+    """Return the view that `func` makes, still deferred; None if its rows may not contain all classes."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
         made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)

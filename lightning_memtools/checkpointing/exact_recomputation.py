@@ -138,7 +138,7 @@ def recomputed(
 
     Args:
         run: A function that runs the layers one after the other. It gets the two parts of `given` as arguments.
-        norms: The modules in the layers that update running statistics.
+        norms: Those modules within the layers that update running statistics.
         streams: The random generators that the layers use, as returned by `own_streams`.
         given: The positional and the keyword arguments of the first layer.
     """

@@ -115,7 +115,7 @@ class _Choice(NamedTuple):
     Attributes:
         stop: The index after the last unit of the span.
         is_again: True if the units run again in backward.
-        kept: The memory kept from forward until backward, in slots (the steps in which memory is counted).
+        kept: The memory kept from forward until backward, in slots (fixed fractions of the memory limit).
         peak: The memory needed while the units run, in slots.
         cost: The number of extra operations.
     """
@@ -162,7 +162,7 @@ class LeastRecomputation:
             self._table[at] = np.min([self._costs(choice) for choice in self._choices[at]], axis=0)
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Return the Pareto front of peak memory and extra operations as pairs of the two, highest peak first."""
+        """Return the Pareto front of memory and recomputation: (peak bytes, extra operations), highest peak first."""
         costs = self._table[0]
         return [
             (int(slot * self._slot) + 1, int(costs[slot]))

@@ -115,7 +115,7 @@ class StepPlanner:
 
         Args:
             options: What to recompute, and the memory budget.
-            nearest: Instead of raising if no plan fits a budget given as a fraction, return that with the lowest peak.
+            nearest: If no plan fits a budget that is a fraction, return the plan with the lowest peak; do not raise.
 
         Raises:
             ValueError: A pattern matches no module, or no plan fits the budget (`BudgetTooSmallError`).
@@ -233,7 +233,7 @@ class _PlanSearch:
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), refused, left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return a plan that recomputes `chains`, or nothing if that lowers the peak by less than `least_saving`."""
+        """Return the plan for `chains`. If it saves less than the fraction `least_saving`, recompute nothing."""
         plan = self._plan(chains)
         if chains and plan.peak_bytes < self.start.peak_bytes * (1 - least_saving):
             return plan
@@ -267,7 +267,7 @@ class _PlanSearch:
         return best
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with the least recomputation whose peak is within `limit`, as measured in a trace."""
+        """Return the plan with the least recomputation within `limit`. If none fits, raise or return the `nearest`."""
         if self.start.peak_bytes <= limit:
             return self._plan((), f"The peak of {format_size(self.start.peak_bytes)} is within the budget.")
         aim = float(limit)

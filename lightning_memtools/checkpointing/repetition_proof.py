@@ -34,7 +34,7 @@ class RecomputationDiffersWarning(DegradedWarning):
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
-    """Run layers twice. Return the index of the first layer with different values, and how they differ, or None.
+    """Run layers twice. Return the index of the first layer whose values differ, and how; None if they are equal.
 
     Outputs and tensors saved for backward are compared by hashes of all their bits. Only the hashes are kept, so this
     needs no more memory than one forward pass of the layers without gradients. Random generators, buffers and running

@@ -142,7 +142,7 @@ class _Recorder:
             self._enter_backward(self.units[-1])
 
     def leave_backward(self) -> None:
-        """Store the peak of the backward pass that ends now in its unit."""
+        """End the backward pass of the current unit, and store its peak."""
         peak = self._trace.peak_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
@@ -159,7 +159,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers that changed an existing attribute or buffer in forward, each with a phrase about it."""
+        """Return the layers whose forward changed an attribute or buffer, each with a phrase that names it."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and before[key] != value]
         owners = dict(reversed(names))  # the first of each

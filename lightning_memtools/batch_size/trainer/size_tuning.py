@@ -51,11 +51,11 @@ class SizeTuning:
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
-        """Search for batch sizes and return the result. If a resumed run has found some, apply those and return None.
+        """Search for batch sizes and return the result. If a checkpoint held sizes, apply those and return None.
 
         Args:
             trainer: The Trainer, in `on_fit_start`.
-            later: The callbacks whose `on_fit_start` Lightning has not called yet. Each trial begins by calling it.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet. Each trial begins by calling them.
         """
         if not _can_start(trainer):
             return None
@@ -223,7 +223,7 @@ def is_learning_rate_finder(callback: Callback) -> bool:
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Return True if trials can run. With `fast_dev_run`, or without memory statistics, print so and return False.
+    """Return True if trials can run. Print why not and return False with `fast_dev_run` or on a CPU.
 
     Raises:
         RuntimeError: The strategy does not allow trials.

@@ -192,7 +192,7 @@ class TrialProbe(EitherCallback):
         self.begin("train")
 
     def failure(self, stage: Stage, error: BaseException | None) -> str:  # noqa: PLR0911, one return for each reason
-        """Return why the trial of a stage failed, or "" if it succeeded. It says so if another stage failed."""
+        """Return why the trial of a stage failed, or "" if it succeeded. The reason may lie in another stage."""
         where = "" if self.stage == stage else _IN_STAGE[self.stage]
         if error is not None:
             if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):

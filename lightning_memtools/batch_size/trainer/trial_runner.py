@@ -56,7 +56,7 @@ _WATCHERS = {
 
 
 def takes_part(callback: Callback) -> bool:
-    """Return True if a callback runs in trials. Lightning's own callbacks that only monitor, save or stop do not.
+    """Return True if a callback runs in trials. Lightning's callbacks that only monitor, save or stop training do not.
 
     Any other callback can opt out of trials with a class attribute `takes_part_in_trials = False`.
     """
@@ -78,7 +78,7 @@ class TrialRunner:
         root: A directory for files that hooks write during trials.
 
     Attributes:
-        sizes: The batch size of each stage in the next trial. The loaders of other stages keep their own size.
+        sizes: The batch size of each stage in the next trial. Stages that are missing here keep their own size.
         sample_sizes: The sizes of each loader's samples, keyed by the stage and the loader's index in it.
     """
 
@@ -181,7 +181,7 @@ class TrialRunner:
         return None
 
     def _tightest_of_ranks(self, mine: SizeTrial, error: BaseException | None, *, is_bound: bool) -> SizeTrial:
-        """Return the worst trial of all ranks. Raise `error` if given; if not `is_bound`, raise other ranks' too."""
+        """Return the worst of all ranks' trials. Raise errors, except other ranks' once a size has run (`is_bound`)."""
         trials: list[SizeTrial] = self._ranks.objects(mine)
         if error is not None:
             raise error
