@@ -15,24 +15,24 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeTrial:
-    """The trial of one batch size. With several ranks, the memory is that of the rank with the least left.
+    """The trial run of one batch size. With several ranks, the values are those of the rank with the least memory left.
 
-    Sizes are in bytes; None if the device does not report them.
+    Amounts of memory are in bytes, or None if the device does not report them.
 
     Attributes:
         stage: "train" or "val".
         size: The batch size on each rank.
-        peak: The peak of the memory that this process's allocator reserved.
-        limit: The most that the allocator may reserve: the capacity minus the margin, and minus memory held outside of
-            the allocator (by other processes, and by the CUDA context).
-        spare: The bytes within the limit that tensors must leave free. Used if the margin is smaller than a segment.
+        peak: The peak of the memory that the allocator of this process reserved.
+        limit: The most that the allocator may reserve: the device's capacity minus the margin to leave free, and minus
+            memory held outside of the allocator (by other processes, and by the CUDA context).
+        spare: Bytes of `limit` that tensors must not use; 0 unless the margin is smaller than an allocator segment.
         peak_allocated: The peak of the memory that tensors held.
-        batch_allocated: The peak of allocated memory until backward ends. It depends on the batch size, unlike a peak
-            that an optimizer causes by temporary copies in its step.
+        batch_allocated: The peak of allocated memory in forward and backward. The optimizer's step is left out, because
+            its temporary memory does not depend on the batch size.
         base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
-        failure: Why a rank could not run the size; empty if all could.
-        is_configured: True for the size that was set before the search. It fits if it runs to its end, even if it
-            leaves less than the margin free.
+        failure: The reason why a rank could not run the size; "" if all ranks could.
+        is_configured: True for the size that the user had set. It counts as fitting if the trial runs to its end, even
+            if less than the margin is left free.
     """
 
     stage: str
@@ -48,12 +48,12 @@ class SizeTrial:
 
     @property
     def fits(self) -> bool:
-        """True if the trial ran to its end within the limit; for the configured size, if it ran to its end."""
+        """True if the trial ran to its end and stayed within the limit. The configured size may exceed the limit."""
         return not self.failure and (self.is_configured or self._keeps_margin)
 
     @property
     def is_within_margin(self) -> bool:
-        """True if the configured size runs but leaves less than the margin free."""
+        """True if this is the configured size, and it runs but leaves less memory free than the margin."""
         return self.fits and not self._keeps_margin
 
     @property
@@ -71,7 +71,7 @@ class SizeTrial:
 
 
 def tightest(trials: Sequence[SizeTrial]) -> SizeTrial:
-    """Return the trial of the first rank that failed, with the rank's number; if none, of that with the least left."""
+    """Return the trial of the first rank that failed; if none failed, that of the rank with the least memory left."""
     trial = min(trials, key=lambda one: (not one.failure, (one.limit or 0) - (one.peak or 0)))
     if not trial.failure or len(trials) == 1:
         return trial
@@ -86,7 +86,7 @@ class BatchSizeResult:
         sizes: The batch size on each rank, for each stage that was tuned. Each size was run in a trial.
         trials: Every trial, in order.
         peaks: For each stage, the peak of reserved bytes at the size found.
-        accumulate: Micro-batches per optimizer step.
+        accumulate: The number of micro-batches per optimizer step.
         seconds: The duration of the search.
         device: A sentence that names the device and says if it is simulated.
         n_ranks: The number of ranks that train together.
@@ -104,7 +104,7 @@ class BatchSizeResult:
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step over all ranks; None if training was not tuned."""
+        """The number of samples per optimizer step over all ranks; None if training was not tuned."""
         train = self.sizes.get("train")
         return None if train is None else train * self.accumulate * self.n_ranks
 
@@ -118,7 +118,7 @@ class BatchSizeResult:
         return markdown_table(Table(heads, rows, align="lrlrr"))
 
     def summary(self) -> str:
-        """Return a line with the sizes found, the trials and seconds of the search, and the effective batch size."""
+        """Return a line with the sizes found, the number of trials, the seconds taken, and the effective batch size."""
         sizes = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
         text = f"Batch size: {sizes} (in {counted(len(self.trials), 'trial', 'trials')}, {self.seconds:.1f} s)"
         if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
@@ -134,7 +134,7 @@ class BatchSizeResult:
 
 
 def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
-    """Return the error message for a stage in which no batch size fits: the memory it needs, and what to change."""
+    """Return an error message for a stage in which no batch size fits. It says what is needed, and what to change."""
     smallest = min(trials, key=lambda trial: trial.size)
     return (
         f"No batch size fits for {stage}: not even {smallest.size} fits ({smallest.outcome}; it needs at least "

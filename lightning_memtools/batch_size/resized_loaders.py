@@ -29,14 +29,14 @@ _MOST_BATCHES = 1000
 
 
 class CannotResizeError(ValueError):
-    """The batch size of a loader cannot be set from outside. The message says why, and what to change."""
+    """Raised if the batch size of a loader cannot be changed. The message says why, and what to do about it."""
 
 
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
-    """Return a copy of a DataLoader that yields batches of `size`.
+    """Return a copy of a DataLoader that yields batches of `size` samples.
 
     The copy shares everything else with the original: the data set, the sampler and its generator, the collate
-    function, the workers' settings and a subclass's attributes.
+    function, the settings of workers and the attributes of a subclass.
 
     Raises:
         CannotResizeError: `loader` is not a DataLoader, or its data set or batch sampler fixes the batch size.
@@ -60,7 +60,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None if they do not vary, have no index, or `worst_case` tells more."""
+    """Return the sizes of a loader's samples. Return None if they are all equal, cannot be read, or are not needed."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     sizes = _measured(loader.dataset)
@@ -70,8 +70,8 @@ def known_sizes(loader: Any) -> SampleSizes | None:
 def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
-    The loader's own collate function and workers make the batches. The data set's method `worst_case(n)`
-    names the largest samples; without this method, `sizes` does. Without both, return the loader itself.
+    A data set can name the indices of these samples in a method `worst_case(n)`. Without the method, the largest
+    samples according to `sizes` are taken. Without `sizes` either, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -88,13 +88,13 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
 
 
 def _chooses_samples(loader: Any) -> bool:
-    """Return True for a DataLoader whose samples can be chosen by index, and whose data set does not make batches."""
+    """Return True for a DataLoader that reads single samples by index and makes the batches itself."""
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     return is_map and loader.batch_sampler is not None
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a copy of a user's batch sampler with batch size `size`. `described` names the loader in errors."""
+    """Return a copy of a custom batch sampler with a new batch size. Error messages call the loader `described`."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
@@ -123,7 +123,7 @@ class SampleSizes:
     """The sizes of the samples that were read from a data set.
 
     Attributes:
-        of: The number of values (such as elements of tensors) in each sample, by its index.
+        of: Maps the index of a sample to its number of values, such as elements of tensors.
         n_samples: The number of samples in the data set.
     """
 
@@ -135,7 +135,7 @@ class SampleSizes:
         return heapq.nlargest(n, self.of, key=self.of.__getitem__)
 
     def described(self) -> str:
-        """Return a sentence about the samples that were read."""
+        """Return a phrase that says how the samples vary in size, and how many of them were read."""
         sizes = self.of.values()
         read = f"{len(sizes):,} of {self.n_samples:,} samples were looked at"
         return f"samples vary in size, from {min(sizes)} to {max(sizes)} values ({read})"
@@ -144,7 +144,7 @@ class SampleSizes:
 def _measured(dataset: Any) -> SampleSizes | None:
     """Read samples in random order for at most a second, and return their sizes; None if reading one fails.
 
-    The state of the random generators is restored. The samples do not count as memory of a VirtualDevice.
+    The state of the random generators is restored. On a simulated device (VirtualDevice), reading takes no memory.
     """
     try:
         n_samples = len(dataset)
@@ -166,7 +166,7 @@ def _measured(dataset: Any) -> SampleSizes | None:
 
 
 def _values_of(leaf: Any) -> int:
-    """Return the number of values in tensors, the length of a string or the size of an array; 1 for other types."""
+    """Return the number of elements of a tensor or array, or the length of a string; 1 for other types."""
     tensors = list(tensors_in(leaf))
     if tensors:
         return sum(tensor.numel() for tensor in tensors)

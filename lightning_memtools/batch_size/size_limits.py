@@ -18,16 +18,16 @@ STAGES: tuple[Stage, ...] = ("train", "val")
 
 @dataclass(slots=True, kw_only=True)
 class SizeLimits:
-    """The batch sizes allowed in one stage. A trial sets `n_samples` and `drop_last` once it has made the loaders.
+    """The batch sizes allowed in training or in validation. `n_samples` and `drop_last` are set by the first trial.
 
     Attributes:
         max_val: The largest size allowed; None for no limit.
         multiple_of: Only multiples of this number are allowed.
-        per_rank: The samples that each rank needs per optimizer step, a multiple of the size; None if not prescribed.
-        n_samples: Samples per rank and epoch; None if unknown.
-        min_batches: The fewest batches per epoch that Trainer settings such as `val_check_interval` allow.
+        per_rank: The number of samples per rank and optimizer step. Sizes must divide it. None if not prescribed.
+        n_samples: The number of samples per rank and epoch; None if unknown.
+        min_batches: The least number of batches per epoch that settings such as `val_check_interval` require.
         drop_last: True if the loader leaves out an incomplete last batch.
-        avoid_single: True if no batch may have a single sample, because BatchNorm raises on that in training.
+        avoid_single: True if no batch may consist of a single sample, for which BatchNorm raises an error in training.
     """
 
     max_val: int | None = None
@@ -39,7 +39,7 @@ class SizeLimits:
     avoid_single: bool = False
 
     def round_down(self, size: float) -> int:
-        """Return the largest allowed size that is not above `size` (which may be infinity); 0 if there is none."""
+        """Return the largest allowed batch size up to `size` (which may be infinity); 0 if there is none."""
         highest = min(size, self.max_val or math.inf, self._most_by_data, self.per_rank or math.inf, 2**62)
         candidate = max(int(highest), 0) // self.multiple_of * self.multiple_of
         while candidate > 0 and (self._splits_unevenly(candidate) or self._leaves_single_sample(candidate)):
@@ -47,7 +47,7 @@ class SizeLimits:
         return candidate
 
     def smallest(self) -> int:
-        """Return the smallest allowed size.
+        """Return the smallest allowed batch size.
 
         Raises:
             ValueError: No size is allowed.
@@ -99,7 +99,7 @@ class TunerSettings:
         self._most_of(1)
 
     def per_rank(self, n_ranks: int) -> int | None:
-        """Return the samples of each rank per optimizer step; None if `effective_batch_size` does not prescribe them.
+        """Return the number of samples per rank and optimizer step; None if no `effective_batch_size` is set.
 
         Raises:
             ValueError: The effective batch size is not a multiple of the number of ranks.
@@ -110,9 +110,9 @@ class TunerSettings:
         return None if effective is None else effective // n_ranks
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
-        """Return the bytes that all processes together may reserve (None if unlimited), and those to leave unused.
+        """Return the bytes that all processes together may reserve (None if unlimited), and how many must stay unused.
 
-        Memory is reserved in segments, so a margin smaller than a segment is left unused within reserved memory.
+        The second number is the margin, if that is smaller than an allocator segment; otherwise it is 0.
         """
         capacity = None if reader is None else reader.stats().capacity
         if capacity is None:

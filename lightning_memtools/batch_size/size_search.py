@@ -32,10 +32,10 @@ def find_largest(
     """Run trials until the largest size that fits is known to within 5%; return all trials, in order.
 
     Args:
-        run: Runs a trial of a size. If the data have fewer samples, it may run and report a smaller size.
-        start: The sizes to run first. A size is skipped if earlier trials show whether it fits.
+        run: Runs a trial of a batch size. If there are fewer samples, it may run and report a smaller size.
+        start: The sizes to run first. Those known to fit or not to fit from earlier trials are skipped.
         limits: The allowed sizes. A trial may narrow them, once it knows the number of samples.
-        max_trials: The most trials to run.
+        max_trials: The maximum number of trials.
     """
     trials: list[SizeTrial] = []
     waiting = list(start)
@@ -77,7 +77,7 @@ def next_size(trials: Sequence[SizeTrial], limits: SizeLimits, *, left: int) -> 
 
 
 def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float, ceiling: int) -> float:
-    """Return the size to try next, not yet rounded: near `predicted`, or between the bounds `lower` and `upper`."""
+    """Return the size to try next, unrounded: close to the size `predicted`, or between the two bounds."""
     aim = _AIM * predicted
     if lower > 0 and sum(not trial.failure for trial in trials) == 1 and ceiling > _NEAR * predicted:
         aim = max(_SECOND * predicted, 2 * lower)
@@ -96,16 +96,16 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if a segment, the unit in which reserved memory grows, is at most 5% of the memory for batches."""
+    """Return True if reserved memory, which grows by whole segments, shows to within 5% how large a batch can be."""
     room = math.inf if trial.limit is None else trial.limit - (trial.base_allocated or 0)
     return (1 - _NEAR) * room >= SEGMENT_BYTES
 
 
 def _predict(trials: Sequence[SizeTrial]) -> float:
-    """Predict the smallest size that reaches the memory limit; infinity if no peak was seen to grow.
+    """Predict the batch size at which the memory limit is reached; infinity if memory did not grow in the trials.
 
-    A line goes through the largest trial and an earlier one, or if there is none, through its memory without a batch.
-    If the slope has increased since the earlier trial, it is expected to keep increasing.
+    The prediction extends a line through the peaks of two trials, or of one trial and of the memory without a batch.
+    If memory grew faster than linearly between trials, it is expected to go on doing so.
     """
     last = max((trial for trial in trials if not trial.failure), key=lambda trial: trial.size, default=None)
     if last is None or last.limit is None or last.batch_allocated is None:
@@ -127,5 +127,5 @@ def _predict(trials: Sequence[SizeTrial]) -> float:
 
 
 def _slack(trial: SizeTrial) -> int:
-    """Return the bytes that were reserved beyond those of tensors, at their peaks."""
+    """Return the difference in bytes between the peak of reserved memory and the peak of allocated memory."""
     return (trial.peak or 0) - (trial.peak_allocated or 0)

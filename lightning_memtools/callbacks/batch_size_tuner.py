@@ -19,16 +19,16 @@ from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class BatchSizeTuner(EitherCallback, Neighbour):
-    """Finds the largest batch that fits, before training begins.
+    """Finds the largest batch size that fits into memory, before training begins.
 
-    It runs the configured size first, and never goes below that size if it fits. The peaks of two sizes predict the
-    largest size that fits. The search runs the predicted size, and bisects between a size that fits and one that does
-    not, so the result has always been run. A trial is a few steps of every optimizer, and two validation batches, in
-    the Trainer's own loops, with the largest samples and the callbacks that take part in training. After each trial,
-    weights, optimizer, random streams, loops, data loaders and attributes are restored bit for bit. A
-    LearningRateFinder runs after the search, wherever it stands in the list of callbacks.
+    It runs the configured size first; if that fits, the result is never smaller. From the peaks of two sizes it
+    predicts the largest size that fits, runs that, and bisects between a size that fits and one that does not. So the
+    result has always been run. A trial is a few steps of every optimizer, and two validation batches, in the Trainer's
+    own loops, with the largest samples and the callbacks that take part in training. After each trial, weights,
+    optimizers, random generators, loops, data loaders and attributes are restored bit for bit. A LearningRateFinder
+    runs after the search, wherever it stands in the list of callbacks.
 
-    On a device without memory statistics (a CPU outside of a VirtualDevice) the size is left as it is.
+    On a device without memory statistics, such as a CPU, the batch size is left as it is.
 
     | logged | where | when |
     | --- | --- | --- |
@@ -43,10 +43,10 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         margin: The device memory to leave free: a fraction of the capacity, or a size such as "1GiB".
         init_val: The first size to try; None for the configured one.
         max_val: The largest size to try; None for no limit.
-        multiple_of: Only multiples of this are tried.
-        effective_batch_size: Samples per optimizer step over all ranks. The largest micro-batch that divides it and
-            fits is chosen, and `accumulate_grad_batches` is set so that micro-batch x accumulation x ranks is exactly
-            this.
+        multiple_of: Only multiples of this number are tried.
+        effective_batch_size: The number of samples per optimizer step over all ranks. The largest micro-batch that
+            divides it and fits is chosen, and `accumulate_grad_batches` is set so that micro-batch x accumulation x
+            ranks is exactly this number.
         stages: The stages to tune: "train", "val" or both. Validation is tuned while training still holds its memory.
         max_trials: The maximum number of trials per stage.
 
@@ -79,7 +79,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         self._tuning = SizeTuning(TunerSettings(**given))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move this callback before the first LearningRateFinder, which then runs with the batch size that is found."""
+        """Move this callback before any LearningRateFinder, which then runs with the batch size that was found."""
         self._tuning.undo()
         callbacks = callbacks_of(trainer)
         finders = [index for index, callback in enumerate(callbacks) if is_learning_rate_finder(callback)]
@@ -88,7 +88,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             trainer.callbacks = [*others[: finders[0]], self, *others[finders[0] :]]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search for the largest batch sizes, unless the run resumes from a checkpoint that holds them."""
+        """Search for the largest batch sizes, unless the checkpoint that the run resumes from already holds them."""
         put_on_device(pl_module, trainer.optimizers)
         self._reader = reader_for(trainer.strategy.root_device)
         callbacks = callbacks_of(trainer)
@@ -97,26 +97,26 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             raise end_the_call()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the cache again when training resumes. By now the last validation batch has been freed."""
+        """Empty the allocator's cache when training resumes after validation, whose last batch is freed by now."""
         if self._reader is not None and self._has_validated:
             self._reader.empty_cache()
         self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the allocator's cache, since blocks that training has cached may not fit validation. So do trials."""
+        """Empty the allocator's cache, as trials do, since blocks cached by training may not suit validation."""
         if self._reader is not None:
             self._reader.empty_cache()
         self._has_validated = True
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Restore the DataLoaders that were passed to the Trainer. Attributes keep the batch sizes that were found."""
+        """Restore the DataLoaders passed to the Trainer. Attributes such as `batch_size` keep the new sizes."""
         self._tuning.undo()
         self._reader = None
 
     on_exception = teardown
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch sizes that were found, for the checkpoint."""
+        """Return the batch sizes that were found, to save them in a checkpoint."""
         return {"sizes": dict(self._tuning.found), "accumulate": self._tuning.accumulate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,10 +134,10 @@ def tune_batch_size(
     val_dataloaders: Any = None,
     **arguments: Any,
 ) -> BatchSizeResult:
-    """Find the largest batch that fits, without training. Model, Trainer and data are ready for a fit afterwards.
+    """Find the largest batch size that fits, without training. The model and the Trainer are then ready for a fit.
 
-    The size is written to the attribute that `batch_arg_name` names. DataLoaders that are passed are not changed:
-    make new ones with `result.sizes`.
+    The size is written to the attribute that `batch_arg_name` names. DataLoaders that are passed in are not changed:
+    make new ones with the sizes in `result.sizes`.
 
     Args:
         trainer: The Trainer that would train. Its callbacks take part in the trials.

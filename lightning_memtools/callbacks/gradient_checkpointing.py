@@ -46,10 +46,10 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     """Trains with less memory: recomputes parts of the model in backward instead of keeping their activations.
 
     On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
-    applies the plan if that lowers the peak. Gradients, weights, running statistics and random numbers are bit for bit
-    those of the plain run, and within rounding where the loss of a language model is computed in chunks. Names, types,
-    state_dict and checkpoints stay as they are; copies and pickles are of the plain model. Everything is undone when
-    fit ends or fails.
+    applies this plan if that lowers the peak. Gradients, weights, running statistics and random numbers are bit for bit
+    the same as without the plan; they differ by rounding if the loss of a language model is computed in chunks. Names,
+    types, state_dict and checkpoints stay as they are; copies and pickles hold the unchanged model. Everything is
+    undone when fit ends or fails.
 
     | It writes | content |
     | --- | --- |
@@ -57,31 +57,30 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     | `<log_dir>/memtools/checkpoint_plan.md` | the same text |
     | console, rank 0 | what is recomputed, bytes, peaks |
 
-    After the third step the measured peak is written beside the predicted one. In the first step every recomputed part
-    runs two more times, to prove that it gives the same values bit for bit. A part that does not runs as usual from
-    then on, and a warning names the layer.
+    After the third step the measured peak is written next to the predicted one. In the first step every recomputed
+    part runs two more times, to check that it gives the same values bit for bit. If the values differ, the part is not
+    recomputed from then on, and a warning names the layer.
 
     Forward hooks on recomputed layers fire again in backward. Under FSDP 2 (ModelParallelStrategy) every recomputed
-    part lies within one sharded module, and a budget has to be a fraction. Compiled models, and models under FSDP 1 and
-    DeepSpeed, are left unchanged, with a warning that says why.
+    part lies within one sharded module, and `memory_budget` has to be a fraction. Compiled
+    models, and models under FSDP 1 and DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
-        segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
-            `torch.utils.checkpoint.checkpoint_sequential` does. "auto" takes the plan with the lowest product of
-            activation memory and operations, with at most a third more operations than the plain step.
-        memory_budget: A float is the fraction of the plain step's activation memory that may remain; a size such as
-            "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
-        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
-            with "recompute" they may, and the results are the same bit for bit.
-        include: Patterns of the names of modules to choose from, such as ["blocks.*"]; by default any may be chosen.
-        exclude: Patterns of modules that are never recomputed.
+        segments: Each Sequential is cut into this many equal chunks, of which all but the last are recomputed, as in
+            `torch.utils.checkpoint.checkpoint_sequential`. "auto" takes the plan with the lowest product of activation
+            memory and operations, with at most a third more operations than an ordinary step.
+        memory_budget: A float is the fraction of an ordinary step's activation memory that may be used. A size such as
+            "8GiB" is the highest allowed peak of allocated memory. Of the plans that fit, the one with the least
+            recomputation is taken.
+        bn_dropout: With "skip", BatchNorm and Dropout layers of a Sequential are never recomputed. With "recompute"
+            they may be, and the results are still the same bit for bit.
+        include: Name patterns of the modules that may be recomputed, such as ["blocks.*"]; by default any module may.
+        exclude: Name patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
-            that lowers the peak and nothing else reads the output. The loss and its gradients are the same within
-            rounding. With "keep", they are computed as the model does.
+            that lowers the peak and nothing else reads the output. With "keep", they are computed as the model does.
 
     Raises:
-        ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
-            the budget.
+        ValueError: An argument is invalid; or, during fit, a pattern matches no module, or no plan fits the budget.
     """
 
     parts_of_a_run = ("_applied", "_window")  # what is applied stays with the original: it is undone once
@@ -118,9 +117,9 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._directory = report_directory(trainer)  # here, because it asks rank 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan and apply checkpointing on the first batch that gives a loss; measure the peak of a later step.
+        """Make and apply the checkpoint plan on the first batch with a loss. Later, measure the peak of one step.
 
-        Every rank has to call this: until there is a plan, it communicates with the other ranks.
+        Every rank has to call this hook, because rank 0 sends the plan to the others.
 
         Raises:
             CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
@@ -141,7 +140,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the measured peak beside the predicted one in the plan, once it is known."""
+        """Once the peak of a step has been measured, write it next to the predicted one in the report."""
         # For a step that gives no loss, which Lightning skips, it has no outputs.
         gave_loss = bool(outputs) or not pl_module.automatic_optimization
         self._steps += gave_loss
@@ -176,9 +175,9 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         self._applied = self._window = None
 
     def _plan_and_apply(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Make a plan and apply it, or warn that there is none.
+        """Make a plan and apply it, or warn why there is none.
 
-        Rank 0 plans for all ranks, and its failures are broadcast too, so that no rank is left waiting.
+        Rank 0 plans for all ranks. If it fails, the error is broadcast as well, so that no rank is left waiting.
         """
         made: _Made | None = _why_unplanned(trainer, module)
         if made is None:
@@ -202,9 +201,9 @@ class GradientCheckpointing(EitherCallback, Neighbour):
             warnings.warn(text, DegradedWarning, stacklevel=2)
 
     def _planned_here(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
-        """Make a plan on this rank. Return the plan, an error to raise, or a string that describes any other error.
+        """Make a plan on this rank. Return the plan, an error to raise on all ranks, or a description of an error.
 
-        Errors of the user's own classes are returned as strings, since they may not survive pickling to other ranks.
+        An error of the user's code is described in a string, since its class may not be picklable to other ranks.
         """
         step = TracedStep(
             module,
@@ -233,7 +232,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
 
 
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why GradientCheckpointing cannot make a plan for this strategy and model; None if it can."""
+    """Return the reason why this strategy or model rules out a checkpoint plan; None if there is no such reason."""
     reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
     if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
         return (

@@ -24,7 +24,7 @@ from lightning_memtools.checkpointing.repetition_proof import (
 
 
 class Range(NamedTuple):
-    """Layers `start` to `stop` (exclusive) of a chain. Only the first one's input is kept; they rerun in backward."""
+    """Layers to recompute: those from `start` to `stop` (exclusive) of a Sequential. Only their input is kept."""
 
     start: int
     stop: int
@@ -32,13 +32,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """The part of a plan that concerns one Sequential or module.
+    """The part of a checkpointing plan that is about one Sequential or one other module.
 
     Attributes:
         name: The qualified name of the Sequential or module.
         layers: The qualified names of its layers.
-        ranges: The runs of consecutive layers that are recomputed. All other layers run as usual.
-        is_module: True for a single module with its own forward, which is then its only layer.
+        ranges: The ranges of consecutive layers that are recomputed. All other layers run as usual.
+        is_module: True if it is not a Sequential but a module with its own forward. It counts as its only layer.
     """
 
     name: str
@@ -50,18 +50,18 @@ class ChainPlan:
 class AppliedPlan:
     """Applies a checkpointing plan to a model. Calling `remove`, or leaving the `with` block, undoes the plan.
 
-    Copies and pickles made while the plan is applied contain the plain model. Calls in evaluation mode or without
-    gradients run as usual.
+    Copies and pickles made while the plan is applied contain the unchanged model. Nothing is recomputed for calls in
+    evaluation mode or without gradients.
 
     Args:
         model: The model.
         plans: For each Sequential or module in the plan, the ranges of its layers to recompute.
-        heads: The names of the linear layers whose loss is computed in chunks.
-        prove: Run each range two more times at its first call, and compare all values bit for bit. If they differ, the
-            range is no longer recomputed, and a warning names the layer.
+        heads: The names of the linear layers whose cross-entropy loss is computed in chunks.
+        prove: Run each range of layers two more times at its first call, and compare all values bit for bit. If they
+            differ, the range is no longer recomputed, and a warning names the layer.
 
     Attributes:
-        heads: The replacement forwards of the layers whose loss is computed in chunks, by layer name.
+        heads: For each linear layer in the argument `heads` (by name), the object that replaces its forward.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class AppliedPlan:
 
 
 class _PlannedForward:
-    """Replaces the forward of a Sequential or module. Recomputes ranges of its layers, if reruns give the same values.
+    """Replaces the forward of a Sequential or other module, so that backward recomputes the layers that a plan names.
 
     Args:
         module: The Sequential or module.
-        plan: The ranges of its layers to recompute.
-        layers: Its layers.
-        prove: Run each range two more times at its first call, to see whether it gives the same values.
+        plan: Says which ranges of layers to recompute.
+        layers: The layers of the Sequential.
+        prove: Run each range two more times at its first call, and do not recompute it if the values differ.
     """
 
     def __init__(self, module: nn.Module, plan: ChainPlan, layers: list[nn.Module], *, prove: bool) -> None:
@@ -145,7 +145,7 @@ class _PlannedForward:
         return value
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the layers of a range in sequence, the first with `args` and `kwargs`; backward calls them again."""
+        """Call the layers of a range in sequence, and again in backward. The first layer gets `args` and `kwargs`."""
         layers, names = self._layers[which.start : which.stop], self._plan.layers[which.start : which.stop]
         norms: list[nn.Module] = [
             part for of_layer in self._norms[which.start : which.stop] for part in of_layer if updates_statistics(part)
@@ -180,7 +180,7 @@ class _PlannedForward:
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's `__dict__` without the plan, so that copies and pickles are of the plain module.
+    """Return a module's `__dict__` without what the plan added, so that copies and pickles hold the original.
 
     pickle, torch.save, copy.copy and copy.deepcopy all call `__getstate__` of the object, not of its class.
     """
@@ -199,7 +199,7 @@ def _plain_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:
-    """Yield a Sequential's layers. A nested Sequential is replaced by its layers unless its id is in `known`."""
+    """Yield the layers of a Sequential. Nested Sequentials are flattened, unless their id is in `known`."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child

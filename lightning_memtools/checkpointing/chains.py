@@ -28,7 +28,7 @@ class Chain:
         name: The Sequential's qualified name in the model; "" for the model itself.
         layers: The qualified names of its layers; nested plain Sequentials are replaced by their layers.
         outside: For each layer (by index) that must not be recomputed, the reason.
-        is_module: True for a single module with its own forward, which is then its only layer.
+        is_module: True if it is not a Sequential but a module with its own forward. It counts as its only layer.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Chain:
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward that a module's class defines, bound to the module unless it is a static method."""
+    """Return the forward that a module's class defines, ready to call, even if the module itself has another."""
     own = getattr_static(type(module), "forward")
     return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return True if a module should run without recomputation: without gradients, in eval mode, or when compiled.
+    """Return True if a call should not be recomputed: without gradients, in eval mode, or while being compiled.
 
-    `trained` is `module.training` at the time the plan was applied. If False, calls in eval mode are recomputed too.
+    `trained` is the value of `module.training` when the plan was applied. If False, eval mode makes no difference.
     """
     return (
         not torch.is_grad_enabled()
@@ -57,7 +57,7 @@ def passes_through(module: nn.Module, *, trained: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return True if a module runs its children one after the other, as Sequential does."""
+    """Return True if a module is an ordinary Sequential: its forward is not replaced, compiled or sharded."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
@@ -68,12 +68,12 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if torch.compile compiles the module's call."""
+    """Return True if a module has been compiled by torch.compile."""
     return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
-    """Return the Sequentials whose layers may be recomputed (of those that `include` names), outermost first.
+    """Return the Sequentials whose layers may be recomputed according to the options, outermost first.
 
     Raises:
         ValueError: A pattern matches no module.
@@ -89,11 +89,11 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 
 
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
-    """Return the modules that can be recomputed as a whole, except layers of `chains`, each as a Chain of one layer.
+    """Return the modules that can be recomputed as a whole, each as a Chain of one layer. Skip layers of `chains`.
 
-    These are modules with their own forward, such as blocks in a ModuleList and modules inside them, and modules that
-    FSDP 2 shards, since recomputing them gathers their parameters. Whether a module runs at all, and may run twice,
-    is not checked here: only a trace of a step shows that.
+    These are modules with their own forward, such as blocks in a ModuleList and modules inside them. Modules that
+    FSDP 2 shards are among them, since recomputing one gathers its parameters again. Only a trace of a step shows
+    whether a module runs at all, and whether it may run twice.
     """
     names = _Names(model, options)
     known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
@@ -112,7 +112,7 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
 
 
 class _Names:
-    """The modules of a model by name, and the names of those that the options exclude or torch.compile compiles."""
+    """The modules of a model by name, and which of them may be recomputed according to the options."""
 
     def __init__(self, model: nn.Module, options: CheckpointOptions) -> None:
         self.modules = dict(model.named_modules())
@@ -127,7 +127,7 @@ class _Names:
         self._bn_dropout = options.bn_dropout
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
-        """Return the layers that must not be recomputed, by index, each with the reason."""
+        """Return a mapping from the index of each layer that must not be recomputed to the reason."""
         reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
         return {at: reason for at, reason in reasons.items() if reason is not None}
 
@@ -172,5 +172,5 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
 
 
 def is_within(name: str, ancestor: str) -> bool:
-    """Return True if the module `name` is `ancestor` or lies within it, by qualified names."""
+    """Return True if the module named `name` is the module named `ancestor`, or is inside it."""
     return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""

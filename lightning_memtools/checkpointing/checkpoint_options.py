@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """The options do not suit the model. Other ValueErrors during planning were raised by training_step."""
+    """Raised if the options do not suit the model. Has its own class, so that training_step's errors are not caught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class CheckpointOptions:
     """The options of `plan_checkpoints`; `parse` creates them from that function's arguments.
 
     Attributes:
-        segments: The number of chunks that each Sequential is cut into; None to let the planner choose the chunks.
+        segments: The number of chunks that each Sequential is cut into; None to choose freely what to recompute.
         budget_share: The limit on activation memory, as a fraction of its size without a plan; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: "skip" to never recompute BatchNorm and Dropout layers of a Sequential, or "recompute" to allow it.
-        include: Patterns of the modules to recompute; None to choose among all modules.
-        exclude: Patterns of modules that are never recomputed.
-        loss_head: Whether a language model's loss may be computed in chunks.
+        include: Name patterns of the modules that may be recomputed; None for all modules.
+        exclude: Name patterns of modules that are never recomputed.
+        loss_head: "auto" to compute the loss of a language model in chunks if that saves memory, or "keep".
     """
 
     segments: int | None
@@ -75,13 +75,13 @@ class CheckpointOptions:
         )
 
     def limit(self, plain: StepCost) -> int | None:
-        """Return the highest allowed peak in bytes; None without a budget. `plain` is the step's cost without plan."""
+        """Return the highest allowed peak in bytes; None without a budget. `plain` is the cost without a plan."""
         if self.budget_share is not None:
             return plain.static_bytes + int(self.budget_share * plain.activation_bytes)
         return self.budget_bytes
 
     def fits(self, plain: StepCost) -> bool:
-        """Return True if the step is within the budget even without recomputation."""
+        """Return True if `plain`, the cost of the step without recomputation, is within the budget."""
         limit = self.limit(plain)
         return limit is not None and plain.peak_bytes <= limit
 

@@ -19,15 +19,15 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The layers of a model to recompute, and the memory that a training step then needs, as a simulation predicts.
+    """The layers of a model to recompute in backward, and the predicted memory of a training step that does so.
 
     Attributes:
         chains: The Sequentials and modules that are recomputed in part or as a whole.
         plain: The memory and operations of the step without the plan.
         planned: The memory and operations of the step with the plan.
         refused: The reason why nothing is recomputed; None if something is.
-        notes: Phrases for the report that describe other effects of the plan.
-        heads: The linear layers whose cross-entropy is computed in chunks.
+        notes: Phrases for the report about other effects of the plan, such as a loss computed in chunks.
+        heads: The names of the linear layers whose cross-entropy is computed in chunks.
         left_out: For each layer (by name) that may not be recomputed, the reason.
     """
 
@@ -51,14 +51,14 @@ class CheckpointPlan:
 
     @property
     def extra_operations(self) -> float:
-        """The extra operations of a step with the plan, as a fraction of those without it: 0.25 is a quarter more."""
+        """The fraction of operations that the plan adds to a step: 0.25 means a quarter more than without it."""
         return self.planned.operations / self.plain.operations - 1 if self.plain.operations else 0.0
 
     def apply(self, module: nn.Module) -> AppliedPlan:
-        """Apply the plan to the module that it was made for, or to another with the same structure.
+        """Apply the plan to the module that it was made for, or to another module with the same structure.
 
-        To undo the plan, call `remove()` on the returned handle, or use the handle in a `with` statement. At its first
-        call each range of recomputed layers runs two more times, to check that the values are the same bit for bit.
+        To undo the plan, call `remove()` on the returned handle, or use the handle in a `with` statement. Recomputed
+        layers run two more times at their first call, to check that the values are the same bit for bit.
         """
         return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
 
@@ -68,7 +68,7 @@ class CheckpointPlan:
         return first_of(collapsed(names), most) or "nothing"
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
-        """Return lines of text on the memory saved, the extra operations, and the measured peak if one is given."""
+        """Return lines of text on the memory saved, the extra operations, and the measured peak (if given)."""
         plain, planned = self.plain, self.planned
         before, after = format_size(plain.activation_bytes), format_size(planned.activation_bytes)
         peak_before, peak_after = format_size(plain.peak_bytes), format_size(planned.peak_bytes)
@@ -90,7 +90,7 @@ class CheckpointPlan:
         return f"Recompute {self.recomputed()}; keep the others."
 
     def page(self, measured_bytes: int | None = None) -> str:
-        """Return the plan in markdown: what is recomputed, what it saves and costs, and which layers are left out."""
+        """Return the plan in markdown: the recomputed layers, the memory and operations, and the layers left out."""
         by_reason: dict[str, list[str]] = {}
         for name, why in self.left_out.items():
             by_reason.setdefault(why, []).append(name)

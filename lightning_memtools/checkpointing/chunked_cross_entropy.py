@@ -14,10 +14,10 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 
 
 def chunk_rows(width: int) -> int:
-    """Return the rows per chunk for a layer with `width` inputs, so that a chunk's logits are half the weights' size.
+    """Return the number of rows per chunk for a linear layer with `width` inputs.
 
-    The logits and their probabilities, which exist at the same time, then take as much as the weights. With smaller
-    chunks, reading and writing the weights and their gradient would cause more memory traffic than the logits do.
+    The logits of a chunk take half as much memory as the weights, and with their probabilities as much. With smaller
+    chunks, the weights and their gradient would be read and written too often.
     """
     return max(width // 2, _LEAST_ROWS)
 
@@ -26,9 +26,9 @@ def chunk_rows(width: int) -> int:
 class ChunkedCrossEntropy:
     """Computes the cross-entropy of a linear layer's output in chunks, with the options of `F.cross_entropy`.
 
-    If the loss is a single number, the layer's gradients are computed during the forward pass, chunk by chunk, so that
-    nothing is computed twice. In two cases the logits are computed again in backward: in float16, where an unscaled
-    gradient would underflow, and with reduction="none", because the upstream gradient is not known during forward.
+    The layer's gradients are computed during the forward pass, chunk by chunk, so that nothing is computed twice.
+    There are two exceptions, for which logits are computed again in backward: in float16 an unscaled gradient would
+    underflow, and with reduction="none" the upstream gradient is not known in forward.
 
     Attributes:
         target: The class of each row.
@@ -52,9 +52,9 @@ class ChunkedCrossEntropy:
         """Return the loss: a scalar tensor, or one value per row. If there are no rows, return what torch returns.
 
         Args:
-            source: The input of the layer, of shape (rows, width).
-            weight: Its weights, of shape (classes, width).
-            bias: Its bias, of shape (classes,), or None.
+            source: The input of the linear layer, of shape (rows, width).
+            weight: The weights of the layer, of shape (classes, width).
+            bias: The bias of the layer, of shape (classes,), or None.
         """
         if not len(source):
             return self.at_once(source, weight, bias)
@@ -62,7 +62,7 @@ class ChunkedCrossEntropy:
         return loss
 
     def at_once(self, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the same loss, computed from all logits at once in a way that autograd can differentiate."""
+        """Return the same loss as `__call__`, but computed from all logits at once, with ordinary autograd."""
         cast = [None if one is None else one.to(self.dtype) for one in (source, weight, bias)]
         losses = self._losses(F.linear(*cast), self.target)  # type: ignore[arg-type]
         return (
@@ -72,7 +72,7 @@ class ChunkedCrossEntropy:
     def run(
         self, inputs: Sequence[Any], upstream: Tensor | None = None, needed: Sequence[bool] = ()
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss and, if `upstream` (the loss's gradient) is given, the gradients of the `needed` inputs."""
+        """Return the loss and, if `upstream` (the gradient of the loss) is given, the gradients of `needed` inputs."""
         source, weight, bias = inputs
         losses: list[Tensor] = []
         gradients = [
@@ -101,10 +101,10 @@ class ChunkedCrossEntropy:
         return self._reduced(torch.stack(losses).sum(), found.dtype), gradients
 
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's loss and the logits' gradient. Two copies of the logits exist at once; torch needs four.
+        """Return the loss of each row, and the gradient of the logits. This takes half the memory that torch needs.
 
-        With label smoothing e, every class has a target of e / classes, and the right class 1 - e more; both are
-        times the class weight. The gradient is the probabilities times the sum of the targets, minus the targets.
+        With label smoothing e, the target is e / classes for every class, plus 1 - e for the right class, both times
+        the class weight. The gradient is the probabilities times the sum of the targets, minus the targets.
         """
         with torch.enable_grad():
             changed = logits.requires_grad_()
@@ -131,7 +131,7 @@ class ChunkedCrossEntropy:
         return losses[:, 0].where(counted, 0).to(self._dtype_of_losses(values)), gradient.to(logits.dtype)
 
     def _dtype_of_losses(self, logits: Tensor) -> torch.dtype:
-        """Return the dtype of cross_entropy's result, which depends on autocast."""
+        """Return the dtype that `F.cross_entropy` would return for these logits, which depends on autocast."""
         return F.cross_entropy(logits.new_zeros(1, 2), self.target.new_zeros(1)).dtype
 
     def _losses(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class ChunkedCrossEntropy:
         return (total if self.reduction == "sum" else total / self._n_counted()).to(dtype)
 
     def _n_counted(self) -> Tensor:
-        """Return the divisor of the mean: the number of rows that are not ignored, or the sum of their weights."""
+        """Return what a mean loss is divided by: the number of rows not ignored, or the sum of their class weights."""
         counted = self.target != self.ignore_index
         if self.class_weight is None:
             return counted.sum()
@@ -164,7 +164,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _add_products(
     gradients: Sequence[Tensor | None], rows: slice, source: Tensor, weight: Tensor, logits: Tensor
 ) -> None:
-    """Add a chunk's part to the gradients of the layer's input, weight and bias. `logits` is the gradient of logits."""
+    """Add a chunk's part to the gradients of input, weight and bias. `logits` is the gradient of the logits."""
     of_source, of_weight, of_bias = gradients
     if of_source is not None:
         of_source[rows] = logits @ weight

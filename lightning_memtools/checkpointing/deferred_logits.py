@@ -25,14 +25,14 @@ class DeferredLogits(Tensor):
     """Logits of a linear layer that are computed only when they are read, and never if only cross-entropy needs them.
 
     `F.cross_entropy` computes its loss from the layer's input. Changes of shape and elementwise operations such as
-    `float()` are deferred as well. Any other function gets the real logits.
+    `float()` are deferred as well. For any other function, the logits are computed.
     """
 
     recipe: _Recipe
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handle functions that can do without the real logits, such as `size`; pass the real logits to all others."""
+        """Answer functions such as `size` without computing the logits. For other functions, compute them first."""
         del types
         kwargs = kwargs or {}
         if _asks_for_no_values(func) or (func is Tensor.register_hook and _is_our_own(*args[1:], **kwargs)):
@@ -51,7 +51,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator called by torch's C++ code, with the real logits. Autograd has already recorded the call."""
+        """Compute the logits and run an operator on them. Called from torch's C++ code, below autograd."""
         del types
         return func(*_read(args, func), **_read(kwargs or {}, func))
 
@@ -62,16 +62,16 @@ class _Recipe:
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
-        source: The layer's input, viewed like the logits: the same shape, with features in place of classes.
+        source: The layer's input, reshaped like the logits, but with the input features in place of the classes.
         class_dim: The index of the dimension of the classes.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
-        head: The replacement of the layer's forward. It notes whether the logits are read or go into a loss.
-        version: The version counter of the layer's weights.
+        head: The object that replaces the layer's forward, and is told if the logits are read or go into a loss.
+        version: The version counter of the layer's weights when the layer was called.
         autocast: Whether autocast was on when the layer was called, and its dtype.
         steps: The elementwise operations applied to the layer's output so far.
-        parent: The recipe of the logits from which these are to be computed; None for the layer's output.
-        change: The function that computes these logits from the parent's logits.
-        real: The logits, once they had to be computed.
+        parent: The recipe for the logits before the last operation; None if these are the layer's own output.
+        change: The last operation, which computes these logits from those of `parent`.
+        real: The computed logits; None while they are still deferred.
     """
 
     inputs: tuple[Tensor, Tensor, Tensor | None]
@@ -95,11 +95,11 @@ class _Recipe:
 
     @property
     def is_real(self) -> bool:
-        """True if these logits, or those they derive from, were computed. They may since have been changed in place."""
+        """True if these logits, or others that they are computed from, have been computed already."""
         return self.real is not None or (self.parent is not None and self.parent.is_real)
 
     def all_logits(self) -> Tensor:
-        """Return the real logits, with an autograd graph. The first call computes them; later calls return the same.
+        """Return the logits, with an autograd graph. The first call computes them; later calls return the same.
 
         Raises:
             RuntimeError: The weights have changed since the layer was called.
@@ -122,7 +122,7 @@ class _Recipe:
         return self.real
 
     def deferred(self) -> Tensor:
-        """Return a tensor that stands for the logits of this recipe without computing them."""
+        """Return a tensor that stands for these logits. They are only computed when the tensor is read."""
         made: Tensor = _Deferred.apply(self, *self.inputs)  # type: ignore[no-untyped-call]
         return made
 
@@ -134,7 +134,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
         source: The input, of shape (..., width).
         weight: The weights, of shape (classes, width).
         bias: The bias, of shape (classes,), or None.
-        head: The replacement of the layer's forward. It notes whether the output is read or goes into a loss.
+        head: The object that replaces the layer's forward, and is told if the output is read or goes into a loss.
     """
     kind = source.device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -145,7 +145,7 @@ def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, head: D
 
 
 class _Deferred(torch.autograd.Function):
-    """The autograd function that makes deferred logits, so that results computed from them have gradients."""
+    """The autograd function that creates deferred logits, so that gradients flow back through them."""
 
     @staticmethod
     def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:
@@ -157,7 +157,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        """Compute the skipped layer now, and return the gradients of its input, weights and bias."""
+        """Compute the linear layer now, and return the gradients of its input, weights and bias."""
         needed = ctx.needs_input_grad[1:]
         wanted = [each for each, is_needed in zip(ctx.inputs, needed, strict=True) if is_needed]
         gradients = iter(torch.autograd.grad(ctx.recipe.all_logits(), wanted, upstream, retain_graph=True))
@@ -165,21 +165,21 @@ class _Deferred(torch.autograd.Function):
 
 
 def _asks_for_no_values(func: Any) -> bool:
-    """Return True if a function or attribute getter needs no values, only metadata such as shape, dtype or device."""
+    """Return True if a function or attribute getter only needs a tensor's metadata, such as its shape or dtype."""
     attribute = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
     return func in _OF_SHAPES or (attribute is not None and attribute.__name__ not in _VALUES)
 
 
 def _is_our_own(hook: Any) -> bool:
-    """Return True if a gradient hook comes from this package. Such hooks only note when a layer's backward begins.
+    """Return True if a gradient hook comes from this package. Such hooks only record when a layer's backward begins.
 
-    They may be skipped, because deferred logits whose loss is computed in chunks have no gradient.
+    Unlike a user's hook, they may be left out where the logits are never computed and so have no gradient.
     """
     return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:
-    """Return the arguments `values` of `func`, with deferred logits in them (nested or not) replaced by real ones."""
+    """Return arguments of `func`, with all deferred logits in them (also in lists or dicts) computed."""
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
@@ -193,7 +193,7 @@ def _read(values: Any, func: Any) -> Any:
 
 
 def _answer(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of calling `func` on deferred logits; None if the function needs the values of the logits."""
+    """Return the result of `func` without computing the logits; None if the function cannot do without them."""
     if func is F.cross_entropy:
         return _loss(recipe, *args, **kwargs)
     if func in _VIEWS:
@@ -231,7 +231,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the view that `func` makes, as deferred logits; None if it may split or select part of the classes."""
+    """Return the view that `func` makes, still deferred; None if its rows may not contain all classes."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
         made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)
@@ -255,7 +255,7 @@ def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _leaves_last_whole(index: Any, n_dims: int) -> bool:
-    """Return True if an index selects all of the last dimension."""
+    """Return True if indexing with `index` keeps the last of `n_dims` dimensions whole."""
     keys = index if isinstance(index, tuple) else (index,)
     if any(isinstance(key, list) for key in keys):
         return False
@@ -272,9 +272,9 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return an elementwise function's result as deferred logits; None if it is not floating-point or changes device.
+    """Apply an elementwise function to deferred logits, and return deferred logits, or the string of `type()`.
 
-    For `type()` without arguments, return the name of the tensor type.
+    Return None if the result would not be floating-point, or would be on another device.
     """
     step = partial(_call, func, args, kwargs)
     empty = step(torch.empty(0, dtype=recipe.dtypes[1], device=recipe.source.device))

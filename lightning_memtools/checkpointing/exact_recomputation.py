@@ -31,7 +31,7 @@ Stream = Any
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Return True if a module is a Dropout of any kind that drops values in its current mode."""
+    """Return True if a module is a dropout layer of any kind, in training mode and with a rate above 0."""
     if not isinstance(module, AnyDropout) and type(module).__name__ not in _DROPOUTS_BY_NAME:
         return False
     rate = next((getattr(module, name) for name in _RATES if hasattr(module, name)), None)
@@ -39,7 +39,7 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def is_special(module: nn.Module) -> bool:
-    """Return True if the option `bn_dropout` applies to this module in its current mode."""
+    """Return True for a BatchNorm or dropout layer in training mode, to which the option `bn_dropout` applies."""
     return is_dropout(module) or (isinstance(module, AnyBatchNorm) and module.training)
 
 
@@ -49,7 +49,7 @@ def updates_statistics(module: nn.Module) -> bool:
 
 
 def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
-    """Return the reason why a layer must not be recomputed; None if it may be."""
+    """Return the reason why a layer must not be recomputed, or None. `bn_dropout` is "skip" or "recompute"."""
     trained = [part for part in layer.modules() if part.training]
     if any(isinstance(part, nn.SyncBatchNorm) for part in trained):
         return "SyncBatchNorm talks to other ranks"
@@ -62,10 +62,10 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 @contextmanager
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager: modules write running statistics to copies, so that the real ones stay as they are.
+    """Context manager: let modules update copies of their running statistics, so that the originals do not change.
 
-    In training a batch is normalized by its own statistics, so the output is the same. A momentum of 0 instead of
-    copies would turn an infinite activation into 0 * inf = NaN.
+    Outputs are not affected, since a batch in training is normalized by its own statistics. Setting momentum to 0
+    would not do instead: an infinite activation would give 0 * inf = NaN.
     """
     originals: list[tuple[nn.Module, dict[str, Tensor]]] = []
     try:
@@ -83,16 +83,16 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def own_streams(modules: Iterable[nn.Module]) -> list[Stream]:
-    """Return the random generators that `modules` hold as attributes or refer to in their forward.
+    """Return the random generators that modules use besides the global ones.
 
-    They are found in attributes, in lists and dictionaries that are attributes, and among the variables that the
-    forward refers to. A generator that a layer creates later is not found.
+    The search covers attributes, lists and dictionaries in attributes, and the variables that the forward refers to.
+    A generator that a layer creates later is not found.
     """
     return list({id(one): one for one in _values_of(modules) if generator_state(one) is not None}.values())
 
 
 def stream_states(own: Sequence[Stream]) -> list[tuple[Stream, Any]]:
-    """Return pairs of a generator and its current state: for Python's and NumPy's global ones, and those in `own`."""
+    """Return the generators in `own` and the global ones of Python and NumPy, each with its current state."""
     return [(stream, generator_state(stream)) for stream in (*_global_streams(), *own)]
 
 
@@ -137,10 +137,10 @@ def recomputed(
     """Run layers without keeping their activations, and return their output. They run again in backward.
 
     Args:
-        run: Runs the layers one after the other, given the arguments of the first by position and by name.
-        norms: The modules in the layers that update running statistics.
-        streams: The random generators that the layers hold or refer to, from `own_streams`.
-        given: The arguments of the first layer, by position and by name.
+        run: A function that runs the layers one after the other. It gets the two parts of `given` as arguments.
+        norms: Those modules within the layers that update running statistics.
+        streams: The random generators that the layers use, as returned by `own_streams`.
+        given: The positional and the keyword arguments of the first layer.
     """
     states = stream_states(streams)
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.

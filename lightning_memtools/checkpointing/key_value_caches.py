@@ -16,7 +16,7 @@ from lightning_memtools.checkpointing.chains import forward_of_class, passes_thr
 
 
 class WithoutCaches:
-    """Replaces the forward of a model, to switch off its caches of keys and values in training."""
+    """Replaces the forward of a model, to switch off its key-value caches in training."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -26,7 +26,7 @@ class WithoutCaches:
         self.__signature__ = signature(forward_of_class(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; in training, without caches of keys and values."""
+        """Run the model. In training, it runs without key-value caches."""
         if passes_through(self._module, trained=self._trained):
             return self._inner(*args, **kwargs)
         with caches_off(self._module):
@@ -34,7 +34,7 @@ class WithoutCaches:
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the outermost modules whose configuration has `use_cache` on."""
+    """Return the outermost modules with `config.use_cache=True` (key-value caches of transformers), by name."""
     outermost: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
         around = any(not other or name.startswith(f"{other}.") for other in outermost)
@@ -45,7 +45,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
-    """Context manager: switch off `use_cache` in all configurations of a model."""
+    """Context manager: set `use_cache` to False in the `config` of every module of a model."""
     configs: list[Any] = [config for part in model.modules() if _uses_cache(config := vars(part).get("config"))]
     for config in configs:
         config.use_cache = False
@@ -57,7 +57,7 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an argument of a call is a cache of keys and values: transformers' Cache or a similar object."""
+    """Return True if an argument of a call is a key-value cache: transformers' Cache or a similar object."""
     return any(
         callable(getattr(type(each), "get_seq_length", None)) and callable(getattr(type(each), "update", None))
         for each in (*args, *kwargs.values())

@@ -34,9 +34,9 @@ class StepParts:
     """The parts of a training step that may run twice: consecutive layers of a Sequential, and whole modules.
 
     Attributes:
-        spans: Maps each span of units that may run twice to the index of its chain and the range of its layers.
+        spans: Each span of units that may run twice, mapped to the index of its chain and the range of its layers.
         left_out: For each layer (by name) that may not run twice, the reason.
-        chains: The chains of the model.
+        chains: The Sequentials and modules ("chains") whose layers could be recomputed.
         rows: For each chain, its groups of consecutive layers that may all run twice.
         step: The step, cut into units: stretches of the forward pass between layer boundaries.
     """
@@ -49,7 +49,7 @@ class StepParts:
 
     @staticmethod
     def of(step: StepUnits, chains: Sequence[Chain]) -> StepParts:
-        """Return the parts of a step that may run twice. If a chain is called twice, only its first call counts."""
+        """Return the parts of a step that may run twice. If a layer is called twice, only its first call counts."""
         own = {chain.name for chain in chains if chain.is_module}  # a layer that FSDP 2 shards is a module of its own
         parts = StepParts({}, {}, chains, [], step)
         for index, chain in enumerate(chains):
@@ -69,10 +69,10 @@ class StepParts:
         return parts
 
     def chunks(self, segments: int) -> tuple[ChainPlan, ...]:
-        """Cut the outermost Sequentials into equal chunks; return plans that recompute all chunks but the last.
+        """Cut each outermost Sequential into equal chunks, and return plans that recompute all but the last chunk.
 
-        As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual, since it would be recomputed
-        right away. Layers that may not run twice are left out.
+        As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual, since backward would
+        recompute it at once. Layers that may not run twice are left out.
         """
         plans: list[ChainPlan] = []
         for chain in outermost(self.chains):
@@ -87,7 +87,7 @@ class StepParts:
         return tuple(plans)
 
     def plans(self, spans: Sequence[Span]) -> tuple[ChainPlan, ...]:
-        """Return a plan for each chain that has layers in these spans of units."""
+        """Return the plans that recompute these spans of units, one plan for each Sequential or module concerned."""
         ranges: dict[int, list[Range]] = {}
         for span in spans:
             index, layers = self.spans[span]
@@ -110,14 +110,14 @@ def _rows(step: StepUnits, index: int, chain: Chain, outside: set[int]) -> Itera
 
 
 class _Choice(NamedTuple):
-    """A way to run the next unit or units.
+    """One way to run a span of units of a step: keep their activations, or run the units again in backward.
 
     Attributes:
-        stop: The index after the last of these units.
-        is_again: True if they run again in backward.
-        kept: The memory that they keep from their forward pass until their backward pass, in slots.
-        peak: The memory that they need while they run, in slots.
-        cost: The extra operations.
+        stop: The index after the last unit of the span.
+        is_again: True if the units run again in backward.
+        kept: The memory kept from forward until backward, in slots (fixed fractions of the memory limit).
+        peak: The memory needed while the units run, in slots.
+        cost: The number of extra operations.
     """
 
     stop: int
@@ -128,9 +128,9 @@ class _Choice(NamedTuple):
 
 
 class LeastRecomputation:
-    """Finds the layers to recompute that cost the fewest extra operations, for each limit on a step's memory.
+    """Finds the layers to recompute with the fewest extra operations, for any limit on a step's memory.
 
-    A block of memory that several units keep belongs to the last of them: it is free only if that one does not keep it.
+    If several units keep the same block of memory, it is counted for the last of them only.
 
     Args:
         parts: The parts of the step that may run twice.
@@ -162,7 +162,7 @@ class LeastRecomputation:
             self._table[at] = np.min([self._costs(choice) for choice in self._choices[at]], axis=0)
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Return the Pareto front of peak memory and extra work, as (bytes, operations), highest peak first."""
+        """Return the Pareto front of memory and recomputation: (peak bytes, extra operations), highest peak first."""
         costs = self._table[0]
         return [
             (int(slot * self._slot) + 1, int(costs[slot]))
@@ -171,7 +171,7 @@ class LeastRecomputation:
         ]
 
     def best(self, limit_bytes: float) -> tuple[ChainPlan, ...] | None:
-        """Return the plans with the least recomputation that keep the peak within a limit; None if none can."""
+        """Return the plans with the least recomputation whose peak is within a limit; None if there are none."""
         left, at = min(int(limit_bytes / self._slot), _SLOTS), 0
         if left < 0 or self._table[0, left] == _INFINITE:
             return None
@@ -183,7 +183,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _costs(self, choice: _Choice) -> np.ndarray:
-        """Return the least extra operations with this choice, by the slots of memory that are left before it."""
+        """Return the fewest extra operations from this choice to the end, for each amount of memory still free."""
         costs = np.full(_SLOTS + 1, _INFINITE)
         first = max(choice.kept, choice.peak)
         if first <= _SLOTS:
@@ -198,7 +198,7 @@ class LeastRecomputation:
         return _Choice(at + 1, is_again=False, kept=kept, peak=round(peak / self._slot), cost=0.0)
 
     def _running_again(self, start: int, stops: set[int]) -> Iterator[_Choice]:
-        """Yield a choice for each span of units that begins at `start` and ends at one of `stops`."""
+        """Yield choices that run units again in backward: those from `start` to each index in `stops`."""
         entry = self._units[start].forward_peak - self._kept_before[start]
         given = self._units[start].input
         seen = {*given}

@@ -23,7 +23,7 @@ _LEAST_CLASSES = 1024
 
 
 class LossHeadWarning(DegradedWarning):
-    """Warns that a loss is no longer computed in chunks."""
+    """Warns that a language model's loss is no longer computed in chunks, because something reads the logits."""
 
 
 def possible_heads(model: nn.Module) -> list[str]:
@@ -41,9 +41,9 @@ def possible_heads(model: nn.Module) -> list[str]:
 
 
 class DeferredHead:
-    """Replaces the forward of a linear layer, to compute its output only if anything but cross-entropy reads it.
+    """Replaces the forward of a linear layer, so that its output is not computed if only cross-entropy uses it.
 
-    If anything else reads the output, the layer runs as usual from then on.
+    Once anything else has read the output, the layer runs as usual.
 
     Args:
         name: The layer's name.
@@ -52,9 +52,9 @@ class DeferredHead:
 
     Attributes:
         n_losses: The number of times that cross-entropy was called on the output.
-        read_by: The function other than cross-entropy that read the output, and its line of code; "" if none did.
-        chunk_rows: The number of rows per chunk.
-        is_off: True if the layer runs as usual.
+        read_by: The function that read the output, not counting cross-entropy, and the line of code; "" if none.
+        chunk_rows: The number of rows of logits that cross-entropy computes at a time.
+        is_off: True if the layer runs as usual again.
         logits: The number of predictions, the number of classes, and the bytes of one copy of all logits.
     """
 
@@ -69,7 +69,7 @@ class DeferredHead:
         self._warns = warns
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002, Linear's own name, which callers may use
-        """Return the layer's output: computed only when it is read, unless the layer runs as usual."""
+        """Return a tensor that is computed when it is read; the ordinary output if the layer runs as usual."""
         if self.is_off or passes_through(self._module, trained=self._trained):
             out: Tensor = forward_of_class(self._module)(input)
             return out

@@ -12,14 +12,14 @@ from lightning_memtools.simulation.step_trace import StepCost, TracedStep, traci
 
 @dataclass(frozen=True, slots=True)
 class LossInChunks:
-    """A step whose loss can be computed in chunks.
+    """A training step in which cross-entropy can be computed in chunks, and what that saves.
 
     Attributes:
-        names: The linear layers whose output only cross-entropy reads.
+        names: The names of the linear layers whose output only cross-entropy reads.
         logits: The number of predictions, the number of classes, and the bytes of one copy of the largest logits.
-        chunk_rows: The number of rows per chunk of these logits.
-        read_by: The function that reads the largest logits, which rules out chunks for them; "" if there is none.
-        plain: The memory and operations of the unchanged step.
+        chunk_rows: The number of rows of these logits in a chunk.
+        read_by: A function that reads these logits, so that chunks are impossible for them; "" if there is none.
+        plain: The memory and operations of the step as it is.
         cost: The memory and operations with the loss in chunks.
     """
 
@@ -42,7 +42,7 @@ class LossInChunks:
 
 
 def loss_in_chunks(step: TracedStep) -> LossInChunks | None:
-    """Trace the step with its loss in chunks; return None if no loss can be computed in chunks.
+    """Trace a step with its loss computed in chunks, and return what that saves; None if it is impossible.
 
     The logits must come from a linear layer with at least 1,024 outputs, and reach cross-entropy only through changes
     of dtype or shape and elementwise operations.

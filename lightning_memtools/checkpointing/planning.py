@@ -45,7 +45,7 @@ _CostOf = Callable[[_Chains], StepCost]
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
-    """No plan fits the memory budget. `reachable_bytes` is the lowest peak of any plan."""
+    """Raised if no checkpoint plan fits the memory budget. `reachable_bytes` is the lowest peak that a plan reaches."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:
         super().__init__(message, reachable_bytes)
@@ -67,28 +67,27 @@ def plan_checkpoints(
 ) -> CheckpointPlan:
     """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
-    The step is traced on fake tensors: nothing is computed, and neither the module nor any random state changes. A
-    plan whose predicted peak is not below the plain one is refused; `refused` then says why.
+    A step is traced on fake tensors: nothing is computed, and neither the module nor any random state changes. If no
+    plan lowers the predicted peak, the returned plan recomputes nothing, and its attribute `refused` says why.
 
     Args:
         module: The model, in the mode that it is trained in.
-        sample_args: The arguments of its forward, with the shapes of training. Backward starts from the sum of
-            everything that forward returns.
-        segments: Cut each Sequential into this many equal chunks, all but the last recomputed, as
-            `torch.utils.checkpoint.checkpoint_sequential` does. "auto" chooses freely: the plan with the lowest product
-            of activation memory and operations, with at most a third more operations than the plain step.
-        memory_budget: A float is the fraction of the plain step's activation memory that the plan may use (1.0
-            recomputes nothing); a size such as "8GiB" is the highest allowed peak. The plan is the one with the
-            least recomputation that fits the budget.
-        bn_dropout: Whether BatchNorm and Dropout layers of a Sequential may run twice: with "skip" they never do; with
-            "recompute" they may, and the results are the same bit for bit.
-        include: Patterns of the names of modules to choose from; by default any module may be chosen.
-        exclude: Patterns of modules that are never recomputed.
+        sample_args: The arguments of the model's forward, with shapes as in training. The traced step calls backward on
+            the sum of everything that forward returns.
+        segments: Each Sequential is cut into this many equal chunks, of which all but the last are recomputed, as in
+            `torch.utils.checkpoint.checkpoint_sequential`. "auto" takes the plan with the lowest product of activation
+            memory and operations, with at most a third more operations than an ordinary step.
+        memory_budget: A float is the fraction of an ordinary step's activation memory that may be used. A size such as
+            "8GiB" is the highest allowed peak. Of the plans that fit, the one with the least recomputation is taken.
+        bn_dropout: With "skip", BatchNorm and Dropout layers of a Sequential are never recomputed. With "recompute"
+            they may be, and the results are still the same bit for bit.
+        include: Name patterns of the modules that may be recomputed; by default any module may.
+        exclude: Name patterns of modules that are never recomputed.
         loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows, if
             that lowers the peak and nothing else reads the output; with "keep", all at once.
 
     Raises:
-        ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
+        ValueError: An argument is invalid, a pattern matches no module, or no plan fits the budget.
     """
     options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
     is_on_cuda = any(parameter.is_cuda for parameter in module.parameters())
@@ -97,12 +96,12 @@ def plan_checkpoints(
 
 
 class StepPlanner:
-    """Makes plans for one training step. Measurements are reused between plans with different options.
+    """Makes checkpoint plans for one training step. Reuses measurements for plans with other options.
 
     The step must not change between plans.
 
     Args:
-        step: The step.
+        step: The training step, as it can be traced on fake tensors.
 
     """
 
@@ -112,14 +111,14 @@ class StepPlanner:
         self._costs: dict[tuple[str, ...], dict[_Chains, StepCost]] = {}
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
-        """Return the plan for these options; see `plan_checkpoints`.
+        """Return the plan for these options, which are those of `plan_checkpoints`.
 
         Args:
-            options: The options.
-            nearest: If no plan fits a budget given as a fraction, return the plan with the lowest peak; do not raise.
+            options: What to recompute, and the memory budget.
+            nearest: If no plan fits a budget that is a fraction, return the plan with the lowest peak; do not raise.
 
         Raises:
-            ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
+            ValueError: A pattern matches no module, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
         is_sharded = any(map(is_fsdp_module, self._step.model.modules()))
@@ -144,14 +143,14 @@ class StepPlanner:
 
     @cached_property
     def in_chunks(self) -> LossInChunks | None:
-        """The step with its loss in chunks; None if it computes no cross-entropy of a linear layer's output."""
+        """What computing the loss in chunks saves; None if no linear layer's output goes into a cross-entropy."""
         # The user's step may do anything with logits that are not there; what is wrong with it is found later.
         with suppress(Exception):
             return loss_in_chunks(self._step)
         return None
 
     def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
-        """Return the best plan for these options, with the loss in chunks if `loss` is given."""
+        """Return the best plan for these options. If `loss` is given, the plan computes the loss in chunks."""
         heads = () if loss is None else loss.names
         options = replace(options, exclude=(*options.exclude, *heads))
         chains = find_chains(self._step.model, options)
@@ -163,7 +162,7 @@ class StepPlanner:
             return _PlanSearch(options, plain, start, StepParts.of(units, chains), cost_of).plan(nearest=nearest)
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
-        """Return the step cut into measured units, which lie between layer boundaries. Cached by `chains`."""
+        """Return the step cut into units at the boundaries of layers, each measured. Cached for the same chains."""
         heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
         key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
@@ -173,9 +172,9 @@ class StepPlanner:
 
 @contextmanager
 def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
-    """Context manager: yield a function that traces the step under a plan and returns its cost.
+    """Context manager: yield a function that applies plans, traces the step and returns its memory and operations.
 
-    `known` caches the costs. The loss of the layers `heads` is computed in chunks. The fake model is made only once.
+    Results are cached in `known`. The loss of the linear layers named in `heads` is computed in chunks.
     """
     traces: list[StepTrace] = []
     with ExitStack() as stack:
@@ -195,21 +194,21 @@ def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, 
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
-    """Return the memory and operations of a step with these plans applied; if there are none, of the plain step."""
+    """Return the memory and operations that a step needs with these plans applied. `plans` may be empty."""
     with _cost_of_plans(step, heads, {}) as cost_of:
         return cost_of(tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)
 class _PlanSearch:
-    """Searches for the plan that the options ask for, among plans that a dynamic program proposes.
+    """Searches for the best checkpoint plan, by tracing a step with plans that dynamic programming has proposed.
 
     Attributes:
-        options: The options.
-        plain: The memory and operations of the plain step.
+        options: What to recompute, and the memory budget.
+        plain: The memory and operations of the step as it is.
         start: The memory and operations without recomputation, but with the loss in chunks if that is used.
         parts: The parts of the step that may run twice.
-        cost_of: A function that traces the step under a plan and returns its cost.
+        cost_of: A function that applies plans, traces the step and returns its memory and operations.
     """
 
     options: CheckpointOptions
@@ -219,7 +218,7 @@ class _PlanSearch:
     cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan. If none is worth its cost, return a plan that recomputes nothing and says why."""
+        """Return the best plan. If no plan is worth its cost, return one that recomputes nothing and says why."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
         # A little above the plain peak, because sizes are rounded.
@@ -230,11 +229,11 @@ class _PlanSearch:
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
     def _plan(self, chains: _Chains, refused: str | None = None) -> CheckpointPlan:
-        """Return a plan that recomputes these ranges, with its cost from a trace of the step."""
+        """Trace the step with these parts recomputed, and return the plan with the measured cost."""
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), refused, left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan for `chains`; if it saves less than `least_saving` of the peak, one without recomputation."""
+        """Return the plan for `chains`. If it saves less than the fraction `least_saving`, recompute nothing."""
         plan = self._plan(chains)
         if chains and plan.peak_bytes < self.start.peak_bytes * (1 - least_saving):
             return plan
@@ -244,7 +243,7 @@ class _PlanSearch:
         return self._plan((), reason)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
-        """Trace the most promising plans, and return the one with the lowest product of memory and operations."""
+        """Trace the most promising plans, and return the one whose activation memory times operations is lowest."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:
@@ -268,7 +267,7 @@ class _PlanSearch:
         return best
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with the least recomputation whose traced peak fits. `nearest`: see `StepPlanner.plan`."""
+        """Return the plan with the least recomputation within `limit`. If none fits, raise or return the `nearest`."""
         if self.start.peak_bytes <= limit:
             return self._plan((), f"The peak of {format_size(self.start.peak_bytes)} is within the budget.")
         aim = float(limit)

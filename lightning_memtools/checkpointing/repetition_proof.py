@@ -28,17 +28,17 @@ _STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
 
 
 class RecomputationDiffersWarning(DegradedWarning):
-    """Warns that a range is not recomputed, because one of its layers gave different values in the second run."""
+    """Warns that some layers are not recomputed, because one of them gave different values in a second run."""
 
 
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
-    """Run layers twice; return the index of the first whose values differ, with a description, or None if none differ.
+    """Run layers twice. Return the index of the first layer whose values differ, and how; None if they are equal.
 
-    Outputs and tensors saved for backward are compared by hashes of all their bits. Because only the hashes are kept,
-    this needs no more memory than the forward pass of the range. Random generators, buffers and running statistics
-    are left as they were. Waits for the device.
+    Outputs and tensors saved for backward are compared by hashes of all their bits. Only the hashes are kept, so this
+    needs no more memory than one forward pass of the layers without gradients. Random generators, buffers and running
+    statistics are left as they were. Waits for the device.
     """
     seen: list[list[tuple[int, str, Tensor]]] = []
     for _ in range(2):
@@ -66,9 +66,9 @@ def holds_fake_tensors(value: Any) -> bool:
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers, and return hashes of the tensors that they return or save for backward, and the buffers they change.
+    """Run layers, and return two lists: one of the tensors they return or save, one of the buffers they change.
 
-    Tensors are listed as (layer index, description, hash), and changed buffers as (layer index, description).
+    The first has the form (layer index, description, hash of the values), the second (layer index, description).
     """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
@@ -98,7 +98,7 @@ def _fingerprints_of(
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return True if a tensor may be GPU attention's dropout seed or offset, which is uninitialized without dropout.
+    """Return True if a tensor may be the seed or offset of GPU attention's dropout. Without dropout, it is undefined.
 
     Source: `_efficient_attention_forward` in aten/src/ATen/native/transformers/cuda/attention.cu.
     """
@@ -109,14 +109,14 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
     """Return True if a tensor is the reserve space of an RNN layer (cuDNN or oneDNN), which is partly uninitialized.
 
-    For such layers the output alone shows whether the values are the same.
+    It is therefore not compared between runs; the output of the layer is.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Context manager: restore buffers, except those of `norms`. Its list receives the layers that changed a buffer."""
+    """Context manager: restore buffers, except those of `norms`, and list the layers that changed any of them."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())
@@ -152,11 +152,11 @@ def _shown(tensor: Tensor) -> str:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor. If two tensors differ in any bit or in order, so (almost certainly) do their hashes.
+    """Return a hash of a tensor's values. Tensors that differ in any bit (almost certainly) have different hashes.
 
-    The hash is a sum modulo 2^64 of every 8 bytes times a fixed random odd number (multilinear hashing, Carter and
-    Wegman 1979). A single different element always changes it. `torch.hash_tensor` ignores the order, and is the same
-    for any even number of equal elements. The hash is 0 for tensors whose values cannot be read.
+    Each 8 bytes are multiplied by a fixed random odd number and summed up modulo 2^64 (multilinear hashing, Carter and
+    Wegman 1979). If a single element changes, so does the hash. It depends on the order of elements, unlike that of
+    `torch.hash_tensor`. The hash is 0 for tensors whose values cannot be read.
     """
     if not has_readable_values(tensor):
         return torch.zeros((), dtype=torch.int64)
@@ -187,6 +187,6 @@ def _hash(bits: Tensor) -> Tensor:
 
 
 def _weights(n: int, device: torch.device) -> Tensor:
-    """Return n random odd numbers, the same in every call, without advancing any of the user's random generators."""
+    """Return n pseudo-random odd numbers, the same in every call. No random generator of the user is advanced."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)

@@ -32,20 +32,20 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Unit:
-    """A stretch of the forward pass between two layer boundaries.
+    """A part of the forward pass between two places where a layer begins or ends.
 
-    The mappings give, by the ids of memory blocks, their sizes in bytes. Peaks include all that is allocated.
+    The mappings `input` and `saved` map ids of memory blocks to sizes in bytes. Peaks include all allocated memory.
 
     Attributes:
-        input: The blocks of the tensors that are handed to it.
-        allocated_before: The bytes allocated when its forward pass begins.
-        operations: The operations of its forward pass.
-        saved: The blocks that it saves ("keeps") for backward.
-        again: Its operations up to the last tensor that it keeps, where recomputation stops. None if it keeps nothing.
-        forward_peak: The peak of its forward pass.
-        backward_before: The bytes allocated when its backward pass begins; None if no gradient passes through it.
-        backward_peak: The peak of its backward pass.
-        may_start: True if a recomputed range may begin with it, because nothing overwrites its input.
+        input: The memory blocks of the unit's input tensors.
+        allocated_before: The bytes allocated when the unit's forward pass begins.
+        operations: The number of operations of the unit's forward pass.
+        saved: The memory blocks that the unit saves for backward.
+        again: The number of operations to recompute, up to the last saved tensor; None if no tensor is saved.
+        forward_peak: The peak during the unit's forward pass.
+        backward_before: The bytes allocated when the unit's backward pass begins; None if it has no backward pass.
+        backward_peak: The peak during the unit's backward pass.
+        may_start: True if recomputation may start at this unit, because nothing overwrites the unit's input.
     """
 
     input: dict[int, int]
@@ -61,13 +61,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class StepUnits:
-    """A training step as a sequence of units.
+    """A training step, cut into units: parts of the forward pass between boundaries of layers.
 
     Attributes:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
-        spans: For each layer's first call, the index of its first unit, and one past the index of its last.
-        changed: For each layer that must not run twice because it changes an attribute or buffer, a phrase naming it.
+        spans: For each layer, the start and the end (exclusive) of the units in its first call, as indices.
+        changed: For each layer that changes an attribute or buffer, and so must not run twice, a phrase that says so.
     """
 
     units: tuple[Unit, ...]
@@ -81,10 +81,10 @@ def units_of_step(
 ) -> StepUnits:
     """Run a step on fake tensors, and measure each layer of the chains and the code between layers.
 
-    The loss of `heads` is computed in chunks. `plain` is the cost of the step without a plan, if known.
+    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known.
 
     Raises:
-        Exception: Whatever the step raises on fake tensors, for instance when it reads values.
+        Exception: Whatever the step raises on fake tensors, for instance because it reads their values.
     """
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
@@ -104,11 +104,11 @@ def units_of_step(
 
 
 class _Recorder:
-    """Cuts a step into units where layers begin and end, and measures each unit's forward and backward pass.
+    """Cuts a step into units where layers begin and end, and measures the forward and backward pass of each unit.
 
     Attributes:
         units: The units, in the order of the forward pass.
-        spans: For each layer's first call, by chain and layer: the index of its first unit, and one past its last.
+        spans: For each layer, the start and the end (exclusive) of the units in its first call, as indices.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
@@ -142,16 +142,16 @@ class _Recorder:
             self._enter_backward(self.units[-1])
 
     def leave_backward(self) -> None:
-        """Store the peak of the unit whose backward pass is over."""
+        """End the backward pass of the current unit, and store its peak."""
         peak = self._trace.peak_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
 
     def close(self) -> None:
-        """Release the step's tensors and the hooks on them.
+        """Remove the hooks from the step's tensors, and drop references to tensors.
 
-        A graph keeps its hooks alive, and the hooks refer to this recorder and the user's model. If the recorder held
-        a tensor of the graph, that would be a reference cycle that Python's garbage collector cannot see or free.
+        The autograd graph keeps its hooks alive, and these refer to this recorder. If the recorder in turn referred to
+        a tensor of the graph, Python's garbage collector could not see this reference cycle, and it would leak.
         """
         for hook in self._hooks.values():
             hook.remove()
@@ -159,7 +159,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers whose forward changed an existing attribute or buffer, each with a phrase naming it."""
+        """Return the layers whose forward changed an attribute or buffer, each with a phrase that names it."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and before[key] != value]
         owners = dict(reversed(names))  # the first of each
@@ -172,7 +172,7 @@ class _Recorder:
         }
 
     def _watch(self, index: int, chain: Chain) -> None:
-        """Make a chain of the fake model call its layers through this recorder."""
+        """Replace the forward of a Sequential or module, so that this recorder sees each call of a layer."""
         module = self._trace.model.get_submodule(chain.name)
         if isinstance(vars(module).get("forward"), DeferredHead):
             return  # it is never recomputed
@@ -207,7 +207,7 @@ class _Recorder:
             self.units[at].may_start = False
 
     def _cut(self, value: Any) -> None:
-        """Begin a new unit, because a layer takes or returns `value`. Record the last unit if anything ran in it."""
+        """End the current unit and begin another. `value` is what a layer takes or returns at this point."""
         unit = self._open
         unit.operations = self._trace.counted.total - self._operations_before
         if unit.again is not None or unit.operations or not self.units:
@@ -222,7 +222,7 @@ class _Recorder:
         self._trace.peak_since()
 
     def _hook_outputs(self, unit: Unit, value: Any) -> None:
-        """Hook a unit's output tensors: the unit's backward pass begins when the gradient of one of them is ready."""
+        """Hook a unit's output tensors, to notice when the first gets its gradient and the unit's backward begins."""
         for tensor in tensors_in(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 key = node_sequence_number(tensor.grad_fn), tensor.output_nr
@@ -243,16 +243,16 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _blocks(self, value: Any) -> dict[int, int]:
-        """Return the sizes, by id, of the memory blocks of tensors in `value`, without blocks older than the step."""
+        """Return the ids and sizes of the memory blocks of tensors in `value`, except those older than the step."""
         entries = map(self._trace.device.block_of, tensors_in(value))
         blocks = [entry.block for entry in entries if entry is not None]
         return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
 def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
-    """Return what a forward pass could change in the attributes of modules: numbers, strings, tensors and lists.
+    """Return the values in the attributes of modules, to find out what a forward pass changes.
 
-    Running statistics are left out, because recomputation restores those (see exact_recomputation.py).
+    Running statistics are left out: that they change is no obstacle, because recomputation restores them.
     """
     state: dict[tuple[int, str], list[Any]] = {}
     for part in model.modules():

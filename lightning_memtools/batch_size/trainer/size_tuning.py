@@ -34,14 +34,14 @@ _FEW = 2
 
 
 class SizeTuning:
-    """Searches for the batch sizes of training and validation, makes the fit use them, and keeps them for checkpoints.
+    """Searches for the batch sizes of training and validation, makes the fit use them, and saves them in checkpoints.
 
     Args:
         settings: The arguments of BatchSizeTuner.
 
     Attributes:
-        found: The size found for each stage, in this run or the run that it resumes.
-        accumulate: The micro-batches per optimizer step with the found sizes; None to keep the Trainer's setting.
+        found: The batch size found for each stage ("train", "val"), in this run or in the run that this one resumes.
+        accumulate: The number of micro-batches per optimizer step; None to keep the Trainer's own setting.
     """
 
     def __init__(self, settings: TunerSettings) -> None:
@@ -51,11 +51,11 @@ class SizeTuning:
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
-        """Search for batch sizes and return the result, or use the sizes that a resumed run found and return None.
+        """Search for batch sizes and return the result. If a checkpoint held sizes, apply those and return None.
 
         Args:
             trainer: The Trainer, in `on_fit_start`.
-            later: The callbacks whose `on_fit_start` Lightning has not called yet. Each trial calls these hooks first.
+            later: The callbacks whose `on_fit_start` Lightning has not called yet. Each trial begins by calling them.
         """
         if not _can_start(trainer):
             return None
@@ -75,7 +75,7 @@ class SizeTuning:
         return result
 
     def undo(self) -> None:
-        """Make loops get their loaders as before. Attributes such as `batch_size` keep the found sizes. Idempotent."""
+        """Undo the changes to the Trainer's loaders. Attributes such as `batch_size` keep the new value. Idempotent."""
         if self._sizes is not None:
             self._sizes.undo()
         self._sizes = None
@@ -172,7 +172,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Set attributes and loaders to the found sizes, and recreate the optimizers and schedulers."""
+        """Apply the found batch sizes to attributes and loaders, and recreate the optimizers and schedulers."""
         for stage in stages[:1]:  # after the fit, the attribute that both stages share holds training's size
             sizes.write(self.found[stage], for_loggers=True)
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
@@ -190,7 +190,7 @@ class SizeTuning:
         streams.restore()
 
     def _notes_on_search(self, chosen: SizeTrial, trials: Sequence[SizeTrial], limits: SizeLimits) -> list[str]:
-        """Return sentences on what limited the chosen size, if it was neither free memory nor `max_val`."""
+        """Return sentences for the report if something other than memory or `max_val` limited the chosen batch size."""
         size, stage, notes = chosen.size, chosen.stage, list[str]()
         if stage == "train" and size == limits.n_samples:
             notes.append(
@@ -205,7 +205,7 @@ class SizeTuning:
         return notes
 
     def _notes_on_steps(self, trainer: Trainer, old: int | None) -> list[str]:
-        """Return a sentence on how the samples per optimizer step changed, since the learning rate depends on them."""
+        """Return a sentence on the new number of samples per optimizer step, to which the learning rate should fit."""
         new, per_size = self.found["train"], trainer.accumulate_grad_batches * trainer.world_size
         if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
@@ -218,12 +218,12 @@ class SizeTuning:
 
 
 def is_learning_rate_finder(callback: Callback) -> bool:
-    """Return True for Lightning's LearningRateFinder."""
+    """Return True if a callback is Lightning's LearningRateFinder."""
     return any(kind.__name__ == "LearningRateFinder" for kind in type(callback).__mro__)
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Return True if trials can run. With `fast_dev_run` or no memory statistics, print why not, and return False.
+    """Return True if trials can run. Print why not and return False with `fast_dev_run` or on a CPU.
 
     Raises:
         RuntimeError: The strategy does not allow trials.

@@ -22,19 +22,19 @@ from lightning_memtools.memory.peaks import Stage
 
 
 class StageSizes:
-    """Reads and sets the batch sizes of a Trainer's stages.
+    """Reads and sets the batch sizes of training and validation ("stages").
 
-    A `*_dataloader` hook reads its size from an attribute or hyperparameter of the model or the data module. The hook
-    is called while that attribute holds the stage's size, so that training and validation can have different sizes
-    under the same name. DataLoaders that were passed to the Trainer are replaced by resized copies.
+    A `*_dataloader` hook reads its size from an attribute or hyperparameter of the model or the data module. This
+    class sets the attribute to the stage's size whenever the hook is called, so that training and validation can
+    differ though they read the same attribute. DataLoaders passed to the Trainer are replaced by resized copies.
 
     Args:
         trainer: The Trainer, during `fit`.
-        name: The name of the batch size attribute.
+        name: The name of the attribute or hyperparameter that holds the batch size.
 
     Attributes:
-        configured: The size of each stage before any change. Stages whose size is unknown are left out.
-        of_hooks: The sizes in `configured` of those stages whose loaders come from a hook.
+        configured: The original batch size of each stage. Stages whose size is unknown are left out.
+        of_hooks: The part of `configured` for the stages whose loaders come from a `*_dataloader` hook.
     """
 
     def __init__(self, trainer: Trainer, name: str) -> None:
@@ -50,7 +50,7 @@ class StageSizes:
         return bool(source_of(loop_of(self._trainer, stage)).is_module())
 
     def check_name(self, stages: Sequence[Stage]) -> None:
-        """Check that the attribute with the batch size exists, if a `*_dataloader` hook makes loaders with it.
+        """Check that the batch size attribute exists, if the loaders of these stages come from `*_dataloader` hooks.
 
         Raises:
             ValueError: The name is not found. The message lists the objects searched.
@@ -63,10 +63,10 @@ class StageSizes:
             )
 
     def write(self, size: int, *, for_loggers: bool = False) -> None:
-        """Set the attributes and hyperparameters to `size`; with `for_loggers`, also those that are logged.
+        """Set the batch size attributes to `size`; with `for_loggers`, also the hyperparameters that loggers get.
 
         Raises:
-            AttributeError: An attribute cannot be set, such as a property without a setter.
+            AttributeError: An attribute cannot be set, for instance a property without a setter.
         """
         for holder in self._holders():
             setattr(holder, self._name, size)
@@ -74,10 +74,10 @@ class StageSizes:
             correct_logged_hparam(owner, self._name, size)
 
     def set(self, stage: Stage, size: int) -> None:
-        """Make the stage's loop get loaders with this batch size the next time that it requests loaders.
+        """Make the next loaders of a stage yield batches of this size.
 
         Raises:
-            CannotResizeError: The size of a DataLoader that was passed to the Trainer cannot be set from outside.
+            CannotResizeError: The batch size of a DataLoader that was passed to the Trainer cannot be changed.
         """
         source = source_of(loop_of(self._trainer, stage))
         if source.is_module():
@@ -91,7 +91,7 @@ class StageSizes:
         source.instance = tree_unflatten(resized, structure)
 
     def _call_hook(self, source: Any, size: int) -> Any:
-        """Call the `*_dataloader` hook of a loop's source while the attributes hold `size`."""
+        """Set the batch size attributes to `size`, call a `*_dataloader` hook, and restore the attributes."""
         holders = self._holders()
         before = [getattr(holder, self._name) for holder in holders]
         self.write(size)
@@ -102,7 +102,7 @@ class StageSizes:
                 setattr(holder, self._name, value)
 
     def undo(self) -> None:
-        """Restore the DataLoaders passed to the Trainer, and how loops call `*_dataloader` hooks. Idempotent."""
+        """Restore the DataLoaders passed to the Trainer, and stop changing attributes for hooks. Idempotent."""
         for source, loaders in self._passed.values():
             source.instance = loaders
         self._passed.clear()
@@ -117,13 +117,13 @@ class StageSizes:
         return batch_size_of(loaders[0]) if loaders else None
 
     def _holders(self) -> list[Any]:
-        """Return the objects that have the attribute, among the model, data module and their hyperparameters."""
+        """Return those of the model, the data module and their `hparams` that have the batch size attribute."""
         places = [place for owner in self._owners.values() for place in (getattr(owner, "hparams", None), owner)]
         return [place for place in places if hasattr(place, self._name)]
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:
-    """Return True if a stage has loaders, and settings such as `limit_val_batches` allow at least one batch."""
+    """Return True if a stage has loaders that are not switched off by a setting such as `limit_val_batches=0`."""
     if not source_of(loop_of(trainer, stage)).is_defined():
         return False
     return bool(trainer.enable_validation if stage == "val" else trainer.limit_train_batches != 0)

@@ -32,31 +32,31 @@ ANOTHER_ERROR = "another error"
 
 
 class TrialOver(BaseException):
-    """Raised to end a trial from inside the loops. Not an Exception: a user's `except Exception` must not catch it."""
+    """Raised in a training loop to end a trial. Not an Exception, so that `except Exception` lets it pass."""
 
 
 class CollectiveInTrialError(RuntimeError):
-    """Raised if a rank calls a collective operation in the middle of a trial."""
+    """Raised if a rank calls a collective operation of torch.distributed in the middle of a trial."""
 
 
 class TrialProbe(EitherCallback):
-    """The callback that measures the memory of a trial, and ends it in time. It must be the last callback.
+    """The callback that measures the memory of a trial run and ends the trial. It must be the last callback.
 
-    Training ends after two steps of every optimizer. If more than half of the limit is reserved, training continues
-    until reserved memory has not grown for three steps, because cached blocks may not fit a later step yet. If more
-    than the limit is reserved, cached segments are released once, as the allocator of a smaller device would do, and
-    the peak is measured again.
+    A trial trains for two steps of every optimizer. If more than half of the limit is then reserved, it continues
+    until reserved memory has not changed for three steps, because a later step may still reserve more. If more than
+    the limit is reserved, the cache is emptied once and the peak is measured again, since the allocator of a device
+    with that limit would have emptied it too.
 
     Args:
         reader: Reads the device's memory; None if it cannot be read.
-        limit: The number of bytes of the device that all processes together may use; None for no limit.
-        validates: True if validation has to run before the trial ends.
+        limit: The number of bytes of device memory that all processes together may use; None for no limit.
+        validates: True if the trial must not end before validation has run.
 
     Attributes:
-        stage: The stage that is running.
+        stage: The stage that is running: "train" or "val".
         peaks: The peaks of allocated and of reserved memory in each stage.
-        batch: The peak of training up to the end of backward, without the memory of the optimizer's step.
-        base_allocated: For each stage, the bytes allocated besides the batch at its latest batch (from the second on).
+        batch: Measures the peak of memory in training, except during optimizer steps.
+        base_allocated: For each stage, the bytes allocated when its latest batch began, not counting the batch.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
     """
@@ -99,13 +99,13 @@ class TrialProbe(EitherCallback):
             self._watch.close()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note how much memory besides the batch is allocated, and begin to measure the batch's peak."""
+        """Record how much memory is allocated, not counting the batch, and begin to measure the batch's peak."""
         self._inspect(batch)
         if self.batch is not None:
             self.batch.resume()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Stop measuring the batch's peak: the memory of the optimizer's step does not depend on the batch size."""
+        """Stop measuring the batch's peak, since the memory of an optimizer step does not depend on the batch size."""
         self._has_stepped = True
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         # With manual optimization another network's forward may follow.
@@ -142,11 +142,11 @@ class TrialProbe(EitherCallback):
         self.stage = "train"
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        """Note how much memory besides the batch is allocated."""
+        """Record how much memory is allocated, not counting the batch."""
         self._inspect(batch)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Count the batch."""
+        """Count this validation batch."""
         self.batches["val"] = self.batches.get("val", 0) + 1
 
     def _inspect(self, batch: Any) -> None:
@@ -159,7 +159,7 @@ class TrialProbe(EitherCallback):
                 self.base_allocated[stage] = max(allocated - bytes_in(batch), 0)
 
     def _is_complete(self, trainer: Trainer) -> bool:
-        """Return True if every optimizer has stepped twice and, if validation is part of the trial, twice after it."""
+        """Return True if every optimizer has stepped often enough, and validation has run if it has to."""
         if any(self._stepped.get(id(optimizer), 0) < STEPS for optimizer in trainer.optimizers):
             return False
         # A gradient scaler that still looks for its scale skips every step.
@@ -170,7 +170,7 @@ class TrialProbe(EitherCallback):
         return enough and len(self._reserved) >= STEPS
 
     def _is_steady(self) -> bool:
-        """Return True if reserved memory has been the same for three steps, or is below half of the limit."""
+        """Return True if reserved memory has not changed for three steps, or is less than half of the limit."""
         last = self._reserved[-_STEADY_STEPS - 1 :]
         is_small = self._limit is None or last[-1] < _VERIFIED_FROM * self._limit
         return is_small or (len(last) > _STEADY_STEPS and len(set(last)) == 1)
@@ -183,7 +183,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Release cached segments, and restart the measurement of training."""
+        """Empty the allocator's cache, and begin to measure training again."""
         assert self._reader is not None
         self.end()
         self._has_released = True
@@ -192,7 +192,7 @@ class TrialProbe(EitherCallback):
         self.begin("train")
 
     def failure(self, stage: Stage, error: BaseException | None) -> str:  # noqa: PLR0911, one return for each reason
-        """Return why the trial of a stage failed, and if it is not that stage, in which; "" if the trial succeeded."""
+        """Return why the trial of a stage failed, or "" if it succeeded. The reason may lie in another stage."""
         where = "" if self.stage == stage else _IN_STAGE[self.stage]
         if error is not None:
             if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):
@@ -213,7 +213,7 @@ class TrialProbe(EitherCallback):
         return ""
 
     def measured(self, stage: Stage) -> dict[str, int | None]:
-        """Return the memory of a stage, by the names of SizeTrial's attributes; {} if it was not measured."""
+        """Return the memory measured in a stage, as keyword arguments for SizeTrial; {} if none was measured."""
         peak = self.peaks.get(stage)
         if peak is None or self.batch is None:
             return {}
@@ -226,5 +226,5 @@ class TrialProbe(EitherCallback):
         }
 
     def stats(self) -> MemoryStats:
-        """Return the device's statistics; empty if they cannot be read."""
+        """Return the memory statistics of the device; all None if they cannot be read."""
         return MemoryStats() if self._reader is None else self._reader.stats()

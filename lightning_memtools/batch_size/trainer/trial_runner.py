@@ -56,7 +56,7 @@ _WATCHERS = {
 
 
 def takes_part(callback: Callback) -> bool:
-    """Return True if a callback runs in trials. Lightning callbacks that only monitor, save or stop training do not.
+    """Return True if a callback runs in trials. Lightning's callbacks that only monitor, save or stop training do not.
 
     Any other callback can opt out of trials with a class attribute `takes_part_in_trials = False`.
     """
@@ -67,19 +67,19 @@ def takes_part(callback: Callback) -> bool:
 class TrialRunner:
     """Runs trials of batch sizes, and restores the model, the Trainer and the random generators after each trial.
 
-    A trial runs what a fit runs: training, validation, and training again. So it fails if one stage leaves too little
-    memory for another.
+    A trial runs what a fit runs: training, validation, and training again. It therefore also shows if one stage leaves
+    too little memory for another.
 
     Args:
         trainer: The Trainer, in `on_fit_start`.
         settings: The arguments of BatchSizeTuner.
-        batch_sizes: Sets the batch sizes of the Trainer's loaders.
+        batch_sizes: Reads and sets the batch sizes of the Trainer's loaders.
         hooks: The `on_fit_start` hooks to call at the beginning of each trial.
         root: A directory for files that hooks write during trials.
 
     Attributes:
-        sizes: The batch size of each stage in the next trial. A stage that is missing keeps the size of its loaders.
-        sample_sizes: The sizes of each loader's samples, by stage and the loader's index in the stage.
+        sizes: The batch size of each stage in the next trial. Stages that are missing here keep their own size.
+        sample_sizes: The sizes of each loader's samples, keyed by the stage and the loader's index in it.
     """
 
     def __init__(
@@ -119,19 +119,19 @@ class TrialRunner:
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
     def run(self, stage: Stage, size: int, limits: SizeLimits) -> SizeTrial:
-        """Run a trial of a batch size, or of the largest allowed size below it if there are fewer samples.
+        """Run a trial of a batch size. If there are fewer samples, try the largest size that they allow.
 
-        Once a smaller size has run, any error counts as a failure of this size, since an index or a kernel's grid may
-        be too large. Until then, errors that are not about memory are raised.
+        Until a trial of the stage has succeeded, errors other than out-of-memory are raised. After that, they count
+        as a failure of the size, since a large batch can also make an index or a kernel's grid too large.
 
         Args:
-            stage: The stage that is tuned.
-            size: The batch size.
+            stage: The stage whose batch size is searched for.
+            size: The batch size to try.
             limits: The allowed sizes. This call sets the attributes that depend on the data, such as `n_samples`.
 
         Raises:
-            Exception: The error of the user's code, unchanged.
-            CannotResizeError: The loaders yield batches of the same size, whatever size is set.
+            Exception: Any error that the user's code raises.
+            CannotResizeError: The loaders ignore the batch size that is set.
         """
         self.sizes[stage] = size
         if self._reader is not None:
@@ -165,7 +165,7 @@ class TrialRunner:
         return trial
 
     def _run_trial(self, stage: Stage, probe: TrialProbe, limits: SizeLimits) -> BaseException | None:
-        """Run the loops until the probe ends them. Return the error that ended them too early, or None."""
+        """Run the Trainer's loops until the probe stops them. Return an error that stopped them earlier, or None."""
         try:
             # Warnings about the sizes of a trial, and what callbacks print in it, are no use to the user.
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -181,7 +181,7 @@ class TrialRunner:
         return None
 
     def _tightest_of_ranks(self, mine: SizeTrial, error: BaseException | None, *, is_bound: bool) -> SizeTrial:
-        """Return the tightest trial of all ranks. Raise `error` if given; unless `is_bound`, raise other ranks'."""
+        """Return the worst of all ranks' trials. Raise errors, except other ranks' once a size has run (`is_bound`)."""
         trials: list[SizeTrial] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -194,7 +194,7 @@ class TrialRunner:
         return tightest(trials)
 
     def _prepare(self, probe: TrialProbe) -> None:
-        """Set the Trainer up for a trial. The runner's snapshot later undoes all changes."""
+        """Set the Trainer up for a trial. All changes are undone after the trial."""
         trainer = self.trainer
         # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
         # snapshot holds the wrapper, and restores it.
@@ -220,7 +220,7 @@ class TrialRunner:
             hook()
 
     def _set_up_data(self, stage: Stage, limits: SizeLimits) -> None:
-        """Create the loaders, on all ranks together. If there are too few samples, repeat with a smaller size."""
+        """Create the loaders of all stages. If there are too few samples for the batch size, reduce it and repeat."""
         asked = self.sizes[stage]
         for _ in range(2):
             for other in self._stages:
@@ -237,7 +237,7 @@ class TrialRunner:
             self._take_largest(other)
 
     def _check_that_loaders_follow(self, stage: Stage, reported: int | None) -> None:
-        """Raise CannotResizeError if a loader reports a batch size that it also reported for another size asked for."""
+        """Raise CannotResizeError if the loaders have the same batch size as in an earlier trial of another size."""
         asked, name = self.sizes[stage], self._settings.batch_arg_name
         first_asked, first_reported = self._first.setdefault(stage, (asked, reported))
         if reported is not None and reported == first_reported and asked != first_asked:
@@ -266,7 +266,7 @@ class TrialRunner:
         trainer.limit_val_batches, trainer.val_check_interval = limit, interval
 
     def _take_largest(self, stage: Stage) -> None:
-        """Replace a stage's loaders by copies whose batches hold the largest of this rank's samples."""
+        """Replace a stage's loaders by copies whose batches consist of the largest samples of this rank."""
         position = itertools.count()
 
         def change(loader: Any) -> Any:
@@ -280,7 +280,7 @@ class TrialRunner:
         loop.setup_data = lambda: None  # an evaluation would ask for its loaders again
 
     def _run_loops(self, probe: TrialProbe) -> None:
-        """Run the fit loop until the probe ends it."""
+        """Run the Trainer's fit loop, until the probe ends it by raising TrialOver."""
         trainer = self.trainer
         if trainer.world_size > 1:
             without_collectives(trainer)
@@ -295,7 +295,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Limit the size to `observed` if all data sets are iterable and gave fewer samples than requested."""
+        """Limit the batch size to `observed` if the data sets are iterable and gave fewer samples than asked for."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
@@ -303,7 +303,7 @@ class TrialRunner:
 
 
 def _may_depend_on_size(error: BaseException | None) -> bool:
-    """Return True if a smaller batch may avoid an error; False for CUDA errors, after which no kernel can run."""
+    """Return True if a smaller batch might not raise this error. False for CUDA errors, after which nothing can run."""
     never = CollectiveInTrialError | CannotResizeError | torch.AcceleratorError
     return isinstance(error, Exception) and not isinstance(error, never)
 
@@ -317,7 +317,7 @@ def _refusal(name: str) -> CollectiveInTrialError:
 
 
 class _QuietLogger(DummyLogger):
-    """A logger that writes nothing. It has a temporary directory."""
+    """A logger that writes nothing, but offers a temporary directory."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class _QuietLogger(DummyLogger):
 
     @property
     def save_dir(self) -> str:
-        """The temporary directory, for callbacks that write to a logger's directory."""
+        """The temporary directory that callbacks find when they ask for the directory of the logger."""
         return self._root
 
     log_dir = save_dir
