@@ -57,7 +57,7 @@ class WatchingCallback(EitherCallback, Neighbour):
     of the run. The other ranks switch it off at the next hook that does not run in every batch.
 
     Attributes:
-        documented: The errors that the hooks raise on purpose.
+        documented: The types of errors that the hooks raise on purpose.
         page: The name of the callback's page in docs/.
         is_off: True if the callback is switched off.
     """
@@ -92,7 +92,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
         Args:
             error: The reason.
-            notes_on: An error that is being raised anyway. The message is added to it as a note, instead of a warning.
+            notes_on: An error that is about to be raised. It gets the message as a note, which replaces the warning.
         """
         self.is_off = True
         why = error if isinstance(error, str) else in_one_line(error)

@@ -103,6 +103,6 @@ class LossCurves(WatchingCallback):
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that arrive within `patience_s` seconds for each curve, then release them. Idempotent."""
+        """Write the values that arrive within `patience_s` seconds (per curve), then release all. Idempotent."""
         self._train.finish(patience_s=patience_s)
         self._val.finish(patience_s=patience_s)

@@ -36,9 +36,9 @@ _IS_FIRST_WITHOUT_PEAKS = FirstTime()
 class MemoryMonitor(WatchingCallback):
     """Logs allocated and reserved memory, their peaks and what fills them, for every stage, to every logger.
 
-    With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
-    spike is never lost between two points; other readers of `torch.cuda.max_memory_allocated` see the peak since then
-    too. A summary ends every fit, validate, test and predict call: on the console, as the file
+    With several ranks, values are maxima over the ranks. A peak is the maximum since the stage's last point, so a spike
+    between two points is not lost. Each point resets `torch.cuda.max_memory_allocated`, also for other code that reads
+    it. A summary ends every fit, validate, test and predict call: on the console, as the file
     `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
 
     docs/memory-monitor.md has the tags.

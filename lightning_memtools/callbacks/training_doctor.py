@@ -27,8 +27,8 @@ class TrainingDoctor(WatchingCallback):
 
     | logged | when |
     | --- | --- |
-    | `memtools/doctor` (text) | the findings, after the last watched step; earlier, if one is serious |
-    | `memory/leaks` | the number of findings of the check `retained_graphs`, when they are reported |
+    | `memtools/doctor` (text) | after the last watched step, or earlier if a finding is serious |
+    | `memory/leaks` | with each report: the number of findings of the check `retained_graphs` |
 
     The host waits for the device in the first step and at the last watched one, and nowhere else.
 

@@ -96,7 +96,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return findings on schedulers that are stepped per epoch but sized for updates, or the other way round."""
+    """Return findings on schedulers stepped per epoch whose length is in updates, or the other way round."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)

@@ -85,7 +85,7 @@ def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[Sum
 def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding if the loss is a sum over the batch that is never divided by the batch size.
 
-    The recorded gradients show by which factor each node between the loss and the sum multiplies it. Integers and 0.5
+    The recorded gradients show by which factor each node between the loss and the sum multiplies. Integers and 0.5
     count as constants; any other factor counts as a division by a number of samples, elements or tokens.
     """
     for one in case.sums:

@@ -64,7 +64,7 @@ def _cause(holding: Holding) -> str:
 
 
 def growth(trials: StepTrials) -> list[Action]:
-    """Suggest finding what accumulates from batch to batch, if known holders do not explain it."""
+    """Suggest finding what accumulates from batch to batch, if objects known to hold memory do not explain it."""
     grown = trials.failed.facts.grown
     assert grown is not None
     each = format_size(grown.n_bytes // grown.n_batches)

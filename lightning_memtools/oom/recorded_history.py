@@ -53,7 +53,7 @@ class RecordedHistory:
     def with_expandable_segments(self) -> tuple[bool | None, str]:
         """Return whether ``expandable_segments:True`` would have avoided the failure, and a sentence that says why.
 
-        The first of the two is None if the recorded history does not tell.
+        The first value is None if the recorded history is not enough to tell.
         """
         failed = self.failed
         if failed is None:

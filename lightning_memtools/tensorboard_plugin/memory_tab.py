@@ -58,7 +58,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True if any run has scalars or texts of this library.
+        """Return True if any run has scalars or text that this library logged.
 
         Always False for a log directory such as ``gs://...``, because only local directories are read.
         """

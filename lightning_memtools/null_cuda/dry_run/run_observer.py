@@ -138,7 +138,7 @@ class RunObserver:
 
 
 def watch_loops(observer: RunObserver) -> None:
-    """Count the steps of all optimizers, and outside of Trainers, note after each which tensors own memory blocks."""
+    """Count all optimizer steps. After each step outside of a Trainer, note which tensors own memory blocks."""
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
