@@ -78,7 +78,7 @@ class MemoryDiff:
 
     @property
     def modules(self) -> list[Change]:
-        """The modules that changed, largest first. Those in a list count as one, such as "layers.*.norm"."""
+        """The modules that changed, largest change first. Those in a list count as one: "layers.*.norm"."""
         return _changes(by_pattern(self.before.modules), by_pattern(self.after.modules))
 
     @property

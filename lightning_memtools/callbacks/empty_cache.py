@@ -30,12 +30,12 @@ class EmptyCache(WatchingCallback):
     """Releases cached GPU memory around evaluation and at the end of fit, and warns of tensors that accumulate.
 
     PyTorch caches the memory that it has requested once, in blocks sized for training. Evaluation with other shapes
-    may then not fit beside this cache. At each of these boundaries unreachable objects are collected, and segments
+    may then not fit beside this cache. At each of these points unreachable objects are collected, and segments
     that are entirely free are released, if they are large enough: released memory has to be requested again.
 
     docs/empty-cache.md lists the logged tags.
 
-    When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
+    If the memory that stays allocated grows in `warn_after` epochs in a row, a warning names its tensors and holders.
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
     skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run does two

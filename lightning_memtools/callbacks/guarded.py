@@ -25,7 +25,7 @@ _ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
-    """Wrap a hook of a WatchingCallback, named `name`, so that an error in it switches the callback off."""
+    """Wrap a WatchingCallback's hook so that an error in it switches the callback off. `name` names the hook."""
     name = name or hook.__name__
     # Here it is not too slow to ask whether another rank has switched the callback off.
     is_rare = hasattr(Callback, name) and "batch" not in name and not name.startswith(("on_before_", "on_after_"))

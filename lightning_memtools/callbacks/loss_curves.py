@@ -19,7 +19,7 @@ class LossCurves(WatchingCallback):
 
     docs/loss-curves.md has the tags, and says which losses are taken.
 
-    Losses are logged undivided by gradient accumulation. With several ranks, all values are means over the
+    Losses are logged before gradient accumulation divides them. With several ranks, values are means over the
     ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
     point is due, and are then copied without waiting. The end of an epoch and of a validation run waits for copies that
     have not arrived yet. No rank waits for another one: rank 0 writes a point once the values of all ranks have

@@ -36,7 +36,7 @@ class OOMReport(WatchingCallback):
     | `<log_dir>/memtools/oom-<stage>-step<n>.md` | the report |
     | `<log_dir>/memtools/oom-<stage>-step<n>-snapshot.pickle` | the memory snapshot, with `snapshot=True` |
     | `memtools/oom_report` in loggers that take text | the report |
-    | the console | its first lines; a note on the error names the report |
+    | the console | the report's first lines; a note added to the error gives its path |
 
     On CUDA and on a VirtualDevice the data is captured at the moment of failure, before the stack unwinds. Elsewhere
     it is captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
@@ -79,13 +79,13 @@ class OOMReport(WatchingCallback):
     # --- following the run
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count the model's memory as allocated."""
+        """On a simulated VirtualDevice, count the model's memory as allocated."""
         put_on_device(pl_module, trainer.optimizers)
 
     on_train_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count the model's memory as allocated. Record when the evaluation begins."""
+        """On a simulated VirtualDevice, count the model's memory as allocated. Record when the evaluation begins."""
         put_on_device(pl_module, trainer.optimizers)
         self._follow(FailureCapture.begin_evaluation)
 

@@ -179,7 +179,7 @@ class _RealSteps(StepListener, Callback):
         return self._batches.pop(0)
 
     def place(self, batch: Any, *_: Any) -> Any:
-        """Return the batch on the model's device."""
+        """Return the batch, copied to the model's device."""
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:

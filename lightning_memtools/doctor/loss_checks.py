@@ -26,7 +26,7 @@ _SUM = 2  # torch's number of reduction="sum"
 
 
 def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return findings on operations near the first loss in which a prediction wrongly broadcasts against its target."""
+    """Return findings on operations before the first loss that wrongly broadcast a prediction against its target."""
     found = {}
     for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
         shapes = _broadcast(case, node)

@@ -95,7 +95,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Try a checkpoint plan that was made for the budget `given`. Return it as an action; [] if it is empty."""
+    """Try the checkpoint plan made for the budget `given`, and suggest it. Return [] if it recomputes nothing."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]

@@ -148,7 +148,7 @@ class BatchesBefore:
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """Return (name, shape, usual shape) of each tensor with a dimension far larger than in earlier batches.
 
-        Return [] if an earlier batch had as many elements: then this batch has longer samples, but fewer of them.
+        Return [] if an earlier batch had as many elements: then this batch may have longer samples, but fewer.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:

@@ -66,7 +66,7 @@ class RecordedHistory:
 
 
 def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
-    """Return whether the failed request would have succeeded with other settings, and a sentence that says why."""
+    """Return whether the failed request would have succeeded with the settings `config`, and why, in a sentence."""
     done = replay(failed.trace, config=config)
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"

@@ -102,7 +102,7 @@ class StepTrials:
 
     @property
     def limit(self) -> int | None:
-        """The bytes available to the step's tensors; None if unknown, or if the unchanged step fits in simulation."""
+        """The bytes available to the step's tensors; None if unknown, or if simulation does not run out of memory."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:

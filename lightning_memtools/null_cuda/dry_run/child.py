@@ -76,7 +76,7 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Context manager: track the tensor values that need no computation, until the script calls torch.compile."""
+    """Context manager: track the tensor values that can be known without a GPU, until torch.compile is called."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
