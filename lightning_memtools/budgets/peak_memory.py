@@ -21,8 +21,8 @@ class PeakMemory:
 
     Attributes:
         allocated: The peak of the memory that tensors held.
-        reserved: The peak of the device's memory that PyTorch's allocator reserved.
-        engine: The way the peak was obtained: "simulation", "cuda" (with PyTorch's CUDA code), or any word.
+        reserved: The peak of the memory that PyTorch's allocator reserved on the device.
+        engine: The source of the peak: "simulation", "cuda" (PyTorch's CUDA code), or another word read from a file.
         torch: The version of torch; "" if unknown.
         gpu: The GPU that was measured or simulated; "" for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".

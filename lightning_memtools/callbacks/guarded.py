@@ -118,7 +118,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
-    """Log the error that ended a Trainer run, once, for the Memory tab. KeyboardInterrupt is not logged."""
+    """Log the error that ended a Trainer run, once, for TensorBoard's Memory tab. KeyboardInterrupt is not logged."""
     if isinstance(error, Exception) and trainer not in _ENDED:
         _ENDED.add(trainer)
         with suppress(Exception):

@@ -15,7 +15,7 @@ from lightning_memtools.reporting.ranks import PATIENCE_S
 
 
 class LossCurves(WatchingCallback):
-    """Logs `loss/train` and `loss/val` on the same axis; the Memory tab draws them in one chart.
+    """Logs `loss/train` and `loss/val` on the same axis; TensorBoard's Memory tab draws them in one chart.
 
     docs/loss-curves.md has the tags, and says which losses are taken.
 

@@ -24,7 +24,7 @@ from lightning_memtools.reporting.loggers import log_text
 
 
 class OOMReport(WatchingCallback):
-    """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
+    """Explains an out-of-memory error: what filled the device, and which of the changes it tries would have helped.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
     holds the allocated bytes by category, the modules with the most activations, whether fragmentation was the cause,

@@ -17,7 +17,7 @@ from lightning_memtools.memory.sizes import is_count
 
 
 class TrainingDoctor(WatchingCallback):
-    """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
+    """Finds classic mistakes in the model, the data and the first training steps, and suggests a fix for each.
 
     It watches the first `steps` training batches, reports, and does nothing from then on.
     Training runs the same, bit for bit, with and without it.

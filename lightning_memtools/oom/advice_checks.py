@@ -68,7 +68,7 @@ OF_CHANGES = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The suggested changes and other results of the checks for a report, as far as time allowed.
+    """The suggested changes, and other results for a report. Changes may be missing if time ran out.
 
     Attributes:
         actions: The actions found, the best first.

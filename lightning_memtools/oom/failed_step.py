@@ -43,7 +43,7 @@ class FailedRun:
         can_accumulate: True if the number of batches per optimizer step can be changed.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" if they can.
-        plan: The checkpoint plan that is applied to the model.
+        plan: The checkpoint plan in use: which activations are recomputed; None if there is no plan.
         others: Other objects of the run: callbacks and the data module.
         recovery: The code for an OOMRecovery that could run the failed batch in parts; "" if none could.
     """

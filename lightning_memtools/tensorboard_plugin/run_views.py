@@ -33,10 +33,10 @@ _DIGITS = 7
 
 
 def run_view(run: LoggedRun) -> dict[str, Any]:
-    """Return everything that the Memory tab shows for a run, as values for JSON.
+    """Return everything that the Memory tab shows for a run, as dicts, lists and numbers for JSON.
 
-    Long curves are thinned: steps are divided into at most `BUCKETS` buckets, and in each bucket only the highest and
-    lowest points of each curve, and of the sum of the curves of a group, are kept.
+    Long curves are thinned. Their steps are divided into at most `BUCKETS` buckets. Of each bucket only the highest and
+    lowest points are kept, those of each curve and those of the sum of the curves in a group.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)

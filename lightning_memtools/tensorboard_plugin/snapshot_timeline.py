@@ -56,7 +56,7 @@ class BlockLife:
 
 
 def timeline_from(path: Path) -> dict[str, Any]:
-    """Return the timeline of memory in a snapshot file, as plain values for JSON.
+    """Return the timeline of memory in a snapshot file, as a dict for JSON.
 
     A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
     shown as a whole, with the lines of code that hold the peak.

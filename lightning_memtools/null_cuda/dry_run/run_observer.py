@@ -32,7 +32,7 @@ class RunObserver:
     Attributes:
         notes: Remarks for the result of the dry run.
         stages: The peaks of each stage that a Trainer has run.
-        owners: Which model, optimizer or batch owned each memory block at which time.
+        owners: Records which model, optimizer or batch owned each memory block at which time.
         files: Redirects the files that the script writes.
         reporting: The OOMReport callbacks of all Trainers.
         n_steps: The number of optimizer steps so far, in Trainers and outside.
