@@ -128,7 +128,7 @@ def _log_ending(trainer: Trainer, error: BaseException) -> None:
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
     """Return `work()`. If that raises, return `otherwise(message)`, where `message` describes the error.
 
-    Wrap the work between two collective calls in this, so that a rank that fails still takes part in the next one.
+    Wrap the work between two collective calls in this, so that a rank that fails still takes part in the second.
     """
     try:
         return work()

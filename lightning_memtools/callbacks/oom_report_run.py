@@ -36,7 +36,7 @@ def place_of(trainer: Trainer) -> FailureMoment:
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
-    """Return the properties of a failed run that the advice depends on. `batch` may hold meta tensors."""
+    """Return the properties of a failed run that advice depends on. `batch` is its failed batch."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization

@@ -26,7 +26,7 @@ _SUM = 2  # torch's number of reduction="sum"
 
 
 def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return findings on operations before the first loss that wrongly broadcast a prediction against its target."""
+    """Return findings on operations that wrongly broadcast a prediction against its target before the first loss."""
     found = {}
     for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
         shapes = _broadcast(case, node)
@@ -37,7 +37,7 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """If this node broadcasts a prediction by mistake, return its shape and that of the result; else None.
+    """Return the shapes of prediction and result if this node broadcasts a prediction by mistake, else None.
 
     It is a mistake under three conditions. The other input has no gradient, so it is a target. A tensor of the batch
     has the prediction's shape, apart from dimensions of size 1. The prediction was not unsqueezed, as it would be to

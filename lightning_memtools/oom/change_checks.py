@@ -18,7 +18,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
-    """Suggest the largest batch size that fits; half of the failed size if it is unknown what fits."""
+    """Suggest the largest batch size that fits; half of the failed size if it is not known which sizes fit."""
     size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:

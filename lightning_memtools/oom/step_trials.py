@@ -114,7 +114,7 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if memory suffices for a traced step. In evaluation, replay it after the training before."""
+        """Return True if memory suffices for a traced step. In evaluation, start from the memory that training left."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
