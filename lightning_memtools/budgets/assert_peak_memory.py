@@ -56,7 +56,7 @@ def assert_peak_memory(
         at_most: The budget for the peak of allocated memory, such as "8GiB". It can be left out in a test whose peak is
             recorded.
         gpu: The GPU that the budget is for, such as "A100 80GB": workspaces of kernels differ between GPUs.
-        stage: "train", in which at least one optimizer step has to run, or "val", "test" or "predict".
+        stage: "train", "val", "test" or "predict". With "train", at least one optimizer step has to run.
         options: With a model, the other arguments of `estimate_memory`: step, optimizer, precision, steps, accumulate,
             clip and so on.
 

@@ -44,7 +44,7 @@ class CurrentTest:
     notes: list[str] = field(default_factory=list)
 
     def next_name(self) -> str:
-        """Return the name for the test's next peak: the test's name, plus a number from the second peak on."""
+        """Return the name to record the test's next peak under: the test's name, numbered from the second peak on."""
         number = len(self.peaks) + 1
         return self.name if number == 1 else f"{self.name} #{number}"
 

@@ -28,7 +28,7 @@ from lightning_memtools.simulation.recording import AllocationRecorder
 
 
 def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory:
-    """Return the peak of an estimate as a PeakMemory."""
+    """Return the peak of an estimate for the GPU `gpu` as a PeakMemory."""
     return PeakMemory(
         allocated=estimate.peak_allocated,
         reserved=estimate.peak_reserved,
@@ -44,10 +44,10 @@ def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory
 
 
 class MeasuredCode(DeviceListener):
-    """Records what code allocates on a simulated device, and infers each phase: forward, backward or optimizer.
+    """Records the memory that code allocates on a simulated device, divided into forward, backward and optimizer step.
 
     Args:
-        gpu: The GPU to measure for; None for an A100.
+        gpu: The name of the GPU to simulate; None for an A100.
 
     Attributes:
         n_steps: The number of optimizer steps.
@@ -128,11 +128,11 @@ class MeasuredCode(DeviceListener):
         self._recorder.on_operator(operator)
 
     def on_module(self, name: str) -> None:
-        """Record that another module runs."""
+        """Record that the module `name` runs from now on."""
         self._recorder.on_module(name)
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        """Record an allocation, and before it the phase if that is a new one."""
+        """Record an allocation. If it is the first in a new phase, such as backward, record that the phase begins."""
         phase = "backward" if in_backward() else "optimizer" if module == OPTIMIZER else "forward"
         if phase != self._recorder.phase:
             ended = self._recorder.phase == "optimizer"

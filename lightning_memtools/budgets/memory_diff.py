@@ -65,7 +65,7 @@ class MemoryDiff:
 
     @property
     def totals(self) -> list[Change]:
-        """The peaks of allocated and reserved memory, changed or not."""
+        """The changes of the peak of allocated memory and of the peak of reserved memory, even if they are zero."""
         return [
             Change("peak allocated", self.before.allocated, self.after.allocated),
             Change("peak reserved", self.before.reserved, self.after.reserved),
@@ -78,12 +78,12 @@ class MemoryDiff:
 
     @property
     def modules(self) -> list[Change]:
-        """The modules that changed, largest change first. Modules in a list are summed, under "layers.*.norm"."""
+        """The modules that changed, largest change first. Those in a list count as one: "layers.*.norm"."""
         return _changes(by_pattern(self.before.modules), by_pattern(self.after.modules))
 
     @property
     def lines(self) -> list[Change]:
-        """The lines of code whose bytes changed, largest change first. A line that only moved has not changed."""
+        """The lines of code whose bytes at the peak changed, largest change first. Line numbers are ignored."""
         changes = _changes(self.before.lines, self.after.lines, key=without_number)
         return [one for one in changes if one.name]
 
@@ -98,7 +98,7 @@ class MemoryDiff:
         ]
 
     def tables(self) -> Iterator[Table]:
-        """Yield a table of totals, then one each for categories, modules and lines if any of them changed."""
+        """Yield a table of totals, then a table of the categories that changed, and likewise of modules and lines."""
         yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
         for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
             if changes:
@@ -141,7 +141,7 @@ class MemoryDiff:
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[[str], str] = str) -> list[Change]:
-    """Return the changes, largest first. Entries whose names have the same `key` are merged under the later name."""
+    """Return the changes, largest first. Names with the same `key` count as one; the change has the name in `after`."""
     found: dict[str, Change] = {}
     for name, size in before.items():
         known = found.get(key(name), Change(name, 0, 0))

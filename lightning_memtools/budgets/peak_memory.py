@@ -21,8 +21,8 @@ class PeakMemory:
 
     Attributes:
         allocated: The peak of the memory that tensors held.
-        reserved: The peak of the device's memory that PyTorch's allocator reserved.
-        engine: How the peak was obtained: "simulation", "cuda" (by PyTorch's CUDA code), or a word from a file.
+        reserved: The peak of the memory that PyTorch's allocator reserved on the device.
+        engine: The source of the peak: "simulation", "cuda" (PyTorch's CUDA code), or another word read from a file.
         torch: The version of torch; "" if unknown.
         gpu: The GPU that was measured or simulated; "" for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".
@@ -59,7 +59,7 @@ class PeakMemory:
         return replace(made, notes=tuple(made.notes))
 
     def recorded_form(self, root: Path) -> Self:
-        """Return a short form of the peak, for a file under review: no small entries, paths relative to `root`.
+        """Return a short form of the peak to record in a file: without small entries, with paths relative to `root`.
 
         Modules in a list are summed, under a name such as "layers.*.norm".
         """

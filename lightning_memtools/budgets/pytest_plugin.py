@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run a test; if it is marked with a memory budget, fail it if its peak is over the budget."""
+    """Run a test. If it is marked with a memory budget, and its peak is over the budget, make it fail."""
     test = item.stash[_TEST] = CurrentTest(item.nodeid, item.config.stash[_SETTINGS])
     mark = item.get_closest_marker(_MARK)
     with test.running():

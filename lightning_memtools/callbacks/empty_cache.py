@@ -30,18 +30,18 @@ class EmptyCache(WatchingCallback):
     """Releases cached GPU memory around evaluation and at the end of fit, and warns of tensors that accumulate.
 
     PyTorch caches the memory that it has requested once, in blocks sized for training. Evaluation with other shapes
-    may then not fit beside this cache. At each of these boundaries unreachable objects are collected, and segments
+    may then not fit beside this cache. At each of these points unreachable objects are collected, and segments
     that are entirely free are released, if they are large enough: released memory has to be requested again.
 
     docs/empty-cache.md lists the logged tags.
 
-    When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
+    If the memory that stays allocated grows in `warn_after` epochs in a row, a warning names its tensors and holders.
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
-    skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run pays for two
-    or three, at its start. A collection that takes over half a second (0.05 s if it cannot free enough to be worth
-    releasing) is postponed until it takes little of the time since the last one, or until a warning is due. Every
-    rank decides for itself; none waits for another.
+    skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run does two
+    or three, at its start. Slow collections (over 0.5 s, or over 0.05 s if little memory could be released) are
+    postponed until they are rare enough to cost little, or until a warning is due. Every rank decides for itself; none
+    waits for another.
 
     Args:
         min_reclaimable: The least memory that is worth releasing, as a fraction of the device (of reserved memory, if
@@ -90,12 +90,12 @@ class EmptyCache(WatchingCallback):
         self._directory, self._has_evaluated = report_directory(trainer), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release what the sanity check has left; the retained memory is the baseline of later measurements."""
+        """Release memory after the sanity check. What is then still allocated is the baseline of later measurements."""
         put_on_device(pl_module, trainer.optimizers)
         self._warn_of_leak(trainer, self._release(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Release memory after a mid-epoch validation: in on_validation_end, Lightning still held the last batch."""
+        """Release memory after a mid-epoch validation. Before this hook, Lightning still held the last batch."""
         if self._has_evaluated:
             self._end_evaluation(trainer, batch)
 
@@ -138,7 +138,7 @@ class EmptyCache(WatchingCallback):
         self._releaser = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Release memory after an evaluation in fit, check for a leak if due, and return the retained memory."""
+        """Release memory after an evaluation in fit, check for leaks if due, and return what is still allocated."""
         self._has_evaluated = False
         retained = self._release(trainer, inputs)
         if self._counts_evaluations(trainer):
@@ -146,7 +146,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _release(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Collect garbage and empty the cache if worthwhile. Log and return the memory retained besides `inputs`."""
+        """Release unused memory. Log and return how much is still allocated, not counting the batch `inputs`."""
         if self._releaser is None:
             return None
         released, retained = self._releaser.release(trainer.lightning_module, trainer.optimizers, inputs=inputs)
@@ -156,7 +156,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _collect(self, trainer: Trainer) -> RetainedMemory | None:
-        """Collect garbage if worthwhile, then log and return the memory that stays allocated."""
+        """Collect garbage if memory has grown, then log and return the memory that is still allocated."""
         if self._releaser is None:
             return None
         retained = self._releaser.collect(trainer.lightning_module, trainer.optimizers)
@@ -164,7 +164,7 @@ class EmptyCache(WatchingCallback):
         return retained
 
     def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
-        """Pass the retained memory to the leak detector, and warn if it finds a leak."""
+        """Pass the memory that is still allocated to the leak detector, and warn if it finds a leak."""
         report = None if self._releaser is None or retained is None else self._releaser.find_leak(retained)
         if self._releaser is None or report is None:
             return
@@ -180,7 +180,7 @@ class EmptyCache(WatchingCallback):
             write_report_or_warn(self._directory, "leak.md", text)
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
-        """Return True if the run has so few epochs that growth is counted from evaluation to evaluation instead."""
+        """Return True if the run has so few epochs that growth is measured between evaluations, not between epochs."""
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
             return trainer.max_epochs < self.warn_after
         batches = trainer.max_steps * trainer.accumulate_grad_batches

@@ -25,7 +25,7 @@ _ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
-    """Wrap a hook of a WatchingCallback, named `name`, so that an error in it switches the callback off."""
+    """Wrap a WatchingCallback's hook so that an error in it switches the callback off. `name` names the hook."""
     name = name or hook.__name__
     # Here it is not too slow to ask whether another rank has switched the callback off.
     is_rare = hasattr(Callback, name) and "batch" not in name and not name.startswith(("on_before_", "on_after_"))
@@ -57,7 +57,7 @@ class WatchingCallback(EitherCallback, Neighbour):
     of the run. The other ranks switch it off at the next hook that does not run in every batch.
 
     Attributes:
-        documented: The errors that the hooks raise on purpose.
+        documented: The types of errors that the hooks raise on purpose.
         page: The name of the callback's page in docs/.
         is_off: True if the callback is switched off.
     """
@@ -92,7 +92,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
         Args:
             error: The reason.
-            notes_on: An error that is being raised anyway. The message is added to it as a note, instead of a warning.
+            notes_on: An error that is about to be raised. It gets the message as a note, which replaces the warning.
         """
         self.is_off = True
         why = error if isinstance(error, str) else in_one_line(error)
@@ -118,7 +118,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
 
 def _log_ending(trainer: Trainer, error: BaseException) -> None:
-    """Log the error that ended a Trainer run, once, for the Memory tab. KeyboardInterrupt is not logged."""
+    """Log the error that ended a Trainer run, once, for TensorBoard's Memory tab. KeyboardInterrupt is not logged."""
     if isinstance(error, Exception) and trainer not in _ENDED:
         _ENDED.add(trainer)
         with suppress(Exception):
@@ -128,7 +128,7 @@ def _log_ending(trainer: Trainer, error: BaseException) -> None:
 def unless_it_fails(work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
     """Return `work()`. If that raises, return `otherwise(message)`, where `message` describes the error.
 
-    Wrap the work between two collective calls in this, so that a rank that fails still takes part in the next one.
+    Wrap the work between two collective calls in this, so that a rank that fails still takes part in the second.
     """
     try:
         return work()

@@ -15,11 +15,11 @@ from lightning_memtools.reporting.ranks import PATIENCE_S
 
 
 class LossCurves(WatchingCallback):
-    """Logs `loss/train` and `loss/val` on the same axis; the Memory tab draws them in one chart.
+    """Logs `loss/train` and `loss/val` on the same axis; TensorBoard's Memory tab draws them in one chart.
 
     docs/loss-curves.md has the tags, and says which losses are taken.
 
-    Losses are logged undivided by gradient accumulation. With several ranks, all values are means over the
+    Losses are logged before gradient accumulation divides them. With several ranks, values are means over the
     ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
     point is due, and are then copied without waiting. The end of an epoch and of a validation run waits for copies that
     have not arrived yet. No rank waits for another one: rank 0 writes a point once the values of all ranks have
@@ -103,6 +103,6 @@ class LossCurves(WatchingCallback):
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that arrive within `patience_s` seconds for each curve, then release them. Idempotent."""
+        """Write the values that arrive within `patience_s` seconds (per curve), then release all. Idempotent."""
         self._train.finish(patience_s=patience_s)
         self._val.finish(patience_s=patience_s)

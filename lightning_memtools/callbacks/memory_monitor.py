@@ -36,15 +36,15 @@ _IS_FIRST_WITHOUT_PEAKS = FirstTime()
 class MemoryMonitor(WatchingCallback):
     """Logs allocated and reserved memory, their peaks and what fills them, for every stage, to every logger.
 
-    With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
-    spike is never lost between two points; other readers of `torch.cuda.max_memory_allocated` see the peak since then
-    too. A summary ends every fit, validate, test and predict call: on the console, as the file
+    With several ranks, values are maxima over the ranks. A peak is the maximum since the stage's last point, so a spike
+    between two points is not lost. Each point resets `torch.cuda.max_memory_allocated`, also for other code that reads
+    it. A summary ends every fit, validate, test and predict call: on the console, as the file
     `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
 
     docs/memory-monitor.md has the tags.
 
-    Nothing waits for the device, since statistics are host counters, and no rank waits for another one: rank 0 writes a
-    point once the figures of all ranks have arrived, and leaves out ranks that have fewer batches or have ended.
+    Nothing waits for the device, as the statistics are counters on the host. No rank waits for another: rank 0 writes
+    a point once the values of all ranks are there, and leaves out ranks that have fewer batches or have ended.
 
     Args:
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
@@ -105,7 +105,7 @@ class MemoryMonitor(WatchingCallback):
             self._warn(trainer, self._run.shortcoming)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure the train stage. On a VirtualDevice, count the model's memory as allocated."""
+        """Begin to measure the train stage. On a simulated VirtualDevice, count the model's memory as allocated."""
         put_on_device(pl_module, trainer.optimizers)
         between: Phase | None = None if pl_module.automatic_optimization else "forward"
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
@@ -155,7 +155,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.leave("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure an evaluation stage. On a VirtualDevice, count the model's memory as allocated."""
+        """Begin to measure an evaluation stage. On a simulated VirtualDevice, count the model's memory as allocated."""
         put_on_device(pl_module, trainer.optimizers)
         if not trainer.sanity_checking:
             self._running.enter(running_stage(trainer))

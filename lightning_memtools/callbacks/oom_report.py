@@ -24,27 +24,27 @@ from lightning_memtools.reporting.loggers import log_text
 
 
 class OOMReport(WatchingCallback):
-    """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
+    """Explains an out-of-memory error: what filled the device, and which of the changes it tries would have helped.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
     holds the allocated bytes by category, the modules with the most activations, whether fragmentation was the cause,
-    and ranked actions. Only actions that were tried have numbers: by tracing the failed step on fake tensors, or by
-    replaying the recorded history of the allocator.
+    and the suggested changes, best first. Numbers are given only for changes that were tried: by tracing the failed
+    step on fake tensors, or by replaying the recorded history of the allocator.
 
     | written to | what |
     | --- | --- |
     | `<log_dir>/memtools/oom-<stage>-step<n>.md` | the report |
     | `<log_dir>/memtools/oom-<stage>-step<n>-snapshot.pickle` | the memory snapshot, with `snapshot=True` |
     | `memtools/oom_report` in loggers that take text | the report |
-    | the console | its first lines; a note on the error names the report |
+    | the console | the report's first lines; a note added to the error gives its path |
 
     On CUDA and on a VirtualDevice the data is captured at the moment of failure, before the stack unwinds. Elsewhere
     it is captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
     your code catches are not reported.
 
-    Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, and its Python stack
-    where memory may run out (3 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s
-    of CPU time and allocates nothing on the device. No change is tried after 8 s: the report names those left out.
+    Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, which takes
+    3 microseconds, and keeps the last 50,000 on the host. A report takes less than 10 s of CPU time and allocates
+    nothing on the device. After 8 s no further change is tried: the report names the changes that were left out.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.
@@ -79,13 +79,13 @@ class OOMReport(WatchingCallback):
     # --- following the run
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count the model's memory as allocated."""
+        """On a simulated VirtualDevice, count the model's memory as allocated."""
         put_on_device(pl_module, trainer.optimizers)
 
     on_train_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On a VirtualDevice, count the model's memory as allocated. Record when the evaluation begins."""
+        """On a simulated VirtualDevice, count the model's memory as allocated. Record when the evaluation begins."""
         put_on_device(pl_module, trainer.optimizers)
         self._follow(FailureCapture.begin_evaluation)
 
@@ -108,7 +108,7 @@ class OOMReport(WatchingCallback):
         self._enter_phase("optimizer step")
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Release the batch."""
+        """Drop the reference to the batch."""
         self._follow(FailureCapture.end_batch)
 
     def on_validation_batch_start(
@@ -158,7 +158,7 @@ class OOMReport(WatchingCallback):
 
     @watched
     def report_recovered(self, trainer: Trainer, done: str) -> None:
-        """Write a report on a step that ran out of memory and was run again. OOMRecovery calls this for the first.
+        """Write a report on a step that ran out of memory and was repeated. OOMRecovery calls this once per run.
 
         Args:
             trainer: The Trainer.
@@ -176,11 +176,11 @@ class OOMReport(WatchingCallback):
             capture.is_reporting = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop observing."""
+        """Stop observing the device's memory."""
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Stop observing. Idempotent."""
+        """Stop observing the device's memory. Idempotent."""
         if self._capture is not None:
             self._capture.stop()
         self._capture = self._reporter = None

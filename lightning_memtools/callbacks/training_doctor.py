@@ -17,7 +17,7 @@ from lightning_memtools.memory.sizes import is_count
 
 
 class TrainingDoctor(WatchingCallback):
-    """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
+    """Finds classic mistakes in the model, the data and the first training steps, and suggests a fix for each.
 
     It watches the first `steps` training batches, reports, and does nothing from then on.
     Training runs the same, bit for bit, with and without it.
@@ -27,8 +27,8 @@ class TrainingDoctor(WatchingCallback):
 
     | logged | when |
     | --- | --- |
-    | `memtools/doctor` (text) | the findings, after the last watched step; earlier, if one is serious |
-    | `memory/leaks` | the number of findings of the check `retained_graphs`, when they are reported |
+    | `memtools/doctor` (text) | after the last watched step, or earlier if a finding is serious |
+    | `memory/leaks` | with each report: the number of findings of the check `retained_graphs` |
 
     The host waits for the device in the first step and at the last watched one, and nowhere else.
 

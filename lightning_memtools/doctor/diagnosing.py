@@ -53,7 +53,7 @@ def diagnose(
 ) -> DoctorReport:
     """Find the classic training mistakes in a model, its data and its optimizer, by running a few training steps.
 
-    The steps are real, and then undone: afterwards weights, buffers, optimizer state, attributes and random streams are
+    The steps are real, and then undone: afterwards weights, buffers, optimizer state, attributes and random states are
     as before. Consumed data is not restored: a generator passed as `dataloader` loses up to `steps` batches.
 
     Args:
@@ -64,15 +64,15 @@ def diagnose(
             optimizer, only gradients are computed.
         step: A function that returns the loss of a batch. Needed unless the model is a LightningModule.
         val_dataloader: Yields evaluation batches for `evaluate`.
-        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. None leaves
-            evaluation out, in which Lightning builds no graphs.
+        evaluate: A function that runs an evaluation batch as your own loop does, with or without no_grad. If it is
+            None, evaluation is not checked.
         checkpoint: The path of a checkpoint, whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
         steps: The number of training steps to watch, and of evaluation batches.
 
     Returns:
-        The report. If a step raises, the report keeps what was found before, and adds an error at the user's line.
+        The report. If a step raises, the report keeps what was found before, and adds the error with the user's line.
 
     Raises:
         ValueError: A check's name is unknown, `steps` is below 1, a plain module is passed without `step`, or the
@@ -150,7 +150,7 @@ def _load_and_compare(model: nn.Module, path: str) -> list[Finding]:
 
 
 class _RealSteps(StepListener, Callback):
-    """Runs training steps in Lightning's loop, and passes their events on to an Examination."""
+    """Runs training steps in Lightning's loop, and tells an Examination, which runs the checks, of each event."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
@@ -179,23 +179,23 @@ class _RealSteps(StepListener, Callback):
         return self._batches.pop(0)
 
     def place(self, batch: Any, *_: Any) -> Any:
-        """Return the batch on the model's device."""
+        """Return the batch, copied to the model's device."""
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Store the optimizers, in which no holder is searched for."""
+        """Store the optimizers. The search for what holds an autograd graph does not look into them."""
         self._case.optimizers = self._case.stop_at = optimizers
 
     # --- called by Lightning
 
     def on_before_backward(self, *arguments: Any) -> None:
-        """Pass the loss to the examination."""
+        """Pass the loss to the checks."""
         self._examination.tell("loss", arguments[-1])
 
     def on_after_backward(self, *_: Any) -> None:
-        """Tell the examination that gradients have been computed."""
+        """Tell the checks that gradients have been computed."""
         self._examination.tell("gradients")
 
     def on_before_optimizer_step(self, *arguments: Any) -> None:
-        """Pass the optimizer to the examination."""
+        """Pass the optimizer to the checks."""
         self._examination.tell("update", arguments[-1])

@@ -52,7 +52,7 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the variable or attribute that holds graphs older than two steps, and a phrase on the tensors in it."""
+    """Return the variable or attribute that holds graphs older than two steps, and a description of its tensors."""
     held = [
         tensor
         for tensor in all_tensors()

@@ -26,7 +26,7 @@ _SUM = 2  # torch's number of reduction="sum"
 
 
 def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return findings on operations near the first loss in which a prediction wrongly broadcasts against its target."""
+    """Return findings on operations that wrongly broadcast a prediction against its target before the first loss."""
     found = {}
     for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
         shapes = _broadcast(case, node)
@@ -37,7 +37,7 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """If this node broadcasts a prediction by mistake, return its shape and that of the result; else None.
+    """Return the shapes of prediction and result if this node broadcasts a prediction by mistake, else None.
 
     It is a mistake under three conditions. The other input has no gradient, so it is a target. A tensor of the batch
     has the prediction's shape, apart from dimensions of size 1. The prediction was not unsqueezed, as it would be to
@@ -85,7 +85,7 @@ def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[Sum
 def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding if the loss is a sum over the batch that is never divided by the batch size.
 
-    The recorded gradients show by which factor each node between the loss and the sum multiplies it. Integers and 0.5
+    The recorded gradients show by which factor each node between the loss and the sum multiplies. Integers and 0.5
     count as constants; any other factor counts as a division by a number of samples, elements or tokens.
     """
     for one in case.sums:

@@ -35,9 +35,9 @@ def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
-    """Record in `case` the norm of each gradient of an optimizer, and of each of its weights with weight decay.
+    """Record in `case` the norms of an optimizer's gradients, and of its parameters that have weight decay.
 
-    The norms stay on their devices. Those of weights are recorded only at the first and the fifth update.
+    The norms stay on the device. Those of parameters are recorded only at the first and the fifth update.
     """
     if case.sharded or case.computes_nothing:
         return

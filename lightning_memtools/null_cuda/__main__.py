@@ -19,7 +19,7 @@ _OPTIONS = ("--gpu", "--capacity", "--devices", "--help", "-h")
 
 
 def main(arguments: list[str]) -> None:
-    """Replace this process with a program that sees simulated CUDA devices; both are given on the command line."""
+    """Parse the command line, and replace this process with its program, which sees simulated CUDA devices."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_memtools.null_cuda",
         description="Run Python on CUDA devices that account for memory and compute nothing.",

@@ -35,12 +35,12 @@ def computes_nothing(device: torch.device) -> bool:
 def null_devices(
     gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
 ) -> dict[str, str]:
-    """Return the environment variables of simulated devices that resemble a known GPU, with its capacity or another.
+    """Return the environment variables of simulated devices like a known GPU, with its memory capacity or another one.
 
     Args:
         gpu: The name of a GPU, such as "RTX 4090"; by default the GPU that ``capacity`` names, or an A100.
         capacity: The memory of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default
-            that of ``gpu``; 1 TiB, so that memory does not run out, if neither is given.
+            that of ``gpu``, or if neither is given, 1 TiB, so that memory does not run out.
         count: The number of devices.
         context_bytes: The bytes of each device that the CUDA context takes.
 

@@ -22,7 +22,7 @@ _LARGE_STATE = 0.2  # of a step's peak
 
 
 class AdviceCheck(NamedTuple):
-    """A change to suggest: its name, a test whether a failed step may need it, and a function that tries it."""
+    """A change to suggest: its name, a test of whether a failed step may need it, and a function that tries it."""
 
     name: str
     applies: Callable[[FailedStep], bool]
@@ -34,7 +34,7 @@ def _is_training(failed: FailedStep) -> bool:
 
 
 def _grows_unseen(failed: FailedStep) -> bool:
-    """Return True if memory grows from batch to batch, and the known holders explain less than half of that."""
+    """Return True if memory grows with each batch, and objects known to hold memory explain less than half of it."""
     grown, held = failed.facts.grown, failed.held
     piles = sum(holding.n_bytes for holding in held.found if holding.piles_up) + held.garbage_bytes
     return grown is not None and 2 * piles < grown.n_bytes
@@ -68,7 +68,7 @@ OF_CHANGES = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The suggested changes and other results of the checks for a report, as far as time allowed.
+    """The suggested changes, and other results for a report. Changes may be missing if time ran out.
 
     Attributes:
         actions: The actions found, the best first.
@@ -108,7 +108,7 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
-    """Return activation bytes by module, largest first: saved for backward, or in evaluation those at the peak."""
+    """Return activation bytes by module, largest first: those saved for backward; in evaluation, those at the peak."""
     in_training = trials.failed.stage == "train"
     sizes = [
         (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
@@ -118,7 +118,7 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
 
 
 def _lines(plain: MemoryEstimate) -> list[tuple[str, int]]:
-    """Return the bytes at the peak that were allocated outside of modules, such as in a loss, by line of code."""
+    """Return, for each line of code outside of modules, such as in a loss, the bytes at the peak it allocated."""
     outside = [holder for holder in plain.holders if holder.line and holder.module in {"", "(model)"}]
     return [*held_by(outside, "line").items()]
 

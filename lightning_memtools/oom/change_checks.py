@@ -18,7 +18,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
-    """Suggest the largest batch size that fits; half of the failed size if it is unknown what fits."""
+    """Suggest the largest batch size that fits; half of the failed size if it is not known which sizes fit."""
     size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:
@@ -58,7 +58,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
 
 
 def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
-    """Complete the action for a batch size that fits. If a checkpoint plan is applied, add a memory budget."""
+    """Return the action completed for a batch size that fits. If checkpointing is used, it gets a memory budget."""
     detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
@@ -72,7 +72,7 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Suggest GradientCheckpointing, with the checkpoint plan that it would make for the available memory.
 
-    The budget for the plan leaves out as much memory as the unchanged step reserves without using it.
+    The plan's budget is the available memory minus what the unchanged step reserves without using it.
     """
     trials.check_time()
     budget = None
@@ -95,7 +95,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Try a checkpoint plan made for the budget `given`, and suggest it; return [] if it recomputes nothing."""
+    """Try the checkpoint plan made for the budget `given`, and suggest it. Return [] if it recomputes nothing."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]

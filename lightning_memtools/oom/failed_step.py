@@ -43,7 +43,7 @@ class FailedRun:
         can_accumulate: True if the number of batches per optimizer step can be changed.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" if they can.
-        plan: The checkpoint plan that is applied to the model.
+        plan: The checkpoint plan in use: which activations are recomputed; None if there is no plan.
         others: Other objects of the run: callbacks and the data module.
         recovery: The code for an OOMRecovery that could run the failed batch in parts; "" if none could.
     """
@@ -64,7 +64,7 @@ class FailedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStep:
-    """A step that ran out of memory, with all that advice depends on. Sizes are in bytes.
+    """A step that ran out of memory, with everything that the advice depends on. Sizes are in bytes.
 
     Attributes:
         facts: The facts captured when memory ran out.
@@ -187,7 +187,7 @@ class FailedStep:
 def failed_step(
     run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None, held: Holdings
 ) -> FailedStep:
-    """Create a FailedStep from the run, the captured facts, the memory snapshot and the holders of memory."""
+    """Create a FailedStep from the run, the captured facts, the memory snapshot and the objects that hold memory."""
     device, virtual = capture.device, capture.virtual
     config = virtual.settings if virtual is not None else config_of(snapshot or {})
     config = replace(config, per_process_memory_fraction=facts.fraction)
@@ -209,7 +209,7 @@ def failed_step(
 
 
 def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuProcess] | str | None:
-    """Return the other processes on the device, or why they are not known as a string; None without a GPU."""
+    """Return the other processes on the device, or a string that says why they are unknown; None without a GPU."""
     if capture.virtual is not None:
         others = (facts.used_by_others or 0) - capture.virtual.context_bytes
         return [GpuProcess(0, "others (simulated)", others)] if others > 0 else []
@@ -217,7 +217,7 @@ def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuPr
 
 
 def _name_of_gpu(device: torch.device) -> str | None:
-    """Return the known name of a CUDA device; None for other devices and unknown GPUs."""
+    """Return the name of a CUDA device in the list of known GPUs; None if it is not in the list."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     with suppress(ValueError):  # it comes with different sizes

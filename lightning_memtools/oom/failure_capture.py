@@ -180,7 +180,7 @@ class FailureCapture:
             self._first.setdefault((before.had_gradients, before.had_state), (before, self._n_batches))
 
     def end_batch(self) -> None:
-        """Release the batch, and add its sizes to those of earlier batches."""
+        """Drop the reference to the batch, and add its sizes to those of earlier batches."""
         self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""

@@ -54,7 +54,7 @@ def split_memory(
 ) -> dict[str, int]:
     """Split the allocated bytes into categories: parameters, gradients, activations and so on.
 
-    Memory of neither model, optimizers nor batch is "other" if it was allocated before the batch, else activations.
+    Memory outside of model, optimizers and batch counts as activations, or as "other" if it is older than the batch.
 
     Args:
         allocated: The bytes allocated now; the categories add up to them.
@@ -135,7 +135,7 @@ class BatchesBefore:
     largest: Any = None
 
     def and_this(self, batch: Any) -> BatchesBefore:
-        """Return a copy with one more batch added."""
+        """Return a copy that includes one more batch."""
         shapes, n_elements = _shapes_of(batch)
         most = {
             name: tuple(map(max, shape, self.most[name])) if len(self.most.get(name, ())) == len(shape) else shape
@@ -146,9 +146,9 @@ class BatchesBefore:
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Find tensors of a batch with a dimension far larger than before. Return (name, shape, usual shape) of each.
+        """Return (name, shape, usual shape) of each tensor with a dimension far larger than in earlier batches.
 
-        Return [] if an earlier batch had as many elements: this one may have longer samples, but fewer.
+        Return [] if an earlier batch had as many elements: then this batch may have longer samples, but fewer.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -169,7 +169,7 @@ def _shapes_of(batch: Any) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 class StepVariable(NamedTuple):
-    """A variable that holds tensors. `where` is such as "`scores` in assign (model.py:33)"."""
+    """A variable that holds tensors. `where` is its name and place: "`scores` in assign (model.py:33)"."""
 
     where: str
     tensors: str
@@ -181,7 +181,7 @@ def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]
 
     Args:
         on_device: Returns whether a tensor is on the device; others are not counted.
-        seen: Identifies the storages not to count again; those that are counted are added.
+        seen: The ids of storages that are already counted. Storages counted now are added.
     """
     found = []
     frame = inspect.currentframe()

@@ -20,7 +20,7 @@ HOLDERS_S = 3.0
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return the objects that hold device memory that is not of the model, its optimizers or the batch.
+    """Return the objects that hold device memory other than that of the model, its optimizers and the batch.
 
     Args:
         run: The failed run.
@@ -44,7 +44,7 @@ def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, 
 
 
 def _is_young(capture: FailureCapture, snapshot: Mapping[str, Any]) -> Callable[[Tensor], bool]:
-    """Return a function that tells from the snapshot whether the present batch allocated a tensor."""
+    """Return a function that tells from the snapshot whether a tensor was allocated in the current batch."""
     reader, began = capture.reader, capture.batch_began
     young = {
         entry["addr"]

@@ -38,7 +38,7 @@ class OOMReporter:
 
     Attributes:
         directory: The directory of the reports, or the reason why the run keeps no files.
-        checks_s: The processor time in seconds for all checks; None for the default.
+        checks_s: The limit of CPU time for all checks, in seconds; None for the default.
     """
 
     directory: Path | NotWritten

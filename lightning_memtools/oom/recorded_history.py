@@ -53,7 +53,7 @@ class RecordedHistory:
     def with_expandable_segments(self) -> tuple[bool | None, str]:
         """Return whether ``expandable_segments:True`` would have avoided the failure, and a sentence that says why.
 
-        The first of the two is None if the recorded history does not tell.
+        The first value is None if the recorded history is not enough to tell.
         """
         failed = self.failed
         if failed is None:
@@ -66,7 +66,7 @@ class RecordedHistory:
 
 
 def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
-    """Return whether the failed request would have succeeded with other settings, and a sentence that says why."""
+    """Return whether the failed request would have succeeded with the settings `config`, and why, in a sentence."""
     done = replay(failed.trace, config=config)
     if done.out_of_memory is not None:
         return False, "memory would have run out even earlier"

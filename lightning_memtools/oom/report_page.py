@@ -66,7 +66,7 @@ class ReportPage:
         return f"Out of memory on {facts.device} ({facts.moment}){request}.{cause and f' {cause}.'}"
 
     def _largest_category(self) -> str:
-        """Return a sentence that names the category with most of the allocated memory; "" if there is none."""
+        """Return a sentence that names the category with the most allocated memory; "" if there is none."""
         name, size = next(iter(self._categories()), ("", 0))
         total, limit = self.facts.stats.allocated or 0, self.facts.fraction * (self.facts.stats.capacity or 0)
         if size <= _MOST * total or total < _MOST * limit:

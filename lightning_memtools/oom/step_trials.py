@@ -97,12 +97,12 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the unchanged step fits in simulation, so that the trace misses what made the real step fail."""
+        """True if the unchanged step fits in simulation. Its trace then lacks whatever made the real step fail."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property
     def limit(self) -> int | None:
-        """The bytes available to the step's tensors; None if unknown, or if the unchanged step fits in simulation."""
+        """The bytes available to the step's tensors; None if unknown, or if simulation does not run out of memory."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
@@ -114,7 +114,7 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if memory suffices for a traced step. In evaluation, count the fragmentation by training too."""
+        """Return True if memory suffices for a traced step. In evaluation, start from the memory that training left."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False

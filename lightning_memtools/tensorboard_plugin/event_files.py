@@ -36,7 +36,7 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Add a point, and drop those at later steps, because a run that resumed from this step writes them again."""
+        """Add a point. If the run has resumed from an earlier step, first drop the points from that step on."""
         if self.steps and step < self.steps[-1]:
             keep = bisect_left(self.steps, step)
             del self.steps[keep:], self.times[keep:], self.values[keep:]

@@ -48,7 +48,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
-        """Return the WSGI application that answers each URL path."""
+        """Return a dict from each URL path to the WSGI application that answers it."""
         apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
         return apps | {
             "/runs": self._answer(self._runs),
@@ -58,7 +58,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True if any run has scalars or texts of this library.
+        """Return True if any run has scalars or text that this library logged.
 
         Always False for a log directory such as ``gs://...``, because only local directories are read.
         """

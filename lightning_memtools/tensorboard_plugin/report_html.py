@@ -76,7 +76,7 @@ def _page(title: str, held: Mapping[str, Any], start: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Yield (name, data URL) for each JavaScript module, for an import map: relative imports fail in data URLs."""
+    """Yield (name, data URL) for each JavaScript module, for an import map, as data URLs allow no relative imports."""
     for path in sorted(_STATIC.glob("*.js")):
         source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
         encoded = base64.b64encode(source.encode()).decode()

@@ -33,10 +33,10 @@ _DIGITS = 7
 
 
 def run_view(run: LoggedRun) -> dict[str, Any]:
-    """Return everything that the Memory tab shows for a run, as values for JSON.
+    """Return everything that the Memory tab shows for a run, as dicts, lists and numbers for JSON.
 
-    Long curves are thinned: steps are divided into at most `BUCKETS` buckets, and in each bucket only the highest and
-    lowest points of each curve, and of the sum of the curves of a group, are kept.
+    Long curves are thinned. Their steps are divided into at most `BUCKETS` buckets. Of each bucket only the highest and
+    lowest points are kept, those of each curve and those of the sum of the curves in a group.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -54,7 +54,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
 
 
 def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
-    """Yield (family, curves by tag) for each group of curves with the same steps and related tags."""
+    """Yield (common start of the tags, curves by tag) for each group of related curves with the same steps."""
     groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
     for tag, curve in sorted(run.curves.items()):
         if "/batch_" not in tag:  # those count batches, not training steps
@@ -231,14 +231,14 @@ def _headline(run: LoggedRun, tag: str) -> str | None:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first line that is neither a heading nor a row of a table."""
+    """Return the first line of a report that is neither a heading nor a row of a table."""
     lines = [line for line in text.splitlines() if line.strip("#* ")]
     lines.sort(key=lambda line: line.startswith(("#", "|")))
     return lines[0].strip("#*- ") if lines else ""
 
 
 def _by_importance(run: LoggedRun) -> list[LoggedText]:
-    """Return the reports, most serious kind first, such as why the run ended; newest first within a kind."""
+    """Return the reports by kind, the most serious kind first. Within a kind, the newest come first."""
     newest_first = sorted(run.texts, key=lambda text: text.time, reverse=True)
     return sorted(newest_first, key=_rank)
 
@@ -251,7 +251,7 @@ def _rank(text: LoggedText) -> int:
 
 
 def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report's tag and step, and one line of text: its title if this says enough, or its first sentence."""
+    """Return a report's tag and step, and one line of its text: the title if that says enough, else a sentence."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
     if text.tag == "memtools/ended":  # torch's message on memory is a paragraph

@@ -56,7 +56,7 @@ class BlockLife:
 
 
 def timeline_from(path: Path) -> dict[str, Any]:
-    """Return the timeline of memory in a snapshot file, as plain values for JSON.
+    """Return the timeline of memory in a snapshot file, as a dict for JSON.
 
     A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
     shown as a whole, with the lines of code that hold the peak.
@@ -127,7 +127,7 @@ def _blocks_of(
     device: int,
     owned: Sequence[tuple[int, Mapping[str, Mapping[int, str]]]],
 ) -> list[BlockLife]:
-    """Return all blocks of a device. `owned` lists, for some moments, the category and name of blocks by address."""
+    """Return all blocks of a device. `owned` holds (entry index, {category: {address: tensor name}}) pairs."""
     live = {
         address: _block(0, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
@@ -163,12 +163,12 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) -> str:
-    """Return the category of a block of unknown owner, by its phase."""
+    """Return the category of a block whose owner is unknown, from the phase in which it was allocated."""
     return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
 def _line_of(block: BlockLife) -> str:
-    """Return the innermost Python frame of a block that is outside of torch; "" if there is none."""
+    """Return the innermost Python frame outside of torch that allocated a block; "" if there is none."""
     own = (frame for frame in block.stack if ".py:" in frame and "/torch/" not in frame)
     return next(own, "").rpartition("site-packages/")[2]
 
@@ -200,7 +200,7 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
 
 
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
-    """Return the event to show in each column of the chart: of those in the column, the one with the most memory."""
+    """Return the event to show in each column of the chart: the one after which the most memory is in use."""
     n_columns = min(_COLUMNS, len(shown))
     bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
     return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
@@ -209,8 +209,8 @@ def _columns(shown: range, total: Sequence[int]) -> list[int]:
 def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any]]:
     """Return the modules, named tensors or lines of code that hold the most memory at the peak, largest first.
 
-    Those of one category with equal bytes share an entry, as blocks of a transformer do. The last entry is the sum of
-    the rest, if there is any.
+    Entries of one category with equal bytes are merged, such as those of a transformer's blocks. The last entry is the
+    sum of the rest, if there is any.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
@@ -231,7 +231,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
 
 def step_view(run_directory: Path) -> dict[str, Any]:
-    """Return the timeline of a run's snapshot, that of the last step and the first rank, or why it is not shown.
+    """Return the timeline of a run's snapshot (of the last step, first rank), or the reason why there is none.
 
     Args:
         run_directory: The directory of the run's event files.

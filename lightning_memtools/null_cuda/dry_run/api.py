@@ -29,7 +29,7 @@ class DryRunSpec:
     """The arguments of `dry_run` for the child process that runs the script, as JSON values.
 
     Attributes:
-        checks_seconds: The CPU seconds that an out-of-memory report may spend to try changes; None for the default.
+        checks_seconds: The CPU seconds that an out-of-memory report may spend on trying changes; None for the default.
     """
 
     program: str

@@ -60,7 +60,7 @@ def main(path: str) -> None:
 
 @contextmanager
 def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
-    """Context manager: this process acts as one of several ranks, in the environment that torchrun would set."""
+    """Context manager: make this process one of several ranks, with the variables that torchrun would set."""
     if spec.devices == 1:
         yield
         return
@@ -76,7 +76,7 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Context manager: track tensors whose values are known, until the script calls torch.compile."""
+    """Context manager: track the tensor values that can be known without a GPU, until torch.compile is called."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
@@ -200,7 +200,7 @@ def _end_here() -> None:
 
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
-    """Return the stages, with what the peak of each consists of if the allocation history is complete."""
+    """Return the stages. If the allocation history is complete, add the parts that each peak consists of."""
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
     holders = observer.owners.holders(entries)

@@ -32,7 +32,7 @@ class RunObserver:
     Attributes:
         notes: Remarks for the result of the dry run.
         stages: The peaks of each stage that a Trainer has run.
-        owners: Which model, optimizer or batch owned each memory block at which time.
+        owners: Records which model, optimizer or batch owned each memory block at which time.
         files: Redirects the files that the script writes.
         reporting: The OOMReport callbacks of all Trainers.
         n_steps: The number of optimizer steps so far, in Trainers and outside.
@@ -138,7 +138,7 @@ class RunObserver:
 
 
 def watch_loops(observer: RunObserver) -> None:
-    """Count the steps of all optimizers, and outside of Trainers, note after each which tensors own memory blocks."""
+    """Count all optimizer steps. After each step outside of a Trainer, note which tensors own memory blocks."""
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -31,7 +31,7 @@ class ScriptFiles:
         self._new: set[Path] = set()
 
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path to write to: `path`, or if a file of the user is there, one in the dry run's folder."""
+        """Return the path to write to: `path`, or a path in the dry run's folder if `path` is a file of the user."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
@@ -96,5 +96,5 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Return a large CUDA tensor, which was saved as a single zero, at its full size; return others unchanged."""
+    """Return a large CUDA tensor in full: only a single zero of it was saved. Return other tensors unchanged."""
     return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor

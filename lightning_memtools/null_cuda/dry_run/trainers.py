@@ -86,7 +86,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
 
 def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Trainer's method: if the dry run never wrote the checkpoint to load, use the model as it is."""
+    """Wrap a Trainer method so that it skips loading a checkpoint of the dry run that was never written."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
@@ -105,7 +105,7 @@ def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any
 
 
 def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleType) -> dict[str, Any]:
-    """Return a Trainer's arguments, changed for a dry run: few steps, a folder of its own, our callbacks."""
+    """Return a Trainer's arguments, changed for a dry run: few steps, another folder, additional callbacks."""
     from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
 
     spec, limited = observer.spec, dict(options)
@@ -170,7 +170,7 @@ class _LargestLast:
 
 
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """Return a loader whose last batch is its largest if samples differ in size and not all batches run."""
+    """Return a loader that yields its largest batch last; `loader` itself if sizes are unknown or all batches run."""
     sizes, length = known_sizes(loader), trainer.num_training_batches
     if sizes is None or length >= len(loader):
         return loader
