@@ -82,7 +82,7 @@ def _own_slot_names(kind: type) -> list[str]:
 
 
 def named_tensors(collection: Any, name: str, _within: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that `tensors_in` finds, each with the expression that leads to it: ``batch["x"][0]``."""
+    """Yield a pair for each tensor in a collection: an expression such as ``batch["x"][0]``, and the tensor."""
     if isinstance(collection, torch.Tensor):
         yield name, collection
     elif all(collection is not outer for outer in _within):

@@ -53,7 +53,7 @@ class PeakWindow:
         return stats
 
     def restart(self) -> None:
-        """Forget the peak; a running window goes on from now. Call `PeakCounter.fold` right before."""
+        """Forget the peak; a running window tracks from now on. Call `PeakCounter.fold` right before this."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
