@@ -26,8 +26,8 @@ class _PendingCopy(Generic[Note]):
 class ArrivingValues(Generic[Note]):
     """Copies device tensors to the host in the background, and returns the values once they are there.
 
-    Each tensor is sent with a note, which comes back with its values, in the order of sending. Tensors on the CPU can
-    be received at once. On accelerators other than CUDA, `receive` waits for the device.
+    Each tensor is sent with a note, an arbitrary object that `receive` returns with the tensor's values. Values arrive
+    in the order of sending; CPU tensors arrive at once. On accelerators other than CUDA, `receive` waits for them.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,8 @@ class ArrivingValues(Generic[Note]):
         """Start copying a tensor to the host, without waiting for the device.
 
         Args:
-            values: The tensor, or numbers that are known already. It must not be changed afterwards: on the CPU no copy
-                is made.
-            note: Comes back from `receive` together with the values.
+            values: The tensor, or a list of numbers. Do not change a CPU tensor or a list afterwards: it is not copied.
+            note: Any object; `receive` returns it together with the values.
         """
         if isinstance(values, list) or values.device.type != "cuda":
             self._pending.append(_PendingCopy(note, values, None))
@@ -52,10 +51,10 @@ class ArrivingValues(Generic[Note]):
         self._pending.append(_PendingCopy(note, host, copied))
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[Any, Note]]:
-        """Yield the values that have arrived, converted by `Tensor.tolist`, each with its note.
+        """Yield a pair for each tensor that has arrived: its values, converted by `Tensor.tolist`, and its note.
 
         Args:
-            wait: Whether to wait for the values that have not arrived yet.
+            wait: Whether to wait for the tensors that have not arrived yet.
         """
         while self._pending and (wait or self._pending[0].has_arrived()):
             first = self._pending.popleft()
@@ -67,7 +66,7 @@ class ArrivingValues(Generic[Note]):
         return len(self._pending)
 
     def notes(self) -> list[Note]:
-        """Return the notes of the values that have not been received yet, oldest first."""
+        """Return the notes of the tensors that have not been received yet, oldest first."""
         return [pending.note for pending in self._pending]
 
     def clear(self) -> None:

@@ -18,10 +18,10 @@ _SMALLER = "Next: GradientCheckpointing, precision='bf16-mixed', or a smaller ba
 
 
 class EarlyWarnings:
-    """Looks for signs of trouble in the memory points of a run, and warns once of each.
+    """Looks for signs that memory may run out in the readings of a run, and warns of each kind once.
 
     Args:
-        retries: The device's count of allocation retries when the run began.
+        retries: The number of allocation retries that the device had counted when the run began.
     """
 
     def __init__(self, *, retries: int = 0) -> None:
@@ -30,7 +30,7 @@ class EarlyWarnings:
         self._is_new = FirstTime()
 
     def look(self, point: MemoryPoint, *, warms_up: bool = False) -> list[str]:
-        """Return the new warnings at a memory point. In the first steps (`warms_up`), growth gives no warning."""
+        """Return new warnings from one reading of memory. With `warms_up`, ignore growth, which is normal at first."""
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from lightning_memtools.memory.oom_errors import error_chain
 
 
 def in_one_line(error: BaseException, *, most: int = 200) -> str:
-    """Return an error's type and the first line of its message, cut between words to at most `most` characters."""
+    """Return an error's type and the first line of its message, shortened to at most `most` characters."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # noqa: BLE001, the user's class may have a text that cannot be made
@@ -23,9 +23,9 @@ def in_one_line(error: BaseException, *, most: int = 200) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clear the local variables in the frames of an error and of the errors that it was raised from.
+    """Clear the local variables in the traceback frames of an error and of the errors that it was raised from.
 
-    Frames that are still running keep theirs. The traceback still shows where the error was raised.
+    Frames that are still running keep their variables. The traceback still shows where the error was raised.
     """
     for one in error_chain(error):
         traceback.clear_frames(one.__traceback__)
@@ -34,7 +34,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame; this does not make the frame keep their values alive for longer."""
+    """Return the local variables of a frame, without making the frame keep the values alive for longer."""
     snapshot = frame.f_locals
     variables = dict(snapshot)
     # Until Python 3.13 the frame keeps the snapshot, and with it what the function deletes later.

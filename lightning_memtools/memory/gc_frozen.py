@@ -17,11 +17,11 @@ def are_objects_frozen() -> bool:
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Return a context in which garbage collection skips the objects that exist already, and so takes milliseconds.
+    """Context manager: garbage collection skips the objects that exist already, so that it takes only milliseconds.
 
-    A full collection over the objects of torch and Lightning takes a quarter of a second, and code that makes many
-    objects at once, such as a traced step, triggers one every few steps. Reference cycles among the existing objects
-    are collected afterwards. Objects that the caller has frozen stay frozen.
+    With torch and Lightning imported, a full collection takes a quarter of a second. Code that creates many objects at
+    once, such as a traced step, triggers one every few steps. Reference cycles among the existing objects are collected
+    after the block. Objects that the caller has frozen stay frozen.
     """
     # Within another block it is known, and needs no count.
     if _Frozen.here or are_objects_frozen():

@@ -22,12 +22,12 @@ _Note = tuple[int, str | None, dict[int, BlockOwner]]
 
 @dataclass
 class OwnerNotes:
-    """Records which stage runs and who owns which memory block, to complement the allocator's history.
+    """Records which stage was running and which tensor owned each memory block, to complement the allocator's history.
 
     Attributes:
-        lines: The lines of code that made the optimizers.
-        notes: A list of tuples: the time in microseconds since 1970, as in the history; the stage that runs from then
-            on, or None; and the owners of blocks by address.
+        lines: The lines of code that created the optimizers.
+        notes: A list of tuples (time, stage, owners): the time in microseconds since 1970, as in the history; the stage
+            that runs from then on, or None; and a dict from the addresses of blocks to their owners.
     """
 
     lines: OptimizerLines = field(default_factory=OptimizerLines)
@@ -42,7 +42,7 @@ class OwnerNotes:
         self.notes.append((_now(), stage, block_owners(model, optimizers, batch, self.lines)))
 
     def holders(self, entries: Sequence[_Entry]) -> dict[str, tuple[PeakHolder, ...]]:
-        """Return who held memory at each stage's peak of allocated memory; blocks without an owner are "activations".
+        """Return what held memory at each stage's peak of allocated memory; blocks without an owner are "activations".
 
         Args:
             entries: The whole history of the device (`device_traces` of torch's snapshot).
@@ -63,7 +63,7 @@ class OwnerNotes:
         return {stage: gathered(one.holder() for one in blocks) for stage, blocks in at_peak.items()}
 
     def moment(self, entries: Sequence[_Entry], stage: str) -> str:
-        """Return when a stage's peak was reached, such as "forward, in encoder.3"; "" if nothing was allocated."""
+        """Describe where a stage reached its peak, as in "forward, in encoder.3"; "" if it allocated nothing."""
         at = self._peaks(entries).get(stage)
         if at is None:
             return ""
@@ -76,7 +76,7 @@ class OwnerNotes:
         return ", in ".join(filter(None, (phase or "forward", module)))
 
     def _peaks(self, entries: Sequence[_Entry]) -> dict[str, int]:
-        """Return, for each stage, the index of the history entry after which the most memory was allocated."""
+        """Return, for each stage, the index of the history entry that raised allocated memory to its peak."""
         most: dict[str, tuple[int, int]] = {}
         stage, allocated = None, 0
         for at, (entry, passed) in enumerate(self._beside(entries)):
@@ -90,7 +90,7 @@ class OwnerNotes:
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
-        """Yield each history entry with the notes made since the one before; last, an empty entry with later notes."""
+        """Yield each history entry with the notes made since the previous entry; finally, yield the notes left over."""
         notes = deque(self.notes)
         for entry in entries:
             passed = []

@@ -30,10 +30,10 @@ class HistoryRecording:
 
     Attributes:
         take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
-        now: Returns the present time on the recording's clock (`time_us`).
+        now: Returns the current time on the clock of the recorded `time_us`.
         stop: Ends the recording.
-        want_stacks: Called with True or False, it switches the recording of Python stacks (3 us per allocation) on or
-            off. Stacks are recorded at first, and as long as any recording in this process wants them.
+        want_stacks: Takes a bool: whether this recording needs Python stacks (3 us per allocation); True at first.
+            Stacks are recorded as long as any recording in this process needs them.
     """
 
     take: Callable[[], dict[str, Any]]
@@ -83,7 +83,7 @@ def _record_cuda() -> HistoryRecording | None:
 
 
 def _change(recording: object, *, stacks: bool | None) -> None:
-    """Start or change one of this package's CUDA recordings, with or without stacks; `stacks=None` ends it."""
+    """Start a CUDA recording of this package, or switch its stacks on or off; with `stacks=None`, end it."""
     before = _running.copy()
     if stacks is None:
         _running.pop(recording, None)

@@ -30,8 +30,8 @@ class ProcessMemory:
 
     Attributes:
         pid: The process's id.
-        proportional: The memory that only it uses, plus its share of the memory that it shares with others (PSS).
-        unique: The memory that no other process shares (USS).
+        proportional: Memory of this process alone, plus a proportional part of what it shares with others (PSS).
+        unique: The memory of this process alone (USS).
     """
 
     pid: int
@@ -41,16 +41,16 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory of this process and its loader workers, in bytes.
+    """Host memory of this process and its data-loader workers, in bytes.
 
     Attributes:
         process: This process.
         workers: The workers of its loaders.
         pinned: Pinned memory that torch holds for CUDA; None without CUDA.
-        used: The part of `limit` that all processes together use.
+        used: The part of `limit` that is in use, by all processes together.
         limit: The memory limit of the container; without one, the memory of the machine.
-        in_container: Whether `limit` is a container's.
-        shared: The used part of /dev/shm; None if it does not exist.
+        in_container: Whether `limit` is the limit of a container.
+        shared: The used bytes of /dev/shm; None if it does not exist.
     """
 
     process: ProcessMemory
@@ -68,7 +68,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The memory of the process and its workers; memory that they share counts once."""
+        """The memory of the process and its workers together; memory that they share counts once."""
         return self.process.proportional + self.in_workers
 
     def scalars(self) -> dict[str, float]:
@@ -98,7 +98,7 @@ class HostMemory:
 
 
 def read_host_memory() -> HostMemory:
-    """Read the host's memory. The kernel visits all pages of the processes, which takes milliseconds per GiB."""
+    """Read the host's memory. This takes milliseconds per GiB, because the kernel visits all pages of the processes."""
     me = psutil.Process()
     workers = [found for child in me.children() if _is_worker(child) and (found := _memory_of(child)) is not None]
     mine = _memory_of(me)
@@ -139,10 +139,10 @@ def _pinned() -> int | None:
 
 
 class HostWatch:
-    """Reads host memory now and then, and warns once of each problem.
+    """Reads host memory from time to time, and warns once of each problem.
 
     Args:
-        share: The fraction of the run's time that reading may take.
+        share: The fraction of the run's time that these readings may take.
         read: Reads the memory.
     """
 
@@ -156,12 +156,11 @@ class HostWatch:
         self._is_new = FirstTime()
 
     def look(self, *, epoch: int | None = None, warms_up: bool = False) -> tuple[HostMemory | None, list[str]]:
-        """Return host memory and the new warnings. Memory is None if it is too early to read it again.
+        """Return a pair: host memory, or None if it is too early to read it again, and a list of new warnings.
 
         Args:
             epoch: The epoch of training; None outside of training.
-            warms_up: Whether the run is in its first steps, in which memory grows to its usual size: growth then gives
-                no warning.
+            warms_up: True in the first steps of the run. Growing memory is normal there and gives no warning.
         """
         began = time.perf_counter()
         if began < self._next_s:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def _batch_sampler_of(loader: Any) -> Any:
-    """Return the sampler that makes the batches; None if the data set or a collate function makes them."""
+    """Return the sampler that yields the indices of each batch; None if the loader has no such sampler."""
     sampler = getattr(loader, "batch_sampler", None)
     # With batch_size=None a sampler may give whole batches of indices, to data sets that read many samples at once.
     by_batches = getattr(loader, "sampler", None)

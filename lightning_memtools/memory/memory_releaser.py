@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a garbage collection may take: `seconds` or, if longer, `share` of the time since the last one."""
+    """The time that a collection may take: `seconds` or, if longer, the fraction `share` of the time since the last."""
 
     seconds: float
     share: float
@@ -42,7 +42,7 @@ class RetainedMemory:
     """The memory that is still allocated at the end of a stage, in bytes.
 
     Attributes:
-        total: The allocated memory, excluding a batch that belongs on the device.
+        total: The allocated memory, excluding a batch that is still in use.
         unaccounted: The part of `total` that neither the model nor its optimizers own.
         owned: The memory that the model and its optimizers own.
     """
@@ -52,7 +52,7 @@ class RetainedMemory:
     owned: Owned
 
     def scalars(self) -> dict[str, float]:
-        """Return the total and its parts in GiB, by log tag."""
+        """Return the total and its parts in GiB, as a dict by log tag."""
         parts = {name: self.owned.by_category[name] for name in ("parameters", "gradients", "optimizer")}
         parts["other"] = self.total - sum(parts.values())
         tags = {f"memory/retained/{name}_gib": to_gib(n_bytes) for name, n_bytes in parts.items()}
@@ -64,7 +64,7 @@ class ReleasedMemory:
     """The memory that was released between two stages, and the time that it took.
 
     Attributes:
-        freed_bytes: The memory that the device got back.
+        freed_bytes: The memory that the allocator gave back to the device.
         elapsed_ms: The time that collecting garbage and emptying the cache took, including the wait for the device.
     """
 
@@ -72,30 +72,30 @@ class ReleasedMemory:
     elapsed_ms: float
 
     def scalars(self) -> dict[str, float]:
-        """Return the released GiB and the elapsed time, by log tag."""
+        """Return the released GiB and the elapsed time, as a dict by log tag."""
         return {"memory/cache/freed_gib": to_gib(self.freed_bytes), "memory/cache/ms": self.elapsed_ms}
 
 
 class MemoryReleaser:
-    """Collects garbage and empties the cache of one device when that is worth the time.
+    """Collects garbage and empties a device's cache, each only when it is worth the time.
 
-    A full garbage collection takes 0.1 to 0.5 s per million objects. So it runs only if it can free something: if the
-    memory that neither the model nor its optimizers own has grown since the last collection. In a healthy run that
-    happens two or three times, at the beginning. It may take longer if it can free memory that is worth releasing than
-    if it only makes a reading exact. A slower collection waits until its time is a small part of the time since the
-    last one; the time of the first is estimated from the number of memory blocks that Python has allocated. Collecting
-    younger generations would be cheaper, but Python does that by itself all the time; the objects that hold much memory
-    are in the oldest generation.
+    A full garbage collection takes 0.1 to 0.5 s per million objects. It runs only if the memory that neither the model
+    nor its optimizers own has grown since the last collection. In a healthy run this happens two or three times, early
+    in the run. A slow collection is put off until its time is a small fraction of the time since the last collection.
+    The fraction is larger if the collection can free much memory than if it only makes a reading exact. The time of the
+    first collection is estimated from the number of memory blocks that Python has allocated.
+    Collecting only the younger generations would be cheaper, but Python does that anyway, and the objects that hold
+    much memory are in the oldest generation.
 
     Args:
         reader: Reads the device's memory.
         on_device: Returns whether a tensor is on the device.
-        min_share: The least memory that is worth releasing, as later steps have to request it again: a share of the
-            device's capacity, or of the reserved memory if the capacity is not known.
-        leak_detector: Receives the readings of `find_leak`; None for no search for leaks.
+        min_share: The least memory that is worth releasing, as a fraction of the device's capacity, or of the reserved
+            memory if the capacity is not known. Less is not worth it, since later steps request the memory again.
+        leak_detector: The detector to which `find_leak` passes its readings; None to search for no leaks.
 
     Attributes:
-        cannot_empty: The reason why the device cannot empty its cache, once an attempt has failed; otherwise "".
+        cannot_empty: The reason why emptying the cache failed; "" as long as it has not failed.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class MemoryReleaser:
         self._last_collection = time.perf_counter()
 
     def collect(self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None) -> RetainedMemory:
-        """Collect garbage if that can free something, and return what stays allocated.
+        """Collect garbage if that is worth the time, and return the memory that stays allocated.
 
         Args:
             model: The model, which stays allocated with its gradients.
             optimizers: The optimizers, whose state stays allocated.
-            inputs: Tensors that belong on the device now, such as a batch; `RetainedMemory.total` excludes them.
+            inputs: Tensors that are still in use, such as a batch; `RetainedMemory.total` excludes them.
         """
         owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         stats = self.reader.stats()
@@ -136,7 +136,7 @@ class MemoryReleaser:
         return retained
 
     def collect_now(self, owned: Owned) -> RetainedMemory:
-        """Collect garbage however long it takes, and return what stays allocated."""
+        """Collect garbage, however long it takes, and return the memory that stays allocated."""
         begin = time.thread_time()  # of this thread alone: other work on the machine must not count
         gc.collect()
         self._collection_s = time.thread_time() - begin
@@ -148,7 +148,7 @@ class MemoryReleaser:
     def release(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None
     ) -> tuple[ReleasedMemory, RetainedMemory]:
-        """Collect garbage as `collect` does, and empty the cache if worthwhile; return the freed and kept memory."""
+        """Call `collect`, then empty the cache if it holds enough memory; return the released and retained memory."""
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs)
         stats, freed_bytes = self.reader.stats(), 0
@@ -157,7 +157,7 @@ class MemoryReleaser:
         return ReleasedMemory(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
     def find_leak(self, retained: RetainedMemory) -> LeakReport | None:
-        """Pass this reading to the leak detector, and return its report if it finds a leak."""
+        """Pass a reading of retained memory to the leak detector; return its report, or None if it finds no leak."""
         if self.leak_detector is None:
             return None
         return self.leak_detector.read(
@@ -182,13 +182,12 @@ class MemoryReleaser:
 
 
 def reclaimable_bytes(stats: MemoryStats) -> int:
-    """Return the memory that emptying the cache could release: whole free segments.
+    """Return the most bytes that emptying the cache could release: those of segments that are entirely free.
 
-    Reserved memory is in use (active), or free beside used blocks of the same segment (inactive split, which stays), or
-    free as whole segments. The last is the difference of three counters that the allocator keeps anyway; walking
-    `memory_snapshot` would cost milliseconds for the same number. Two things make it an upper bound: segments of
-    private pools (CUDA graphs) stay while their graph lives, and expandable segments release whole pages only. On a
-    device that does not count splits (MPS), it is an upper bound too.
+    This is reserved memory minus memory in use (active) and minus free memory that shares a segment with used blocks
+    (inactive split). The allocator keeps these three counters anyway, whereas walking `memory_snapshot` would take
+    milliseconds. The result is only an upper bound: segments of private pools (CUDA graphs) stay while their graph
+    lives, expandable segments release whole pages only, and MPS does not count inactive splits.
     """
     if stats.reserved is None:
         return 0
@@ -197,7 +196,7 @@ def reclaimable_bytes(stats: MemoryStats) -> int:
 
 
 def empty_cache(reader: MemoryReader) -> int:
-    """Empty the cache and return the number of bytes that were released. Freeing memory waits for the device."""
+    """Empty the cache and return the number of bytes that were released. This waits for the device."""
     before = reader.stats().reserved or 0
     reader.empty_cache()
     return max(0, before - (reader.stats().reserved or 0))
@@ -210,10 +209,10 @@ def _retained(stats: MemoryStats, owned: Owned) -> RetainedMemory:
 
 
 def free_failed_backward() -> None:
-    """Free the tensors that a backward pass still holds after it has raised. Nothing else refers to them.
+    """Free the tensors that a failed backward pass still holds, by running another, tiny backward pass.
 
-    Autograd's queue of this thread keeps the nodes that were not run yet, with the tensors they saved, until the next
-    backward pass removes them. So this runs a small one.
+    Autograd's queue in this thread keeps the nodes that have not run yet, with their saved tensors, until the next
+    backward pass clears the queue.
     """
     with torch.inference_mode(mode=False), torch.enable_grad():
         torch.ones(1, device="cpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]

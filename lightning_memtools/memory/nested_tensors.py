@@ -17,7 +17,7 @@ _NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested containers, dataclasses and plain objects, in order, visiting each object once.
+    """Yield all tensors in nested containers, dataclasses and plain objects, in order. Each tensor is yielded once.
 
     A container with more than 1000 items is skipped if its first item holds no tensor: it may be an index of millions
     of file names.
@@ -36,12 +36,12 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 
 def bytes_in(thing: Any) -> int:
-    """Return the bytes of the elements of all tensors in nested containers."""
+    """Return the total size in bytes of all tensors in nested containers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(thing))
 
 
 def batch_size_in(batch: Any) -> int | None:
-    """Return the size of the first dimension of the first tensor that has one; None if no tensor has a dimension."""
+    """Return the size of dimension 0 of the first tensor that is not a scalar; None if there is none."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
 
 
@@ -56,7 +56,7 @@ def _contents(thing: Any) -> Collection[Any]:
 
 
 def is_plain_object(thing: Any) -> bool:
-    """Return whether an object may hold data in its attributes, as a batch does, and is not a module or a function."""
+    """Return whether an object may be a batch that holds data in its attributes, and no module or function."""
     # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
     if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return False
@@ -65,12 +65,12 @@ def is_plain_object(thing: Any) -> bool:
 
 
 def slots_of(thing: Any) -> dict[str, Any]:
-    """Return the attributes that an object keeps in `__slots__`."""
+    """Return the attributes that an object keeps in `__slots__`, as a dict by name."""
     return {name: getattr(thing, name) for name in slot_names(type(thing)) if hasattr(thing, name)}
 
 
 def slot_names(kind: type) -> list[str]:
-    """Return the names of a class's slots, including inherited ones, in the form that `getattr` needs."""
+    """Return the names of a class's slots, including inherited ones. Names like `__x` are mangled, for `getattr`."""
     return [name for base in kind.__mro__ for name in _own_slot_names(base)]
 
 
@@ -82,7 +82,7 @@ def _own_slot_names(kind: type) -> list[str]:
 
 
 def named_tensors(collection: Any, name: str, _within: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that `tensors_in` finds, each with the expression that leads to it: ``batch["x"][0]``."""
+    """Yield a pair for each tensor in a collection: an expression such as ``batch["x"][0]``, and the tensor."""
     if isinstance(collection, torch.Tensor):
         yield name, collection
     elif all(collection is not outer for outer in _within):
@@ -159,7 +159,7 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
 
 
 def in_new_containers(batch: Any) -> Any:
-    """Copy a batch's containers but not its tensors, so that the copy stays as it is if a step changes the batch."""
+    """Copy a batch's containers but not its tensors. If a step then adds or replaces items, the copy is unaffected."""
     if isinstance(batch, torch.Tensor):
         return batch
     with suppress(Exception):  # an object of the user's may refuse to be copied
@@ -180,13 +180,13 @@ def plain_name(name: str) -> str:
 
 
 def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the name of each parameter; a parameter that the model does not hold is named by its position."""
+    """Return the name of each parameter in the model, or "parameter <index>" if the model does not have it."""
     known = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
 
 
 def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all tensors in plain attributes (not buffers) of a module and its submodules."""
+    """Yield (name, tensor) for tensors in attributes of a module and its submodules, except parameters and buffers."""
     of_every_module = vars(torch.nn.Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""

@@ -43,7 +43,7 @@ _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signa
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or any error in its chain of causes and contexts, says that memory ran out."""
+    """Return whether an error, or any error that led to it, says that memory ran out (see `error_chain`)."""
     return any(says_out_of_memory(one) for one in error_chain(error))
 
 
@@ -53,7 +53,7 @@ def is_killed_worker(error: BaseException) -> bool:
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, the errors that it was raised from (`__cause__`, `__context__`) and those in exception groups."""
+    """Yield an error, then the errors in its `__cause__` and `__context__` and in exception groups, recursively."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -77,7 +77,7 @@ def says_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, as read from the error's message; None if it names no size."""
+    """Return the size of the failed allocation in bytes, as the error message states it; None if it states none."""
     for one in error_chain(error):
         found = _TRIED.search(str(one)) if says_out_of_memory(one) else None
         if found is not None:

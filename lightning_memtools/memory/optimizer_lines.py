@@ -15,7 +15,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class OptimizerLines:
-    """Records, inside its `with` block, which line of code makes each optimizer, and which optimizer takes a step.
+    """Context manager that records which line of code creates each optimizer, and which optimizer is in its step.
 
     Attributes:
         n_steps: The number of steps that optimizers have taken.
@@ -42,12 +42,12 @@ class OptimizerLines:
             hook.remove()
 
     def line_of(self, optimizer: Optimizer) -> str:
-        """Return the line that made an optimizer; "" if that was not recorded."""
+        """Return the line of code that created an optimizer; "" if it was not recorded."""
         return self._lines.get(optimizer, "")
 
     @property
     def running(self) -> str:
-        """The line that made the optimizer whose step runs now; empty outside of steps."""
+        """The line of code that created the optimizer whose `step` is running; "" if none is running."""
         return self._running
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:

@@ -20,21 +20,21 @@ OnDevice = Callable[[Tensor], bool]
 
 @runtime_checkable
 class KnowsItsTensors(Protocol):
-    """A device that tells which tensors it holds, as a simulated device must, because its tensors are CPU tensors."""
+    """A simulated device, which has to tell which tensors it holds, because they are really CPU tensors."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is on this device."""
 
     def address_of(self, tensor: Tensor) -> int | None:
-        """Return the address of the tensor's block on this device; None if it has none."""
+        """Return the address of the tensor's memory block on this device; None if it has no block there."""
 
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
-    """Return a function that tells whether a tensor is in the memory that the reader reads.
+    """Return a function that tells whether a tensor is on the device that a reader reads.
 
     Args:
-        reader: The reader of the device.
-        device: The device on which PyTorch puts the tensors.
+        reader: The reader of the device's memory, possibly a simulated device.
+        device: The `torch.device` of the tensors, used if the reader is not a simulated device.
     """
     if isinstance(reader, KnowsItsTensors):
         return reader.holds
@@ -49,11 +49,11 @@ _GRANULE = 512
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The memory that a model and its optimizers own.
+    """The memory that a model and its optimizers own, and that of the inputs.
 
     Attributes:
         by_category: Bytes of parameters, buffers, gradients, optimizer state and inputs, as the allocator rounds them.
-        storages: The ids of the storages of all these tensors, valid while the tensors live.
+        storages: The ids of the storages of all these tensors, valid while the tensors are alive.
     """
 
     by_category: Mapping[str, int]
@@ -66,13 +66,13 @@ class Owned:
 
 
 def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDevice, *, inputs: Any = None) -> Owned:
-    """Return the memory that a model and its optimizers occupy on the device, counting each storage once.
+    """Return the memory that a model, its optimizers and inputs occupy on a device, counting each storage once.
 
     Args:
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
         on_device: Returns whether a tensor is on the device.
-        inputs: A batch, or anything else that holds tensors and belongs on the device now; it is counted too.
+        inputs: A batch, or any other nested container of tensors that are in use now; they are counted too.
     """
     seen: set[int] = set()
     tensors: dict[str, list[Tensor]] = {category: [] for category in CATEGORIES_OF_OWNERS}
@@ -83,7 +83,7 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
 
 
 def bytes_on_device(tensors: Iterable[Any], on_device: OnDevice, seen: set[int]) -> int:
-    """Return the bytes that tensors occupy on the device. Skip storages in `seen`, and add the others to it."""
+    """Return the bytes that tensors occupy on the device. Storages in `seen` do not count; new ones are added to it."""
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not on_device(tensor):
@@ -104,10 +104,10 @@ class OwnedTensor(NamedTuple):
     Attributes:
         category: One of `CATEGORIES_OF_OWNERS`.
         tensor: The tensor.
-        owner: The tensor's name; for a gradient or optimizer state, the name of its parameter.
-        suffix: What follows `owner` in the expression for the tensor: `.grad`, or a key of the state.
+        owner: The tensor's name; for a gradient or optimizer state, the name of the parameter.
+        suffix: What follows `owner` in the tensor's full name: ".grad", a key such as '["exp_avg"]', or "".
         module: The path of its module, empty for the model itself; None if it belongs to no module.
-        optimizer: The optimizer whose state it is; None for other tensors.
+        optimizer: For a tensor of optimizer state, the optimizer; otherwise None.
     """
 
     category: str
@@ -119,7 +119,7 @@ class OwnedTensor(NamedTuple):
 
 
 def owned_tensors(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> Iterator[OwnedTensor]:
-    """Yield the tensors that a model, its optimizers and a batch own, category by category."""
+    """Yield the tensors of a model, its optimizers and a batch, category by category, parameters first."""
     parameters: dict[int, OwnedTensor] = {}
     buffers: list[OwnedTensor] = []
     for path, module in model.named_modules():
@@ -155,21 +155,21 @@ def _states_of(optimizer: Optimizer, parameters: Mapping[int, OwnedTensor]) -> I
 
 
 def cuda_address(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's block on a CUDA device; None if it has none."""
+    """Return the address of a tensor's memory on a CUDA device; None if it has none there."""
     found = storage_of(tensor) if tensor.is_cuda else None
     return None if found is None else found[1].data_ptr()
 
 
 def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str, int]:
-    """Split the allocated bytes into the categories of the log tags; the parts add up to `allocated`.
+    """Split the allocated bytes into categories such as parameters and activations, which add up to `allocated`.
 
     Bytes without an owner count as activations: results kept for backward, and temporaries.
 
     Args:
-        owned: The bytes that have an owner.
-        allocated: All bytes.
-        older: The number of bytes without an owner that are older than the batch, and so are not activations; they
-            count as other, as buffers do.
+        owned: The bytes that a model, its optimizers or a batch own.
+        allocated: All allocated bytes.
+        older: The number of bytes without an owner that were allocated before the batch, and so are not activations.
+            They count as "other", as buffers do.
     """
     known = owned.by_category
     # Views of larger storages can seem to take more than is allocated.
@@ -186,10 +186,10 @@ def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str,
 
 
 def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
-    """Return the id of a tensor's storage and the storage itself; for a DTensor those of this rank's shard.
+    """Return a tensor's storage as a pair (id, storage). For a DTensor, it is the storage of this rank's shard.
 
-    Returns None if the tensor has no storage of its own: sparse, nested and other layouts consist of several tensors,
-    and parameters of lazy modules have no shape yet.
+    Return None if the tensor has no storage of its own, such as a sparse or nested tensor, which consists of several
+    tensors, or an uninitialized parameter of a lazy module.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
@@ -201,5 +201,5 @@ def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
 
 
 def block_bytes(storage: UntypedStorage) -> int:
-    """Return the size of the block that the allocator gives a storage with its default settings."""
+    """Return the size in bytes of the block that the allocator, with default settings, gives to a storage."""
     return -(-storage.nbytes() // _GRANULE) * _GRANULE

@@ -16,13 +16,13 @@ from lightning_memtools.memory.owned import cuda_address, owned_tensors
 
 @dataclass(frozen=True, slots=True)
 class PeakHolder:
-    """The memory that one line of code holds for one module at a peak.
+    """The part of the memory at a peak that has one category, belongs to one module, and was allocated by one line.
 
     Attributes:
         category: Parameters, gradients, optimizer, activations and so on.
         module: The path of the module; empty if it is not known.
-        line: The line that allocated it, such as "model.py:48: x = self.norm(x)"; empty if it is not known.
-        n_bytes: Its bytes, as the allocator rounds them.
+        line: The line of code, such as "model.py:48: x = self.norm(x)"; empty if it is not known.
+        n_bytes: The size in bytes, as the allocator rounds it.
     """
 
     category: str
@@ -32,7 +32,7 @@ class PeakHolder:
 
 
 def gathered(holders: Iterable[PeakHolder]) -> tuple[PeakHolder, ...]:
-    """Merge the holders that have the same category, module and line, and return them largest first."""
+    """Merge the holders that have the same category, module and line; return the merged holders, largest first."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     for one in holders:
         sizes[one.category, one.module, one.line] += one.n_bytes
@@ -50,13 +50,13 @@ def held_by(holders: Iterable[PeakHolder], what: Literal["category", "module", "
 
 @dataclass(frozen=True, slots=True)
 class BlockOwner:
-    """The owner of a block on a device.
+    """The owner of a memory block on a device.
 
     Attributes:
-        category: A category of `owned.owned_tensors`.
-        module: The path of its module, or the class of the model itself; None if it belongs to no module.
-        line: For optimizer state, the line of code that made the optimizer; otherwise empty.
-        name: The expression for a tensor in the block; empty if it is not known.
+        category: "parameters", "buffers", "gradients", "optimizer" or "inputs".
+        module: The path of the module, or for the model itself its class name; None if it belongs to no module.
+        line: For optimizer state, the line of code that created the optimizer; otherwise empty.
+        name: The name of a tensor in the block, such as "head.weight.grad"; empty if it is not known.
     """
 
     category: str
@@ -73,14 +73,14 @@ def block_owners(
     *,
     address_of: Callable[[Tensor], int | None] = cuda_address,
 ) -> dict[int, BlockOwner]:
-    """Return the owner of each block that the model, the optimizers or the inputs own, by the block's address.
+    """Return a dict from the addresses of the blocks that a model, its optimizers or a batch own to their owners.
 
     Args:
         model: The model.
-        optimizers: Its optimizers.
-        inputs: Its batch.
-        lines: The lines that made the optimizers; None if they were not noted.
-        address_of: Returns the address of a tensor's block; None if it has none.
+        optimizers: The model's optimizers.
+        inputs: The batch.
+        lines: The lines of code that created the optimizers; None if they were not recorded.
+        address_of: Returns the address of a tensor's block; None if the tensor has no block on the device.
     """
     owners: dict[int, BlockOwner] = {}
     for owned in owned_tensors(model, optimizers, inputs):

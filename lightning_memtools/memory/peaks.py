@@ -29,7 +29,7 @@ class PeakWindow:
     """Tracks the highest allocated and reserved bytes while it is running. `PeakCounter.open` creates a window.
 
     Attributes:
-        allocated: Highest allocated bytes; None before the first reading, or where the device keeps no peaks.
+        allocated: Highest allocated bytes; None before the first reading, or if the device keeps no peaks.
         reserved: The same for reserved bytes.
         composition: Bytes per category, such as parameters, at the allocated peak; None if the device cannot tell.
     """
@@ -41,28 +41,28 @@ class PeakWindow:
         self._counter = counter
 
     def pause(self) -> MemoryStats:
-        """Record the peak so far, stop watching, and return the device's statistics."""
+        """Stop tracking after recording the peak so far, and return the device's current statistics."""
         stats = self._counter.fold()
         self._counter.running.discard(self)
         return stats
 
     def resume(self) -> MemoryStats:
-        """Start watching, and return the device's statistics. Earlier peaks do not count."""
+        """Start tracking from now on, and return the device's current statistics."""
         stats = self._counter.fold()
         self._counter.running.add(self)
         return stats
 
     def restart(self) -> None:
-        """Forget the peak; a running window goes on from now. Call `PeakCounter.fold` right before."""
+        """Forget the peak; a running window tracks from now on. Call `PeakCounter.fold` right before this."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
-        """Stop watching, without reading the device again. Idempotent."""
+        """Stop tracking, without reading the device again. Idempotent."""
         self._counter.running.discard(self)
 
 
 class PeakCounter:
-    """Reads and resets a device's peaks for all `PeakWindow`s; no other code may reset them. See `peak_counter`."""
+    """Reads and resets a device's peak counters for all `PeakWindow`s. No other code may reset these counters."""
 
     def __init__(self, reader: MemoryReader) -> None:
         # Weak, because the counter is kept for as long as its reader lives.
@@ -71,7 +71,7 @@ class PeakCounter:
 
     @property
     def reader(self) -> MemoryReader:
-        """The device that is read.
+        """The device whose memory statistics are read.
 
         Raises:
             ReferenceError: The device no longer exists.
@@ -89,7 +89,7 @@ class PeakCounter:
         """Read the device's memory statistics, update the peaks of all running windows, and return the statistics.
 
         Args:
-            reset: Whether to reset the device's peaks; False if the caller does so.
+            reset: Whether to reset the device's peaks afterwards; False if the caller does this.
         """
         reader = self.reader
         stats = reader.stats()
@@ -109,7 +109,7 @@ class PeakCounter:
         return stats
 
     def forget(self) -> None:
-        """Drop the device's peaks since the last reading, so that no `PeakWindow` receives them."""
+        """Reset the device's peaks without reading them, so that they count in no `PeakWindow`."""
         self.reader.reset_peaks()
 
 
@@ -144,14 +144,14 @@ class MemoryPoint:
 
 @dataclass(slots=True)
 class StagePeak:
-    """The highest values of a stage over the whole run, in bytes."""
+    """The highest memory of a stage (such as "train") over the whole run, in bytes."""
 
     allocated: int | None = None
     reserved: int | None = None
     composition: Mapping[str, int] | None = None
 
     def take_in(self, point: MemoryPoint) -> None:
-        """Raise the peaks to those of a point, if these are higher."""
+        """Raise each peak to that of a new point if the point's is higher."""
         if point.peak_allocated is not None and point.peak_allocated > (self.allocated or -1):
             self.allocated = point.peak_allocated
             self.composition = point.composition
@@ -160,7 +160,7 @@ class StagePeak:
 
 
 class StageWatch:
-    """Keeps the peaks of each stage (a `PeakWindow`). An evaluation inside training pauses the window of training."""
+    """Keeps the memory peaks of each stage, such as "train". Training is paused while validation interrupts it."""
 
     def __init__(self, counter: PeakCounter) -> None:
         self.peaks: dict[Stage, StagePeak] = {}
@@ -169,7 +169,7 @@ class StageWatch:
         self._running: list[Stage] = []  # the innermost is the last
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage; the running one, if any, is interrupted."""
+        """Begin a stage, and pause the stage that is running, if any."""
         if self._running:
             self._windows[self._running[-1]].pause()
         self._running.append(stage)
@@ -178,7 +178,7 @@ class StageWatch:
         self._windows[stage].resume()
 
     def leave(self, stage: Stage) -> None:
-        """End a stage; the one that it interrupted goes on. Does nothing if the stage is not running."""
+        """End a stage, and resume the stage that it interrupted, if any. Do nothing if the stage is not running."""
         if stage not in self._running:
             return
         self._windows[stage].pause()
@@ -188,15 +188,15 @@ class StageWatch:
 
     @property
     def running(self) -> Stage | None:
-        """The innermost stage that is running: the evaluation rather than the training around it; None for no stage."""
+        """The stage that is running; validation if it has interrupted training; None if no stage is running."""
         return self._running[-1] if self._running else None
 
     def point(self, stage: Stage, owned: Owned | None = None) -> MemoryPoint:
-        """Return a running stage's memory: the device's statistics now, and the peaks since the stage's last point.
+        """Return a running stage's memory: the device's current statistics, and the peaks since the stage's last point.
 
         Args:
             stage: The stage.
-            owned: The memory that the model and its optimizers own now, used if the device cannot tell `composition`.
+            owned: The memory that the model and its optimizers own now, used to estimate an unknown `composition`.
         """
         stats = self._counter.fold()
         window = self._windows[stage]
@@ -211,7 +211,7 @@ class StageWatch:
         return point
 
     def close(self) -> None:
-        """Stop watching. Peaks since the last point still count in `peaks`. Idempotent."""
+        """Stop watching, and add the peaks since the last point to `peaks`. Idempotent."""
         if self._running:
             self.point(self._running[-1])
         self._running.clear()
@@ -221,7 +221,7 @@ class StageWatch:
 
 
 class PhaseClock:
-    """Measures the host time of phases, each of which ends where the next one begins."""
+    """Measures the time, on the host, of consecutive phases: each phase ends when the next one begins."""
 
     def __init__(self) -> None:
         self._elapsed_s: dict[str, float] = {}
@@ -236,7 +236,7 @@ class PhaseClock:
         self._running, self._since = phase, now
 
     def lap_ms(self) -> dict[str, float]:
-        """Return the milliseconds of each phase since the last lap, and begin a new lap."""
+        """Return the milliseconds spent in each phase since the last call of this method."""
         running = self._running
         self.switch(None)
         elapsed_ms = {phase: 1000 * seconds for phase, seconds in self._elapsed_s.items()}
@@ -246,13 +246,13 @@ class PhaseClock:
 
 
 class PhaseWatch:
-    """Keeps one peak window per phase of a training step: forward, backward, optimizer.
+    """Tracks the memory peak of each phase of a training step: forward, backward, optimizer.
 
     Args:
-        counter: The device's peak counter; None if the device has none, so that only `clock` measures.
+        counter: The device's peak counter; None if the device keeps no peaks. Then only time is measured.
         between: The phase after a backward pass or an optimizer's step: "forward" in manual optimization, where the
             training step goes on; None in automatic optimization, where nothing is computed until the next hook.
-        clock: Measures the host time of the same phases.
+        clock: A clock that measures the host time of the same phases; None to measure no time.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class PhaseWatch:
         self._hooks: list[RemovableHandle] = []
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the optimizer phase end whenever a step of these optimizers returns; Lightning has no hook there."""
+        """End the optimizer phase whenever a step of these optimizers returns, by hooks on the optimizers."""
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.switch(self.between)))
 
@@ -284,7 +284,7 @@ class PhaseWatch:
             self._windows[phase].resume()
 
     def point(self) -> dict[Phase, int]:
-        """Return the highest allocated bytes of each phase since the last call; phases without a peak are left out."""
+        """Return the highest allocated bytes of each phase since the last call, without phases that have not run."""
         peaks: dict[Phase, int] = {}
         for phase, window in self._windows.items():
             if window.allocated is not None:

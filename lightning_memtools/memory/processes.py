@@ -20,9 +20,9 @@ class GpuProcess:
     """A process that holds memory on a GPU.
 
     Attributes:
-        pid: Its id, as the driver sees it. Inside a container the process may have another id.
-        name: The name of its program; empty if the system does not tell.
-        used_bytes: The memory that it holds; None if that is not known.
+        pid: The process id that the driver reports. Inside a container the process may have another id.
+        name: The name of the program; empty if it is not known.
+        used_bytes: The GPU memory that the process holds; None if it is not known.
     """
 
     pid: int
@@ -34,12 +34,12 @@ class GpuProcess:
 
 
 def in_words(processes: Sequence[GpuProcess] | str) -> str:
-    """Return the processes as comma-separated text; return a string, the reason why they are not known, unchanged."""
+    """Format processes as comma-separated text; a string, the reason why they are not known, is returned unchanged."""
     return processes if isinstance(processes, str) else ", ".join(map(str, processes)) or "none"
 
 
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:
-    """Return the other processes on CUDA device `index`, largest first, or the reason why they are not known."""
+    """List all other processes on CUDA device `index`, largest first, or return why they are not known."""
     try:
         listed = torch.cuda.list_gpu_processes(index)
     except Exception as error:  # noqa: BLE001, a driver's library may raise anything, and this is only one line of a report

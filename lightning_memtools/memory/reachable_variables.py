@@ -27,11 +27,11 @@ CachedFunction: Any = type(lru_cache(abs))
 
 @dataclass(frozen=True, slots=True)
 class ReachableVariable:
-    """A variable of a closure, a global name of a function, or an attribute of an object.
+    """A variable of a closure, a global variable, or an attribute of an object.
 
     Attributes:
-        name: Its name.
-        holder: The cell of the closure, or the dictionary of the globals or attributes.
+        name: The variable's name.
+        holder: What holds the value: the cell of the closure, or the dict of the globals or attributes.
     """
 
     name: str
@@ -39,11 +39,11 @@ class ReachableVariable:
 
     @property
     def value(self) -> Any:
-        """Its value; None if it was deleted."""
+        """The variable's value; None if it was deleted."""
         return content_of(self.holder) if isinstance(self.holder, CellType) else self.holder.get(self.name)
 
     def put(self, value: Any) -> None:
-        """Set its value."""
+        """Set the variable to a new value."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         else:
@@ -52,13 +52,13 @@ class ReachableVariable:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Collection[str]:
-    """Return the names of globals and attributes that a function's code uses, including functions defined in it."""
+    """Return the names of globals and attributes that the code of a function, or of a function inside it, uses."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return dict.fromkeys([*code.co_names, *(name for names in inner for name in names)])
 
 
 def variables_named_by(function: FunctionType) -> Iterator[ReachableVariable]:
-    """Yield the variables of a function's closure and the globals that it mentions, if they have a value."""
+    """Yield the closure variables of a function and the globals that its code uses, unless they have no value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != CellType():  # only empty cells are equal to an empty one: those have no value yet
             yield ReachableVariable(name, cell)
@@ -68,7 +68,7 @@ def variables_named_by(function: FunctionType) -> Iterator[ReachableVariable]:
 
 
 def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
-    """Return the variables that the hooks on a module can reach, each once."""
+    """Return the variables that hooks registered on a module can reach besides their arguments, without duplicates."""
     found: dict[tuple[int, str], ReachableVariable] = {}
     for hook in hooks_of(module):
         for one in _of(hook, 0):
@@ -77,7 +77,7 @@ def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
 
 
 def _of(thing: Any, calls: int) -> Iterator[ReachableVariable]:
-    """Yield the variables that a function or object can reach; it is `calls` calls away from the hook itself."""
+    """Yield the variables that `thing`, a function or object, can reach. A hook reaches `thing` in `calls` calls."""
     if calls > _MOST_CALLS or isinstance(thing, _NO_STATE) or thing is None:
         return
     if isinstance(thing, partial):
@@ -113,9 +113,9 @@ def _attributes(thing: Any, mentioned: Collection[str] | None) -> Iterator[Reach
 
 
 def values_named_in_steps(kind: type[nn.Module]) -> Iterator[Any]:
-    """Yield the values that a class's forward and training_step mention: globals, variables of closures, methods.
+    """Yield the globals, closure variables and methods that the code of a class's forward and training_step uses.
 
-    Functions and methods among them are searched in turn, except those of torch, Lightning and the standard library.
+    Functions and methods among these are searched too, except those of torch, Lightning and the standard library.
     """
     attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     waiting = [attributes.get(name) for name in _STEPS]
@@ -139,7 +139,7 @@ def values_named_in_steps(kind: type[nn.Module]) -> Iterator[Any]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the function behind a method, a property or a partial; return anything else unchanged."""
+    """Return the function that a method, a property or a partial wraps; return anything else unchanged."""
     if isinstance(value, (classmethod, staticmethod, MethodType)):
         return value.__func__
     if isinstance(value, property):

@@ -13,7 +13,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:
-    """Return the reader of a device's memory: the active VirtualDevice if there is one, otherwise the accelerator's.
+    """Return the reader of a device's memory: an active VirtualDevice (simulation), or else the accelerator's reader.
 
     Returns None for the plain CPU, and for devices that keep no statistics.
     """
@@ -24,7 +24,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
-    """Return the reader of an accelerator, one per device and process; None if the device keeps no statistics."""
+    """Return the reader of an accelerator's memory, the same one at every call; None if it keeps no statistics."""
     is_current = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(
         device.type
     )
@@ -53,7 +53,7 @@ def _reader_of(device: torch.device, is_current: bool) -> MemoryReader | None:
 
 
 class AcceleratorReader:
-    """Reads the memory of any accelerator through torch.accelerator."""
+    """Reads the memory statistics of any accelerator through `torch.accelerator`."""
 
     simulated = False
 
@@ -82,7 +82,7 @@ class AcceleratorReader:
 
 
 class CudaReader(AcceleratorReader):
-    """Reads CUDA (or ROCm) statistics as a nested dict, because torch is slow to flatten and sort it at every call."""
+    """Reads CUDA (or ROCm) statistics as a nested dict, because torch would be slow to flatten and sort them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -107,13 +107,13 @@ class CudaReader(AcceleratorReader):
 
 
 class MpsReader:
-    """Reads the memory of Apple's Metal device, which keeps no peaks and no counts of events."""
+    """Reads the memory of Apple's Metal device (MPS), which keeps no peaks and does not count retries or errors."""
 
     simulated = False
     name = "mps"
 
     def stats(self) -> MemoryStats:
-        """Read what Metal reports: allocated, reserved by its driver, and the recommended maximum as capacity."""
+        """Read the allocated and reserved memory that Metal reports, and its recommended maximum as the capacity."""
         driver = torch.mps.driver_allocated_memory()
         return MemoryStats(
             allocated=torch.mps.current_allocated_memory(),
@@ -134,7 +134,7 @@ class MpsReader:
 
 
 def allocated_and_reserved(reader: MemoryReader) -> tuple[int, int]:
-    """Return the allocated and the reserved bytes alone. Unlike `stats`, it does not ask the driver on CUDA."""
+    """Return only the allocated and the reserved bytes. On CUDA this is faster than `stats`, which calls the driver."""
     if isinstance(reader, CudaReader):
         nested = torch.cuda.memory_stats_as_nested_dict(reader.index)
         if not nested:  # before the first use
@@ -150,7 +150,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Build a `MemoryStats`. `value` looks up a statistic of torch; `counts` are alloc retries and OOM errors."""
+    """Build a `MemoryStats`. `value` looks up a statistic by two keys; `counts` are alloc retries and OOM errors."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),

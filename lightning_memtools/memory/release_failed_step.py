@@ -32,10 +32,10 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class FailedStepRelease:
-    """The memory that `release_failed_step` freed, and the memory that is still allocated. Print it for a summary.
+    """The result of `release_failed_step`: the memory that it freed and the memory that stays. `print` shows a summary.
 
     Attributes:
-        freed_bytes: The allocated memory that was freed, over all devices.
+        freed_bytes: The memory that was freed, summed over all devices.
         allocated_bytes: The memory that is still allocated.
         owned_bytes: The part of `allocated_bytes` that models and optimizers own.
         holders: Descriptions of what holds the largest other tensors, with their sizes.
@@ -55,15 +55,15 @@ class FailedStepRelease:
 
 
 def release_failed_step(error: BaseException, model: nn.Module | None = None) -> FailedStepRelease:
-    """Free what a step that ran out of memory still holds, so that the program can go on.
+    """Free the memory that a step still holds after it ran out of memory, so that the program can go on.
 
-    The local variables in the frames of the error are cleared, gradients become None, what autograd keeps of a failed
-    backward pass is freed, garbage is collected, and the cache is emptied. Weights and optimizer states stay. Frames
-    that still run, such as the one that caught the error, keep their variables; the result names what they hold.
+    This clears the local variables in the error's traceback frames, sets gradients to None, frees the tensors that
+    autograd keeps of a failed backward pass, collects garbage and empties the cache. Weights and optimizer states stay.
+    Frames that still run, such as the one that caught the error, keep their variables; the result lists large ones.
 
     Args:
         error: The error that was caught.
-        model: The model whose gradients become None; by default, all models in local variables of the error's frames.
+        model: The model whose gradients become None; by default, every model in the local variables of these frames.
     """
     running = _running_frames_of(error)
     models = _models_of(error) if model is None else [model]
@@ -88,7 +88,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
 
 
 def release_cached(device: torch.device) -> None:
-    """Free what autograd keeps of a failed backward pass, and give cached blocks back to the device."""
+    """Free the tensors that autograd keeps of a failed backward pass, and empty the cache of a device."""
     with uncounted():
         free_failed_backward()
     reader = reader_for(device)
@@ -97,13 +97,13 @@ def release_cached(device: torch.device) -> None:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Return a context in which CPU tensors count as host memory, not as a simulated device's."""
+    """Return a context manager under which a simulated device does not count CPU tensors as its own."""
     virtual = VirtualDevice.current()
     return nullcontext() if virtual is None else virtual.suspended()
 
 
 def _running_frames_of(error: BaseException) -> list[FrameType]:
-    """Return the error's frames that are still running, such as that of the function that caught it."""
+    """Return the error's traceback frames that are still running, such as the one that caught the error."""
     frames = [] if error.__traceback__ is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     running = set()
     frame = inspect.currentframe()
@@ -114,7 +114,7 @@ def _running_frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _models_of(error: BaseException) -> list[nn.Module]:
-    """Return the models among the local variables of the error's frames, without submodules of other models."""
+    """Return the models in local variables of the error's traceback frames, without submodules of other models."""
     frames = [frame for one in error_chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
     values = [value for frame in frames for value in variables_of(frame).values()]
     found = list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
@@ -125,7 +125,7 @@ def _models_of(error: BaseException) -> list[nn.Module]:
 def _held_on(
     on_device: OnDevice, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], running: Iterable[FrameType]
 ) -> tuple[int, list[str]]:
-    """Return the bytes that models and optimizers own on a device, and who holds the largest other tensors."""
+    """Return the bytes that models and optimizers own on a device, and descriptions of the largest other tensors."""
     owned = owned_by(nn.ModuleList(models), optimizers, on_device)
     rest = TensorCensus(on_device).take(owned.storages)
     rest.sort(key=lambda one: -one.n_bytes)

@@ -28,7 +28,7 @@ def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
 
 
 def count_since(count: int | None, before: int | None) -> int | None:
-    """Return the number of events since an earlier count; None if they are not counted."""
+    """Return how much a count has grown from `before`; None if the device keeps no such count."""
     return None if count is None else count - (before or 0)
 
 
@@ -48,10 +48,10 @@ _DEVICE_FIGURES: Mapping[str, Callable[[MemoryPoint, MemoryStats], float | None]
 
 
 def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> dict[str, float]:
-    """Return a device's memory as scalars by log tag; values that the device does not report are left out.
+    """Return a device's memory as a dict from log tags to values, without values that the device does not report.
 
     Args:
-        stage: The stage that the point belongs to.
+        stage: The stage, such as "train", in which the memory was read.
         point: The memory at one moment of the stage.
         since: The device's statistics when the run began; retries and out-of-memory errors are counted from there.
     """
@@ -60,7 +60,7 @@ def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> d
 
 
 def composition_scalars(point: MemoryPoint) -> dict[str, float]:
-    """Return how many GiB of the peak allocated memory belong to each category; empty if that is not known."""
+    """Return the GiB of each category, such as parameters, at the peak, as a dict by log tag; empty if not known."""
     return {f"memory/composition/{part}_gib": to_gib(size) for part, size in (point.composition or {}).items()}
 
 
@@ -70,11 +70,11 @@ def phase_scalars(peaks: Mapping[Phase, int]) -> dict[str, float]:
 
 
 def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage) -> dict[str, float]:
-    """Merge the ranks' scalars: each tag's maximum; of the peak also the minimum and the rank with the maximum.
+    """Merge the scalars of all ranks by taking each tag's maximum. For peak memory, add the minimum and the top rank.
 
     Args:
         by_rank: One mapping per rank, from log tags to values; a rank may lack some tags.
-        stage: The stage that the point belongs to.
+        stage: The stage, such as "train", in which the values were read.
     """
     merged: dict[str, float] = {}
     for scalars in by_rank:

@@ -31,12 +31,12 @@ def shared_memory_use() -> tuple[int, int] | None:
 
 
 def container_use(cgroup: Path | None = None) -> tuple[int, int] | None:
-    """Return the bytes that a container uses and its limit; None without a limit. Shared memory counts as used.
+    """Return the memory that a container uses and its limit, in bytes; None if it has no limit.
 
-    Page cache that the kernel can reclaim does not count.
+    Shared memory counts as used; page cache that the kernel can reclaim does not.
 
     Args:
-        cgroup: The directory of the control group; by default, the group of this process with the least free memory.
+        cgroup: The directory of the control group; by default, of this process's groups the one with least free memory.
     """
     found = [use for place in ([cgroup] if cgroup else _own_cgroups()) if (use := _use_of(place)) is not None]
     return min(found, key=lambda use: use[1] - use[0], default=None)
@@ -49,7 +49,7 @@ def free_in_container(cgroup: Path | None = None) -> int | None:
 
 
 def _own_cgroups() -> list[Path]:
-    """Return the directories of this process's control groups and of their parents."""
+    """Return the directories of the control groups (cgroups) of this process and of all their parent groups."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -59,7 +59,7 @@ def is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
 
 
 def _suggested_units(text: object) -> str:
-    """Return "Did you mean ...?" for a size without a unit ("24") or with half of one ("1G"); otherwise ""."""
+    """Return a "Did you mean ...?" question for a size with no unit ("24") or a shortened one ("1G"); otherwise ""."""
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     letter = match[2].upper() if match else ""
     if match and not letter and float(match[1]) < 1000:  # noqa: PLR2004, "4090" is a GPU
@@ -70,7 +70,7 @@ def _suggested_units(text: object) -> str:
 
 
 def format_size(n_bytes: int | None) -> str:
-    """Return bytes in the largest binary unit that gives at least 1, with three significant digits: ``"1.50 GiB"``.
+    """Format a number of bytes in the largest fitting binary unit, with three significant digits: ``"1.50 GiB"``.
 
     For None, return "not known".
     """
@@ -86,12 +86,12 @@ def format_size(n_bytes: int | None) -> str:
 
 
 def format_share(n_bytes: int | None, whole: int | None) -> str:
-    """Return a size as a percentage of a whole, such as "12.5%"; "" if either is not known or the whole is 0."""
+    """Format `n_bytes` as a percentage of `whole`, such as "12.5%"; "" if one of them is None, or `whole` is 0."""
     return "" if n_bytes is None or not whole else f"{100 * n_bytes / whole:.1f}%"
 
 
 def to_gib(n_bytes: int) -> float:
-    """Return bytes as GiB (2**30), the unit of every size in the logs."""
+    """Convert bytes to GiB (2**30 bytes), the unit of every size in the logs."""
     return n_bytes / GIB
 
 
@@ -104,14 +104,14 @@ def _three_digits(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that is listed in the data file ``gpus.json``, which names the source of each figure.
+    """A GPU model that is listed in the data file ``gpus.json``, which names the source of each number.
 
     Attributes:
-        name: Its name with its memory size, such as "H100 80GB".
-        usable_bytes: The most that a process can use: the total that the driver reports.
-        estimated: Whether ``usable_bytes`` is a low estimate from the marketing size, because no figure was found.
-        compute_capability: The version of its architecture, such as "8.6".
-        multiprocessors: Its number of streaming multiprocessors.
+        name: The name of the model with its memory size, such as "H100 80GB".
+        usable_bytes: The most memory that a process can use: the total that the driver reports.
+        estimated: Whether ``usable_bytes`` is a low estimate from the advertised size, for lack of a reported total.
+        compute_capability: The CUDA compute capability, such as "8.6".
+        multiprocessors: The number of streaming multiprocessors.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """The properties of a GPU that kernels and their workspaces depend on; by default an A100's.
+    """The properties of a GPU that decide how much workspace kernels need; the defaults are those of an A100.
 
     Attributes:
         multiprocessors: The number of streaming multiprocessors.
@@ -143,9 +143,9 @@ class GpuShape:
 
     @classmethod
     def of(cls, gpu: Gpu | None) -> GpuShape:
-        """Return the shape of a GPU; for None, an A100's.
+        """Return these properties for a GPU; None stands for an A100.
 
-        Threads are the "maximum number of resident threads per SM" in the CUDA C++ programming guide's table.
+        `threads` is the "maximum number of resident threads per SM" from the CUDA C++ programming guide.
         """
         if gpu is None:
             return cls()
@@ -157,14 +157,14 @@ class GpuShape:
 def parse_capacity(text: str | int) -> int:
     """Turn a size such as ``"24GiB"`` or a GPU's name such as ``"RTX 4090"`` or ``"H100 80GB"`` into bytes.
 
-    A number is the capacity in bytes, as drivers report it. It has to be at least 1 MiB: a small number is more likely
-    to be meant in another unit.
+    An int is taken as the capacity in bytes. It has to be at least 1 MiB, because a smaller number is probably meant
+    in another unit.
 
-    A GPU's capacity is the total that its driver reports to a process, which is less than the vendor's figure. If that
-    total is not known, 95% of the vendor's figure in GiB is assumed, or 91% where error correction takes memory.
+    A GPU's capacity is the total that its driver reports to a process, which is less than the advertised size. If that
+    total is not known, 95% of the advertised size in GiB is assumed, or 91% where error correction takes memory.
 
     Raises:
-        ValueError: `text` is neither, or names a GPU that comes with different sizes, or is a number below 1 MiB.
+        ValueError: `text` is neither a size nor a GPU, is a number below 1 MiB, or fits GPUs with different sizes.
     """
     if not isinstance(text, str):
         return _capacity_in_bytes(text)
@@ -196,13 +196,13 @@ def _capacity_in_bytes(number: object) -> int:
 
 
 def find_gpu(text: object) -> Gpu | None:
-    """Return the GPU with this name; None if no known GPU has it.
+    """Return the GPU with this name; None if no known GPU has this name.
 
-    Case, spaces, hyphens and the words NVIDIA, GeForce and Tesla make no difference. The size may be left out where a
-    GPU comes with only one.
+    Case, spaces, hyphens and the words NVIDIA, GeForce and Tesla make no difference. The memory size may be left out
+    if the GPU is sold with only one size.
 
     Raises:
-        ValueError: The GPU comes with different sizes, and the text gives none.
+        ValueError: The GPU is sold with different memory sizes, and the text gives none.
     """
     matches = _gpus().get(_key(text), []) if isinstance(text, str) else []
     if len(matches) > 1:
@@ -212,10 +212,10 @@ def find_gpu(text: object) -> Gpu | None:
 
 
 def context_bytes(capacity: object) -> int:
-    """Return the bytes of the CUDA context: 500 MiB on a GPU given by name, 0 for a capacity given in bytes.
+    """Return the bytes to assume for the CUDA context: 500 MiB if `capacity` is the name of a GPU, 0 if it is a size.
 
     Raises:
-        ValueError: The GPU comes with different sizes, and the text gives none.
+        ValueError: The GPU is sold with different memory sizes, and the text gives none.
     """
     return 0 if find_gpu(capacity) is None else _CUDA_CONTEXT_BYTES
 

@@ -9,22 +9,22 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """A device's memory at one moment: sizes in bytes, events as counts; None if the device cannot tell.
+    """A device's memory statistics at one moment. Sizes are in bytes; None stands for what the device does not report.
 
     The terms are those of PyTorch's caching allocator (c10/core/CachingDeviceAllocator.h).
 
     Attributes:
         allocated: Memory of the blocks that tensors hold, as the allocator rounds them.
         reserved: Memory of the segments that the allocator has reserved from the device, used or not.
-        active: Allocated memory, and freed blocks that still wait for another stream.
-        inactive_split: Free memory in segments that also hold used blocks, so that it cannot be released.
+        active: Allocated memory plus freed blocks that another stream may still use.
+        inactive_split: Free memory in partly used segments. It cannot be given back to the device.
         requested: Memory that the tensors requested, before rounding.
         peak_allocated: The highest ``allocated`` since the last reset of the peaks.
         peak_reserved: The highest ``reserved`` since the last reset of the peaks.
         alloc_retries: The number of times that the cache had to be emptied to serve a request.
         ooms: The number of out-of-memory errors that were raised.
         capacity: The total memory of the device.
-        device_used: The memory of the device that all processes together use.
+        device_used: The memory of the device that is in use, by all processes together.
     """
 
     allocated: int | None = None
@@ -54,7 +54,7 @@ class MemoryReader(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """True if the figures come from a simulation; output that shows the figures then says so."""
+        """True if the statistics come from a simulation. Reports then say so."""
 
     def stats(self) -> MemoryStats:
         """Read the statistics now, without waiting for the device."""
@@ -66,7 +66,7 @@ class MemoryReader(Protocol):
         """Release unused cached memory."""
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Return the bytes per category when allocated was highest since `reset_peaks`; None if it is not known.
+        """Return the bytes of each category at the peak of allocated memory since `reset_peaks`; None if not known.
 
-        The categories are parameters, gradients, optimizer, activations, inputs and other, and add up to the peak.
+        The categories are parameters, gradients, optimizer, activations, inputs and other. They add up to the peak.
         """

@@ -23,11 +23,11 @@ MARKS = "memtools"
 
 
 class StepSnapshot:
-    """Records the allocator's history during one step, from `begin` to `end`.
+    """Records the allocator's history during one training step, from `begin` to `end`.
 
     On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
-    The module is the innermost that is being called; in backward, the last one whose output has received its gradient.
-    A VirtualDevice names modules by itself.
+    The module is the innermost one whose forward is running; in backward, it is the module that autograd reached last.
+    A VirtualDevice (a simulated device) adds such labels by itself.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepSnapshot:
     def begin(
         cls, reader: MemoryReader | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any
     ) -> Self | None:
-        """Start recording; return None if the device keeps no history."""
+        """Start recording a step, and return the recorder; return None if the device keeps no history."""
         recording = record(reader)
         if reader is None or recording is None:
             return None
@@ -57,7 +57,7 @@ class StepSnapshot:
         return snapshot
 
     def mark(self, phase: str) -> None:
-        """Mark that a phase begins."""
+        """Record that a phase of the step, such as "backward", begins now."""
         now = self._recording.now()
         self._phases.append((now, phase))
         self._owned.append((now, self._addresses()))
@@ -65,7 +65,7 @@ class StepSnapshot:
             self._labels.enter_phase(phase)
 
     def end(self, *, step: int, rank: int) -> dict[str, Any]:
-        """Stop recording, and return the snapshot, with the phases and the owners of blocks added to it."""
+        """Stop recording, and return the snapshot as a dict, including the phases and the owners of memory blocks."""
         self._owned.append((self._recording.now(), self._addresses()))
         snapshot = self._recording.take()
         self.stop()
@@ -92,7 +92,7 @@ class StepSnapshot:
         self._labels = self._batch = None
 
     def _addresses(self) -> dict[str, dict[int, str]]:
-        """Return, for each category, a dict from the addresses of the blocks it owns to the names of their tensors."""
+        """Return, for each category such as "parameters", a dict from block addresses to the names of tensors."""
         address_of = self._reader.address_of if isinstance(self._reader, KnowsItsTensors) else cuda_address
         named: dict[str, dict[int, str]] = {category: {} for category in CATEGORIES_OF_OWNERS}
         owners = block_owners(self._model, self._optimizers, self._batch, address_of=address_of)
@@ -102,7 +102,7 @@ class StepSnapshot:
 
 
 class ModuleLabels:
-    """Labels each request to CUDA's allocator with its phase and its module."""
+    """Labels each allocation on CUDA with the running phase and module, by hooks on all modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._phase = ""
@@ -116,13 +116,13 @@ class ModuleLabels:
             ]
 
     def enter_phase(self, phase: str) -> None:
-        """Label requests with this phase from now on, and with no module until one is called."""
+        """Label allocations with this phase from now on, and with no module until a module is called."""
         self._phase = phase
         self._stack.clear()
         self._write("")
 
     def remove(self) -> None:
-        """Remove the hooks and the label."""
+        """Remove the hooks from the modules, and clear the current label."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

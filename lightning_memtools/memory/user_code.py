@@ -34,8 +34,8 @@ class CodeLine:
     Attributes:
         file: The file's path.
         line: The line's number, from 1.
-        function: The function that the line belongs to.
-        caller: For a line in an installed package, the file and line of the user's code that called it.
+        function: The name of the function that the line belongs to.
+        caller: For a line in an installed package, the file and line number of the user code that called the package.
     """
 
     file: str
@@ -51,7 +51,7 @@ class CodeLine:
 
     @property
     def described(self) -> str:
-        """The file, the number and the text, such as "model.py:48: x = self.norm(x)"."""
+        """A description with file, line number and text, such as "model.py:48: x = self.norm(x)"."""
         return f"{short_path(self.file)}:{self.line}: {self.source}"
 
     def __str__(self) -> str:
@@ -76,8 +76,8 @@ def owner_of(file: str) -> CodeOwner:
     """Return whose code a file contains.
 
     Returns:
-        "user" for the user's own code; "installed" for an installed library; "passing" for torch, Lightning, the
-        standard library and code without a file, which only pass calls on; "ours" for this package.
+        "user" for the user's own code; "installed" for an installed library; "ours" for this package; "passing" for
+        torch, Lightning, the standard library and code without a file, which are never named as the origin of a call.
     """
     if file.startswith(_THIS_PACKAGE):
         return "ours"
@@ -91,7 +91,7 @@ def owner_of(file: str) -> CodeOwner:
 
 
 def user_line_of(error: BaseException) -> CodeLine | None:
-    """Return the innermost line of the user's code in an error's traceback; None if there is none."""
+    """Return the innermost line of user code in an error's traceback; None if the traceback has no user code."""
     found = None
     entry = error.__traceback__
     while entry is not None:
@@ -111,7 +111,7 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
         stop_at: A set of files; the search ends at the first frame that is in one of them.
 
     Returns:
-        The line; if it is a library's, with the user's line that called it. None if there is no such line.
+        The line, or None if there is none. A library's line has the calling line of the user as its `caller`.
     """
     # traceback.extract_stack would read the source of every frame.
     found: tuple[str, int, str] | None = None
@@ -127,7 +127,7 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
 
 
 def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") -> CodeLine | None:
-    """Find a line as `line_that_allocates` does, but in a recorded stack instead of the running one.
+    """Do what `line_that_allocates` does, but for a recorded stack instead of the current one.
 
     Args:
         frames: The frames of an entry of torch's memory history, innermost first.
@@ -137,7 +137,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Return the innermost line of user or library code on the stack; None if autograd or an optimizer comes first.
+    """Find the innermost line of user or library code on the stack. Return None if autograd or an optimizer is deeper.
 
     Args:
         stop_at: A file; the search ends at the first frame in it.
@@ -163,7 +163,7 @@ def _allocating(stack: Iterable[tuple[str, int, str]], stop_at: str) -> CodeLine
 
 
 def calling_package() -> str:
-    """Return the installed package that called this one (torch is skipped); "" if the caller is not installed code."""
+    """Return the name of the installed package, other than torch, that called this package; "" if other code called."""
     for file, _, _ in _stack():
         if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
             parts = Path(file).parts

@@ -14,9 +14,9 @@ from rich.console import Console
 
 
 def print_on_console(*parts: Any, soft_wrap: bool = False, stream: TextIO | None = None) -> None:
-    """Print strings and tables, each on its own lines, without Rich markup. What cannot be printed is skipped.
+    """Print strings and Rich tables, each on its own lines. Markup in strings is not interpreted.
 
-    Write report files before you call this, because printing may fail. By default, `stream` is stdout.
+    If printing fails, as on a closed stream, no error is raised. By default, `stream` is stdout.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -38,14 +38,14 @@ def print_on_console(*parts: Any, soft_wrap: bool = False, stream: TextIO | None
 def progress_printed(
     text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Context manager: while its body runs, print a text and the elapsed seconds at intervals.
+    """Context manager that prints a text and the elapsed seconds at intervals while its body runs.
 
     The output still goes to the original `stream` (by default stdout) if the body redirects stdout.
 
     Args:
-        text: A function that returns the text; called from another thread.
-        after_s: The seconds until the first line.
-        every_s: The seconds between lines.
+        text: A function that returns the text to print; it is called from another thread.
+        after_s: The seconds until the first line is printed.
+        every_s: The seconds between two lines.
         stream: The stream to print to.
     """
     begin, is_over, stream = time.monotonic(), threading.Event(), stream or sys.stdout
@@ -66,7 +66,7 @@ def progress_printed(
 
 
 def drop_what_is_left() -> None:
-    """Discard output that is buffered for a broken pipe; otherwise Python would exit with an error code."""
+    """Discard output still buffered for stdout after a broken pipe; else Python would exit with an error code."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -21,8 +21,8 @@ class NotWritten:
     """The reason why a report was not written to a file.
 
     Attributes:
-        reason: The end of a sentence that begins with "The report ...": "not written: this run keeps no files
-            (fast_dev_run)", or "could not be written: [Errno 28] No space left on device".
+        reason: The reason as a phrase to follow the name of the report, such as "could not be written: [Errno 28] No
+            space left on device".
         is_failure: True if writing failed, False if the run keeps no files.
     """
 
@@ -31,7 +31,7 @@ class NotWritten:
 
 
 def fixed_directory(directory: str | None) -> str | None:
-    """Return a directory as an absolute path, which stays valid if the program changes its working directory."""
+    """Convert a directory to an absolute path, so that a change of the working directory does not affect it."""
     return None if directory is None else str(Path(directory).absolute())
 
 
@@ -41,19 +41,19 @@ _ASKED_FOR: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary
 
 
 def keep_files_in(trainer: Trainer, directory: Path) -> None:
-    """Set the directory for the reports of a Trainer that has no logger. Only the first call for a Trainer counts."""
+    """Set the report directory of a Trainer that has no logger. Later calls for the same Trainer have no effect."""
     _ASKED_FOR.setdefault(trainer, directory)
 
 
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
     """Return the directory for this run's reports, or the reason why the run keeps no files.
 
-    This is the directory of the first logger, or a folder below `default_root_dir` if it has none. Call this on every
-    rank or on none: rank 0 broadcasts its directory.
+    This is a folder in the directory of the first logger, or below `default_root_dir` if that logger has no directory.
+    Call this on every rank or on none, because rank 0 broadcasts its directory.
 
     Args:
         trainer: The Trainer.
-        directory: The callback's argument `directory`, which takes precedence and is used unchanged.
+        directory: The directory that the user gave to the callback. If it is given, it is returned unchanged.
     """
     if directory is not None:
         return Path(directory)
@@ -75,7 +75,7 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
 
 
 def _run_directory(trainer: Trainer) -> str:
-    """Return the folder of the first logger's run, where ModelCheckpoint also saves."""
+    """Return the folder of this run in the first logger's directory. ModelCheckpoint saves there, too."""
     logger = trainer.loggers[0]
     log_dir = getattr(logger, "log_dir", None)  # TensorBoardLogger, CSVLogger: a folder for each run
     if isinstance(log_dir, str | os.PathLike):
@@ -94,7 +94,7 @@ def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | N
 def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], object]) -> Path | NotWritten:
     """Write a file of any kind, and return its path or the reason why it was not written.
 
-    `write` gets a temporary path. If writing fails, as on a full disk, an existing file with this name stays unchanged.
+    `write` gets a temporary path, so that an existing file stays unchanged if writing fails, as on a full disk.
     """
     if isinstance(directory, NotWritten):
         return directory
@@ -111,7 +111,7 @@ def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], 
 
 
 def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> Path | None:
-    """Write a report and return its path. If it was not written, return None, and warn if the reason is a failure."""
+    """Write a report and return its path; None if it was not written. Warn if writing failed."""
     written = write_report(directory, name, text)
     if isinstance(written, Path):
         return written
@@ -123,7 +123,7 @@ def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> 
 def write_report_on_rank_zero(
     directory: Path | NotWritten, name: str, text: str, ranks: RankGather
 ) -> Path | NotWritten:
-    """Write a report on rank 0; return its path, or why it was not written, on all ranks. Call this on all ranks."""
+    """Write a report on rank 0; on every rank, return its path or why it was not written. Call this on all ranks."""
     if isinstance(directory, NotWritten):
         return directory
     written = write_report(directory, name, text) if ranks.rank == 0 else directory / name

@@ -11,13 +11,13 @@ _LEAST_OF_A_CAUSE = 0.05
 
 
 def holding_in_words(holding: Holding) -> str:
-    """Describe the tensors that an object keeps, as in "`Net.outs`, a list of 240 tensors, 120 MiB"."""
+    """Describe the tensors that an object keeps alive, as in "`Net.outs`, a list of 240 tensors, 120 MiB"."""
     graph = ", with autograd graphs and what these saved" if holding.with_graph else ""
     return f"`{holding.path}`, {_contents(holding)}, {format_size(holding.n_bytes)}{graph}"
 
 
 def _contents(holding: Holding) -> str:
-    """Describe what is kept, such as "a list of 240 tensors" or "3 models Net"."""
+    """Describe what an object keeps alive, as in "a list of 240 tensors" or "3 models Net"."""
     container = holding.holder.container
     if holding.owners:
         return owners_in_words(holding)
@@ -27,7 +27,7 @@ def _contents(holding: Holding) -> str:
 
 
 def owners_in_words(holding: Holding) -> str:
-    """Describe the models and optimizers that are kept, as in "the optimizer Adam and 3 models Net"; "" for none."""
+    """Describe the models and optimizers that an object keeps alive, as in "the optimizer Adam"; "" for none."""
     parts = []
     for name, n in holding.owners.items():
         kind, _, of = name.partition(" ")
@@ -36,12 +36,12 @@ def owners_in_words(holding: Holding) -> str:
 
 
 def is_cause(holding: Holding, allocated: int) -> bool:
-    """Return True if kept tensors probably made memory run out: they are large, and grow or are left from another run.
+    """Return True if tensors that an object keeps alive probably made memory run out.
 
-    Other tensors, such as an average of the weights, are a cause only if they take more than half of the memory.
+    They have to be large and either pile up or be left over from another run, or take more than half of the memory.
 
     Args:
-        holding: The tensors that an object keeps.
+        holding: The tensors that an object keeps alive.
         allocated: All bytes that are allocated on the device.
     """
     return holding.n_bytes > _LEAST_OF_A_CAUSE * allocated and (

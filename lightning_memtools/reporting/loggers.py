@@ -28,13 +28,13 @@ _HEARERS: weakref.WeakKeyDictionary[Trainer, Callable[[Mapping[str, float]], Non
 
 
 def hear_scalars(trainer: Trainer, hear: Callable[[Mapping[str, float]], None]) -> Callable[[], None]:
-    """Call `hear` whenever this package logs scalars for a Trainer. Return a function that ends this."""
+    """Call `hear` whenever this package logs scalars for a Trainer. Return a function that stops these calls."""
     _HEARERS[trainer] = hear
     return lambda: _HEARERS.pop(trainer, None) and None
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars at a step to every logger, on rank 0, except loggers with a `history` dict, such as scVI's."""
+    """On rank 0, write scalars to every logger, except loggers that have a `history` dict, such as scVI's."""
     if trainer in _HEARERS:
         _HEARERS[trainer](scalars)
     if not scalars or not trainer.is_global_zero:
@@ -52,9 +52,9 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> No
 
 
 def keeps_metrics_in_files(logger: Logger) -> bool:
-    """Return True if a logger writes each metric to a file named after its tag, as MLflow does without a database.
+    """Return True if a logger writes each metric to a file named after the tag, as MLflow does without a database.
 
-    With such a logger, the tag `loss/train` creates a directory `loss`, so no file can be written for a tag `loss`.
+    There, the tag `loss/train` creates a directory `loss`, so that a tag `loss` could not be written to a file.
     """
     uri = getattr(getattr(logger, "experiment", None), "tracking_uri", None)
     return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
@@ -67,7 +67,7 @@ def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0) -> None:
 
 
 def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
-    """Call `write` with each logger of the Trainer. For a logger that raises, warn once per Trainer."""
+    """Call `write` with each logger of the Trainer. If a logger raises, warn once and continue."""
     for logger in trainer.loggers:
         try:
             write(logger)
@@ -98,7 +98,7 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int) -> None:
 
 
 def checked_interval(every_n_steps: int | None) -> int | None:
-    """Validate an interval in training steps and return it; None stands for the Trainer's `log_every_n_steps`.
+    """Validate a logging interval in training steps, and return it. None stands for `Trainer.log_every_n_steps`.
 
     Raises:
         ValueError: The interval is not a whole number, or it is below 1.
@@ -116,7 +116,7 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
-    """Return True if the training step now ending should be logged: one of the first, or every n-th as for `self.log`.
+    """Return True if the training step that is ending should be logged: if it is among the first, or every n-th one.
 
     Args:
         trainer: The Trainer.

@@ -16,7 +16,7 @@ _USUAL = ("val_loss", "val/loss", "loss/val", "valid_loss", "valid/loss", "valid
 
 
 def scalars_of(outputs: Any) -> dict[str, Tensor]:
-    """Return the one-element tensors in a step's output, by name. A bare tensor gets the name "loss"."""
+    """Return the one-element tensors that a step returned, as a dict by name. A bare tensor is named "loss"."""
     if isinstance(outputs, Tensor):
         outputs = {"loss": outputs}
     if not isinstance(outputs, Mapping):
@@ -25,7 +25,7 @@ def scalars_of(outputs: Any) -> dict[str, Tensor]:
 
 
 def likely_losses(names: Iterable[str]) -> list[str]:
-    """Return the names that are likely losses: a usual one such as "val_loss", otherwise all that contain "loss".
+    """Return the metric names that are probably losses: a usual name such as "val_loss", or else all with "loss".
 
     With several data loaders, names end with "/dataloader_idx_<i>", and there may be one loss per loader.
     """
@@ -43,7 +43,7 @@ def without_loader(name: str) -> str:
 
 
 def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Return the tag of each loss: `prefix` itself for a single loss, `<prefix>/<name>` for several."""
+    """Return a dict from the names of losses to log tags: `prefix` for a single loss, `<prefix>/<name>` for several."""
     names = list(names)
     if len(names) == 1:
         return {names[0]: prefix}
@@ -53,10 +53,10 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def training_losses(trainer: Trainer, module: LightningModule, outputs: Any) -> dict[str, Tensor]:
-    """Return the losses of a training step by name, not divided for gradient accumulation.
+    """Return the losses of a training step by name, as they were before division for gradient accumulation.
 
-    This is the loss that training_step returned, or in manual optimization every scalar that was returned or logged
-    under a name that looks like a loss.
+    In automatic optimization, this is the loss that training_step returned. In manual optimization, these are all
+    scalars that it returned or logged under a name that looks like a loss.
 
     Args:
         trainer: The Trainer, after the step.
@@ -72,7 +72,7 @@ def training_losses(trainer: Trainer, module: LightningModule, outputs: Any) -> 
 
 
 def returned_losses(outputs: Any, batch: Any) -> list[tuple[str, Tensor, int]]:
-    """Return (name, value, weight) for each loss that a validation step returned. The weight is the batch size."""
+    """Return (name, value, weight) for each loss that a validation step returned; the weight is the batch size."""
     returned = scalars_of(outputs)
     weight = (batch_size_in(batch) if returned else None) or 1
     return [(name, returned[name], weight) for name in likely_losses(returned)]

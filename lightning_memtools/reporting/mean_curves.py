@@ -16,9 +16,9 @@ from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 
 
 class MeanCurves:
-    """Logs weighted means over all ranks as curves: one curve `<tag>`, or several curves `<tag>/<name>`.
+    """Logs curves of weighted means, over steps and over all ranks, of values such as losses.
 
-    Each name for which any rank adds a value gets a curve.
+    Each name under which a rank adds values gets a curve. A single curve has the tag `<tag>`, several `<tag>/<name>`.
     """
 
     def __init__(self, tag: str) -> None:
@@ -32,18 +32,18 @@ class MeanCurves:
         self._tag_of: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Start a new run, and drop all values of an earlier one. Call it on every rank."""
+        """Start a new run, and drop all values of an earlier run. Call this on every rank."""
         self.clear()
         self._posts = RankPosts(f"LossCurves ({self.tag})")
         self._tag_of = {}
 
     @property
     def has_values(self) -> bool:
-        """True if values were added since the last point."""
+        """True if values were added since the last call of `log`."""
         return bool(self._sums)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add a value to the mean that the next point of a curve will show, without waiting for the device."""
+        """Add a value to the mean that the next point of the curve `name` will show. Do not wait for the device."""
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
         weighted = value.detach().reshape(()).float() * weight
         self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
@@ -55,7 +55,7 @@ class MeanCurves:
         self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """Make a point of the values added so far. It is written once all ranks have sent theirs; no rank waits."""
+        """Log the means of the values added since the last call. They are written once all ranks have sent values."""
         device = trainer.strategy.root_device
         values = [value.to(device) for value in self._sums.values()]
         sums: Tensor | list[float] = torch.stack(values) if values else []
@@ -64,7 +64,7 @@ class MeanCurves:
         self.write_arrived()
 
     def write_arrived(self, *, wait: bool = False) -> None:
-        """Write the points whose values have been copied to the host; with `wait`, wait for those that have not."""
+        """Write the points whose values have been copied to the host. With `wait`, wait until all have been copied."""
         if self._posts is None:
             return
         for sums, (trainer, weights, step) in self._arriving.receive(wait=wait):
@@ -73,14 +73,14 @@ class MeanCurves:
         self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """End the run without values that are still on the device. Rank 0 waits up to `patience_s` for other ranks."""
+        """End the run, dropping values still on the device. Rank 0 waits up to `patience_s` for other ranks."""
         self.clear()
         posts, self._posts = self._posts, None
         if posts is not None:
             posts.finish(patience_s=patience_s)
 
     def _write(self, trainer: Trainer, step: int, parts: Sequence[Mapping[str, Sequence[float]] | None]) -> None:
-        """Log the weighted means over the values of all ranks."""
+        """Log the weighted means over all ranks; `parts` has a dict from names to (sum, weight) per rank."""
         known = [part for part in parts if part is not None]
         names = list(dict.fromkeys(name for part in known for name in part))
         self._tag_of = self._tag_of or tags_of(self.tag, names)

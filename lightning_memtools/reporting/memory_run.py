@@ -44,13 +44,13 @@ class MemoryRun:
     """Measures the memory of one fit, validate, test or predict call on one rank.
 
     Args:
-        device: The device.
+        device: The device of the model.
         reader: Reads the device's memory statistics; None if the device keeps none, so that only host memory is known.
-        write: Writes scalars, by tag, at a training step.
+        write: Writes scalars to the loggers; called with a dict from tags to values, and a training step.
         call: The name of the call, such as "fit".
-        phases: Whether to measure the phases of a training step.
-        has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log
-            what its memory consists of, because training uses the same tags.
+        phases: Whether to measure forward, backward and optimizer step separately.
+        has_trained: Whether the Trainer has trained before this call. If so, evaluation logs no bytes per category
+            (parameters, activations, ...), because training uses the same tags.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -96,7 +96,7 @@ class MemoryRun:
         return ""
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin training; `between_phases` is the phase to which time after backward or an optimizer step counts."""
+        """Begin training. Whatever follows backward or an optimizer step counts to the phase `between_phases`."""
         self.last_step = step - 1
         self._count_from_now()  # what trials of BatchSizeTuner have met is no part of training
         if self._phases is not None:
@@ -105,14 +105,14 @@ class MemoryRun:
         self.enter("train")
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage. If training is running, this interrupts it."""
+        """Begin a stage, such as "val". If training is running, it is paused."""
         self._is_training = self._is_training or stage == "train"
         self._time_steps(on=stage == "train")
         if self._stages is not None:
             self._stages.enter(stage)
 
     def leave(self, stage: Stage) -> None:
-        """End a stage. If the stage interrupted training, training continues."""
+        """End a stage. If the stage has interrupted training, the measurement of training continues."""
         self._is_training = self._is_training and stage != "train"
         self._time_steps(on=self._is_training)
         if self._stages is not None:
@@ -123,14 +123,14 @@ class MemoryRun:
         self._clock.switch("data" if on else None)
 
     def switch_phase(self, phase: Phase | None) -> None:
-        """Begin a phase of the training step; None stands for the time in which training waits for the next batch."""
+        """Begin a phase of the training step, such as "forward"; None stands for waiting for the next batch."""
         if self._phases is not None:
             self._phases.switch(phase)
             if phase is None:
                 self._clock.switch("data")
 
     def leave_backward(self) -> None:
-        """End the backward phase."""
+        """End the backward phase; the phase `between_phases` begins (see `begin_training`)."""
         if self._phases is not None:
             self._phases.switch(self._phases.between)
 
@@ -153,11 +153,11 @@ class MemoryRun:
         Args:
             stage: The stage that the point belongs to.
             step: The training step.
-            model: The model, to log how much of the peak it takes.
-            optimizers: The optimizers, to log how much they take.
-            batch: The batch, to log how much it takes; None if there is none.
+            model: The model; its part of the peak is logged.
+            optimizers: The optimizers; their part of the peak is logged.
+            batch: The batch; its part of the peak is logged. None if there is none.
             epoch: The epoch of training; None outside of training.
-            warms_up: Whether it is so early that growing memory is normal, and no reason for a warning.
+            warms_up: True in the first steps of the run, when growing memory is normal and gives no warning.
         """
         host, warnings = self._host.look(epoch=epoch, warms_up=warms_up)
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes())} | (host.scalars() if host is not None else {})
@@ -177,13 +177,13 @@ class MemoryRun:
         return warnings
 
     def _owned_by(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> Owned | None:
-        """Return what the model, optimizers and batch take; None if the device itself records what a peak contains."""
+        """Return the memory of model, optimizers and batch; None if a (simulated) device records this itself."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
         return owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
 
     def _step_scalars(self, step: int) -> dict[str, float]:
-        """Return the times and peaks of the training steps since the last point."""
+        """Return the mean time per step, and the peaks of the phases, since the last point, by log tag."""
         n_steps, self.last_step = step - self.last_step, step
         elapsed = self._step_clock.lap_ms()
         peaks: dict[str, float] = {}
@@ -192,7 +192,7 @@ class MemoryRun:
         return peaks | {f"time/{phase}_ms": ms / n_steps for phase, ms in elapsed.items() if n_steps > 0}
 
     def last_scalars(self) -> dict[str, float]:
-        """Return this rank's scalars for the time since the last point; empty if no stage is running."""
+        """Return the memory of this rank since the last point, as a dict by log tag; empty if no stage is running."""
         stage = self._stages.running if self._stages is not None else None
         if self._stages is None or stage is None:
             return {}
@@ -206,8 +206,8 @@ class MemoryRun:
     def summary(self, *, waits_for_ranks: bool, events: Iterable[str] = ()) -> MemorySummary:
         """Stop measuring, write the remaining points, and return a summary of the call.
 
-        With several ranks, rank 0's summary has the highest peaks of any rank. Rank 0 waits a few seconds for the final
-        peaks of the others if `waits_for_ranks`; if some are missing, it uses earlier ones. `events` are extra remarks.
+        With several ranks, the summary on rank 0 has the highest peaks of any rank. With `waits_for_ranks`, rank 0
+        waits a few seconds for the final peaks of other ranks, or else uses earlier ones. `events` are extra remarks.
         """
         self.close()
         by_rank = self._posts.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, latest=self._peak_sizes())
@@ -240,7 +240,7 @@ class MemoryRun:
 
 
 def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) -> list[str]:
-    """Return the highest peak as a sentence, to be printed last; empty if no peak is known."""
+    """Return a list with one sentence that states the highest peak; empty if no peak is known."""
     known = [(peak.reserved, stage) for stage, peak in peaks.items() if peak.reserved is not None]
     if not known:
         return []
@@ -250,7 +250,7 @@ def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) ->
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:
-    """Return for each stage the highest peak of any rank, without what it consists of, which differs by rank."""
+    """Return the highest peak of any rank for each stage, without its categories, since those differ by rank."""
     merged: dict[Stage, StagePeak] = {}
     for stage in STAGES:
         known = [sizes[stage] for sizes in by_rank if sizes is not None and stage in sizes]

@@ -27,7 +27,7 @@ class MemorySummary:
     remarks: Sequence[str]
 
     def tables(self) -> list[Table]:
-        """Return a table of the peak of each stage, and a table of what the highest peak consists of, if known."""
+        """Return a table of the peaks by stage and, if known, a table of the highest peak by category of memory."""
         rows = [
             [stage, format_size(peak.allocated), format_size(peak.reserved), format_share(peak.reserved, self.capacity)]
             for stage in STAGES

@@ -7,10 +7,10 @@ class Neighbour:
     """Base class of callbacks with which other callbacks interact. Subclasses override what they need.
 
     Attributes:
-        takes_part_in_trials: False if BatchSizeTuner is to leave out the callback in its trials. Callbacks that are not
-            Neighbours may have this attribute, too.
-        is_in_trial: True during a trial of BatchSizeTuner, which sets this attribute.
-        max_splits: The largest number of parts into which the callback splits a batch that does not fit; 1 for none.
+        takes_part_in_trials: Whether the callback runs in the trials of BatchSizeTuner. Callbacks of other classes may
+            have this attribute, too.
+        is_in_trial: True during a trial of BatchSizeTuner. BatchSizeTuner sets this attribute.
+        max_splits: The most parts into which the callback splits a batch that does not fit; 1 if it does not split.
     """
 
     takes_part_in_trials: bool = True
@@ -19,5 +19,5 @@ class Neighbour:
 
     @property
     def memory_remark(self) -> str:
-        """A line on what the callback did, for MemoryMonitor's summary of a run; "" if it did nothing."""
+        """A line for MemoryMonitor's summary of a run that says what the callback did; "" if it did nothing."""
         return ""

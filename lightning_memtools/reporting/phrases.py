@@ -16,6 +16,6 @@ def in_series(parts: Sequence[str]) -> str:
 
 
 def first_of(found: Sequence[object], most: int = 3) -> str:
-    """Join the first `most` items into a phrase, and say how many are left: "a, b, c and 4 more"."""
+    """Join the first `most` items into a phrase that also counts the remaining ones: "a, b, c and 4 more"."""
     shown = ", ".join(map(str, found[:most]))
     return shown if len(found) <= most else f"{shown} and {len(found) - most:,} more"

@@ -37,7 +37,7 @@ _PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
-    """Return `use(store)` for the process group's key-value store; None if there is none or its process has ended."""
+    """Call `use` with the process group's key-value store, and return the result; None if no store can be reached."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     try:
@@ -47,7 +47,7 @@ def with_store(use: Callable[[Any], T]) -> T | None:
 
 
 def _stored(key: str) -> bytes | None:
-    """Return the value of a key, at once b"" if it is missing, where `store.get` would wait; None without a store."""
+    """Return a key's value without waiting, as `store.get` would; b"" if the key is missing, None without a store."""
     return with_store(lambda store: store.get(key) if store.check([key]) else b"")
 
 
@@ -58,14 +58,14 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _key_of(name: str, rank: int) -> str | None:
-    """Return a new store key: the n-th call with a name returns the same on every rank. None without a store."""
+    """Return a new store key; None without a store. The n-th call with a name gives the same key on every rank."""
     with_store(lambda store: store.set(_PROCESS.format(rank), pickle.dumps((_process_table(), os.getpid()))))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
 
 
 def _process_table() -> str:
-    """Return a string that identifies the PID namespace: processes of one machine and container get the same."""
+    """Return a string that is the same for all processes of one machine and container, which share their PIDs."""
     try:
         return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux
@@ -73,7 +73,7 @@ def _process_table() -> str:
 
 
 def has_died(rank: int) -> bool:
-    """Return True if a rank's process has ended; False if unknown, as for ranks on other machines."""
+    """Return True if a rank's process has ended; False if it has not or this is unknown, as on other machines."""
     written = _stored(_PROCESS.format(rank))
     table, pid = pickle.loads(written) if written else ("", 0)  # noqa: S301, written by this program's other ranks
     if table != _process_table():
@@ -95,13 +95,13 @@ class PostedByRank:
 class RankPosts:
     """Exchanges the latest values of all ranks through the process group's key-value store, without waiting.
 
-    After `add` on every rank, rank 0 writes a point of a curve once the parts of all ranks have arrived. If a rank is
-    late, has fewer batches, ends early or fails, its part is left out, with one warning.
+    Each rank calls `add` with its part of a point of a curve. Rank 0 writes the point once all parts have arrived. If a
+    rank is late, has fewer batches, ends early or fails, its part is left out, with one warning.
 
-    Create instances on all ranks alike: as many with each name.
+    Every rank has to create the same number of instances with each name.
 
     Args:
-        name: The callback that the values belong to, for the keys and the warning.
+        name: The name of the callback that the values belong to, used in the store's keys and in the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -116,7 +116,7 @@ class RankPosts:
             self.rank, self.world_size = 0, 1
 
     def post(self, values: Mapping[str, Any]) -> None:
-        """Post values, by label, for other ranks to read. The oldest labels are dropped."""
+        """Post values, by label, for other ranks to read. Only the 16 latest labels are kept."""
         for label, value in values.items():
             self._values.pop(label, None)
             self._values[label] = value
@@ -127,12 +127,12 @@ class RankPosts:
             with_store(lambda store: store.set(f"{self._key}/{self.rank}", posted))
 
     def end(self, values: Mapping[str, Any] | None = None) -> None:
-        """Post last values, and that no more will come."""
+        """Post the last values, and tell the other ranks that no more will come."""
         self._has_ended = True
         self.post(values or {})
 
     def read(self) -> list[PostedByRank]:
-        """Return the values that each rank has posted so far, in the order of ranks."""
+        """Return what each rank has posted, in the order of ranks."""
         return [self._read(rank) for rank in range(self.world_size)]
 
     def _read(self, rank: int) -> PostedByRank:
@@ -162,7 +162,7 @@ class RankPosts:
             self.write_arrived()
 
     def write_arrived(self) -> None:
-        """Write the complete points, and the oldest incomplete one if many newer points are waiting."""
+        """Write all complete points. If more than 8 points are waiting, write the oldest even if it is incomplete."""
         while self._waiting:
             posted = self.read()
             is_complete = all(self._waiting[0][0] in theirs.values or theirs.has_ended for theirs in posted)
@@ -173,11 +173,11 @@ class RankPosts:
     def finish(self, *, patience_s: float = PATIENCE_S, latest: Any = None) -> list[Any]:
         """End the run. Rank 0 waits for late parts, up to `patience_s` in all, and writes all remaining points.
 
-        If no point remains and no `latest` is given, rank 0 does not wait.
+        Rank 0 does not wait if no point remains and it was given no `latest`.
 
         Returns:
-            On rank 0, the `latest` of each rank, in the order of ranks, with None for those that have not arrived. On
-            other ranks, a list with their own `latest`.
+            On rank 0, the value `latest` of each rank, in the order of ranks; None for a value that has not arrived. On
+            other ranks, a list that contains only their own `latest`.
         """
         self.end({} if latest is None else {_LATEST: latest})
         if self.rank > 0 or self.world_size == 1:
@@ -224,13 +224,13 @@ GROUP_LIMIT = timedelta(minutes=30)
 
 
 class RankGather:
-    """Gathers small objects from all ranks on the host, without the GPU.
+    """Gathers small objects from all ranks through the host, without the GPU.
 
     The ranks wait for each other. Create an instance, and call its methods, on every rank or on none.
 
     Args:
-        timeout: How long a rank waits for the others. After that, the others no longer wait for a rank that did not
-            answer; if it answers later, it still gets their objects.
+        timeout: How long a rank waits for the others. Later calls no longer wait for a rank that did not answer in
+            time. If that rank answers later, it still gets the objects of the other ranks.
     """
 
     def __init__(self, timeout: timedelta = EXCHANGE_LIMIT) -> None:
@@ -241,18 +241,18 @@ class RankGather:
         self._lost: set[int] = set()
 
     def objects(self, mine: Any) -> list[Any]:
-        """Send this rank's object to the others; return those of all ranks in order, except objects that are None."""
+        """Exchange one object per rank. Return the objects in the order of ranks, without those that are None."""
         received = {self.rank: mine} if self._posts is None else self._exchange(self._posts, mine)
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
-        """Leave: the other ranks no longer wait for this one, and `objects` returns only this rank's. Idempotent."""
+        """Let other ranks no longer wait for this one; `objects` then returns only this rank's object. Idempotent."""
         if self._posts is not None:
             self._posts.end()
         self._posts = None
 
     def _exchange(self, posts: RankPosts, mine: Any) -> dict[int, Any]:
-        """Return the objects, by rank, of the ranks that answer in time."""
+        """Exchange one object per rank; return a dict from each rank that answered in time to its object."""
         if posts.world_size == 1:
             return {self.rank: mine}
         label, self._n_calls = str(self._n_calls), self._n_calls + 1
@@ -275,7 +275,7 @@ class RankGather:
 
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Context manager: if there are several ranks, each collective raises the exception `error(name)`."""
+    """Context manager: with several ranks, every call of a collective raises the exception `error(name)`."""
     if _rank_and_world_size()[1] == 1:
         yield
         return

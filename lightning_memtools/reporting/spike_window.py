@@ -12,7 +12,7 @@ _UPPER_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """A value far above the recent ones."""
+    """A value, such as a loss, that lies far above the recent values."""
 
     value: float
     median: float  # of the recent values
@@ -27,17 +27,17 @@ class Spike:
 class SpikeWindow:
     """Decides whether each value is a spike, by comparing it with the values before it.
 
-    A value is a spike if its distance above the median is more than `sensitivity` times that of the 95% quantile.
-    This is computed on a log scale, because losses and gradient norms vary by factors, or on a linear scale if a value
-    is 0 or below. With normal noise, a `sensitivity` of 4 means 6.6 standard deviations. If the distribution has heavy
-    tails, the limit on a log scale is very high; then 3 * `sensitivity` on a linear scale is used. Every value joins
-    the window, so a new level of values no longer counts as spikes once it fills 5% of the window.
+    A value is a spike if it exceeds the median by more than `sensitivity` times the distance from the median to the 95%
+    quantile. Distances are taken on a log scale, because losses and gradient norms vary by factors, or on a linear
+    scale if a value is 0 or below. With normal noise, a `sensitivity` of 4 means 6.6 standard deviations. With heavy
+    tails, the limit on a log scale would be very high, so it is capped at 3 * `sensitivity` on a linear scale. Spikes
+    join the window as well, so values at a new, higher level no longer count as spikes once they are 5% of the window.
 
     Args:
         size: The number of recent values to compare with.
         warm_up: The number of values to collect before the first comparison.
-        sensitivity: The factor in the definition above.
-        least_ratio: The least ratio of a spike to a positive median.
+        sensitivity: The factor in the definition above; a larger value gives fewer spikes.
+        least_ratio: The least ratio of a spike to the median, if the median is positive.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SpikeWindow:
         self._sorted: list[float] = []
 
     def judge(self, value: float) -> Spike | None:
-        """Add a value to the window, and return a Spike if it is one, otherwise None. NaN and Inf are ignored."""
+        """Add a value to the window. Return a Spike if the value is one, otherwise None. NaN and Inf are ignored."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value) if len(self._sorted) >= self._warm_up else None

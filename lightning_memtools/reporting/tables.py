@@ -28,7 +28,7 @@ class Table:
     align: str = ""
 
     def alignment(self) -> str:
-        """Return the alignment of each column as one letter, "l" or "r"."""
+        """Return a string with the alignment of each column as one letter, "l" or "r"."""
         return self.align or "l" + "r" * (len(self.heads) - 1)
 
 
@@ -58,7 +58,7 @@ def _escaped(cells: Sequence[str]) -> list[str]:
 
 
 def _without_markup(cell: str) -> str:
-    """Escape the markdown in a cell, so that its text shows unchanged. Text in backticks needs no escapes."""
+    """Escape the markdown in a cell, so that its text shows unchanged. Text in backticks is left as it is."""
     parts = cell.split("`")
     if len(parts) % 2 == 0:  # a backtick without a partner
         return _SPECIAL.sub(_as_text, cell).replace("`", "\\`")
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def shown_as(text: Callable[[T], str]) -> Callable[[T], str]:
-    """Return a `_repr_html_` method for a class; `text(instance)` returns the markdown to show in a notebook."""
+    """Return a `_repr_html_` method for a class. In a notebook it shows the markdown that `text(instance)` returns."""
 
     def html(result: T) -> str:
         from markdown_it import MarkdownIt  # noqa: PLC0415, only a notebook needs it
