@@ -36,7 +36,7 @@ class GradientExchange:
     """Averages gradients over the ranks under DistributedDataParallel, even for a rank that runs its batch in parts.
 
     Args:
-        strategy: The Trainer's strategy. If its `model` is no DistributedDataParallel, all methods do nothing.
+        strategy: The Trainer's strategy. If its `model` is not a DistributedDataParallel, all methods do nothing.
     """
 
     def __init__(self, strategy: Any = None) -> None:
