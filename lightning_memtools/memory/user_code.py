@@ -163,7 +163,7 @@ def _allocating(stack: Iterable[tuple[str, int, str]], stop_at: str) -> CodeLine
 
 
 def calling_package() -> str:
-    """Return the name of the installed package, other than torch, that called this package; "" if other code called."""
+    """Return the name of the installed package (other than torch) that called this package; "" if there is none."""
     for file, _, _ in _stack():
         if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
             parts = Path(file).parts
