@@ -137,7 +137,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Find the innermost line of user or library code on the stack. Return None if autograd or an optimizer is deeper.
+    """Return the innermost line of user or library code on the stack; None if it called autograd or an optimizer.
 
     Args:
         stop_at: A file; the search ends at the first frame in it.
