@@ -68,7 +68,7 @@ def copy_bytes(tensor: torch.Tensor) -> int:
 
 
 def layer_norm(call: Call) -> Any:
-    """Run layer norm and allocate as CUDA does: float32 mean and rstd for half inputs, copies of strided inputs."""
+    """Run layer norm, and allocate as CUDA does: half inputs give float32 mean and rstd."""
     source, normalized = call.args[:2]
     call.hold(copy_bytes(source))
     if source.dtype not in HALF:

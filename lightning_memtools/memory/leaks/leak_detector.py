@@ -52,7 +52,7 @@ class LeakReport:
 
 
 class LeakDetector:
-    """Reports tensors that pile up in `warn_after` readings of memory in a row. Rules that prevent false alarms:
+    """Reports tensors that pile up in `warn_after` readings of memory in a row. These rules prevent false alarms.
 
     * What the model and its optimizers own does not count, whenever it is allocated.
     * Tensors count only if one container still holds some from each interval between these readings. So nothing that is
