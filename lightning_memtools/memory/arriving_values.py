@@ -27,7 +27,7 @@ class ArrivingValues(Generic[Note]):
     """Copies device tensors to the host in the background, and returns the values once they are there.
 
     Each tensor is sent with a note, an arbitrary object that `receive` returns with the tensor's values. Values arrive
-    in the order of sending; CPU tensors arrive at once. On accelerators other than CUDA, `receive` waits for them.
+    in the order of sending; CPU tensors arrive at once. On accelerators other than CUDA, `receive` blocks.
     """
 
     def __init__(self) -> None:

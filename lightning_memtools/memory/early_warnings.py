@@ -18,7 +18,7 @@ _SMALLER = "Next: GradientCheckpointing, precision='bf16-mixed', or a smaller ba
 
 
 class EarlyWarnings:
-    """Looks for signs that memory may run out in the readings of a run, and warns of each kind once.
+    """Checks the memory readings of a run for signs that memory may run out, and gives each warning once.
 
     Args:
         retries: The number of allocation retries that the device had counted when the run began.

@@ -38,7 +38,7 @@ class OwnerNotes:
         self.notes.append((_now(), stage, {}))
 
     def note(self, stage: str | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
-        """Record the running stage, and which blocks the model, its gradients, the optimizers and the batch own."""
+        """Record the running stage, and the owner of each memory block of the model, the optimizers and the batch."""
         self.notes.append((_now(), stage, block_owners(model, optimizers, batch, self.lines)))
 
     def holders(self, entries: Sequence[_Entry]) -> dict[str, tuple[PeakHolder, ...]]:

@@ -30,7 +30,7 @@ class HistoryRecording:
 
     Attributes:
         take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
-        now: Returns the current time on the clock of the recorded `time_us`.
+        now: Returns the current time, comparable with the `time_us` of the recorded actions.
         stop: Ends the recording.
         want_stacks: Takes a bool: whether this recording needs Python stacks (3 us per allocation); True at first.
             Stacks are recorded as long as any recording in this process needs them.

@@ -72,7 +72,7 @@ class HostMemory:
         return self.process.proportional + self.in_workers
 
     def scalars(self) -> dict[str, float]:
-        """Return the sizes in GiB, by log tag."""
+        """Return the sizes in GiB, as a dict by log tag."""
         sizes = {
             "process": self.process.proportional,
             "unique": self.process.unique,

@@ -18,6 +18,6 @@ def instances_of(*classes: type) -> list[Any]:
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not a child of another module in the list."""
+    """Return the modules that are not contained in another module of the list."""
     children = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in children]

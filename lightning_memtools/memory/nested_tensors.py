@@ -19,8 +19,8 @@ _NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in nested containers, dataclasses and plain objects, in order. Each tensor is yielded once.
 
-    A container with more than 1000 items is skipped if its first item holds no tensor: it may be an index of millions
-    of file names.
+    A container with more than 1000 items is skipped if its first item holds no tensor. Otherwise a list of millions of
+    file names would take long.
     """
     seen: set[int] = set()
     stack = [thing]
@@ -56,7 +56,7 @@ def _contents(thing: Any) -> Collection[Any]:
 
 
 def is_plain_object(thing: Any) -> bool:
-    """Return whether an object may be a batch that holds data in its attributes, and no module or function."""
+    """Return whether an object may hold data in its attributes, as a batch does; False for modules and functions."""
     # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
     if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return False
@@ -70,7 +70,7 @@ def slots_of(thing: Any) -> dict[str, Any]:
 
 
 def slot_names(kind: type) -> list[str]:
-    """Return the names of a class's slots, including inherited ones. Names like `__x` are mangled, for `getattr`."""
+    """Return the names of a class's slots, including inherited ones. Private names (`__x`) are mangled."""
     return [name for base in kind.__mro__ for name in _own_slot_names(base)]
 
 
@@ -82,7 +82,7 @@ def _own_slot_names(kind: type) -> list[str]:
 
 
 def named_tensors(collection: Any, name: str, _within: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a pair for each tensor in a collection: an expression such as ``batch["x"][0]``, and the tensor."""
+    """Yield each tensor in a collection, after an expression for it that begins with `name`: ``batch["x"][0]``."""
     if isinstance(collection, torch.Tensor):
         yield name, collection
     elif all(collection is not outer for outer in _within):
@@ -180,7 +180,7 @@ def plain_name(name: str) -> str:
 
 
 def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the name of each parameter in the model, or "parameter <index>" if the model does not have it."""
+    """Return the model's name for each parameter, or "parameter <index>" for one that the model does not have."""
     known = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
 

@@ -83,7 +83,7 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
 
 
 def bytes_on_device(tensors: Iterable[Any], on_device: OnDevice, seen: set[int]) -> int:
-    """Return the bytes that tensors occupy on the device. Storages in `seen` do not count; new ones are added to it."""
+    """Return the bytes that tensors occupy on the device, not counting storages in `seen`. Add the others to `seen`."""
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not on_device(tensor):

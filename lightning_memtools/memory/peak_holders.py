@@ -73,7 +73,7 @@ def block_owners(
     *,
     address_of: Callable[[Tensor], int | None] = cuda_address,
 ) -> dict[int, BlockOwner]:
-    """Return a dict from the addresses of the blocks that a model, its optimizers or a batch own to their owners.
+    """Return the owner of each memory block of a model, its optimizers and a batch, as a dict by block address.
 
     Args:
         model: The model.

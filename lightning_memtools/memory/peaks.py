@@ -151,7 +151,7 @@ class StagePeak:
     composition: Mapping[str, int] | None = None
 
     def take_in(self, point: MemoryPoint) -> None:
-        """Raise each peak to that of a new point if the point's is higher."""
+        """Raise the peaks to the peaks of `point` where those are higher."""
         if point.peak_allocated is not None and point.peak_allocated > (self.allocated or -1):
             self.allocated = point.peak_allocated
             self.composition = point.composition
@@ -160,7 +160,7 @@ class StagePeak:
 
 
 class StageWatch:
-    """Keeps the memory peaks of each stage, such as "train". Training is paused while validation interrupts it."""
+    """Keeps the memory peaks of each stage, such as "train". Validation inside training does not count as training."""
 
     def __init__(self, counter: PeakCounter) -> None:
         self.peaks: dict[Stage, StagePeak] = {}
@@ -188,7 +188,7 @@ class StageWatch:
 
     @property
     def running(self) -> Stage | None:
-        """The stage that is running; validation if it has interrupted training; None if no stage is running."""
+        """The stage that is running, such as "val" while it interrupts training; None if no stage is running."""
         return self._running[-1] if self._running else None
 
     def point(self, stage: Stage, owned: Owned | None = None) -> MemoryPoint:
@@ -267,7 +267,7 @@ class PhaseWatch:
         self._hooks: list[RemovableHandle] = []
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """End the optimizer phase whenever a step of these optimizers returns, by hooks on the optimizers."""
+        """Register hooks that end the optimizer phase whenever a step of these optimizers returns."""
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.switch(self.between)))
 

@@ -24,7 +24,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
-    """Return the reader of an accelerator's memory, the same one at every call; None if it keeps no statistics."""
+    """Return the reader of an accelerator's memory, always the same one; None if the device keeps no statistics."""
     is_current = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(
         device.type
     )
@@ -69,7 +69,7 @@ class AcceleratorReader:
         return _stats_of(lambda name, kind: flat.get(f"{name}.all.{kind}"), counts, total, free)
 
     def reset_peaks(self) -> None:
-        """Set both peaks to the current values."""
+        """Set the peaks of allocated and reserved memory to the current values."""
         torch.accelerator.reset_peak_memory_stats(self.index)
 
     def empty_cache(self) -> None:
@@ -98,7 +98,7 @@ class CudaReader(AcceleratorReader):
         return _stats_of(lambda name, kind: nested[name]["all"][kind], counts, total, free)
 
     def reset_peaks(self) -> None:
-        """Set both peaks to the current values."""
+        """Set the peaks of allocated and reserved memory to the current values."""
         torch.cuda.reset_peak_memory_stats(self.index)
 
     def empty_cache(self) -> None:

@@ -63,7 +63,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
 
     Args:
         error: The error that was caught.
-        model: The model whose gradients become None; by default, every model in the local variables of these frames.
+        model: The model whose gradients become None; by default, every model in local variables of the traceback.
     """
     running = _running_frames_of(error)
     models = _models_of(error) if model is None else [model]
@@ -97,7 +97,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Return a context manager under which a simulated device does not count CPU tensors as its own."""
+    """Return a context manager inside which a simulated device does not count CPU tensors as its own."""
     virtual = VirtualDevice.current()
     return nullcontext() if virtual is None else virtual.suspended()
 

@@ -28,7 +28,7 @@ def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
 
 
 def count_since(count: int | None, before: int | None) -> int | None:
-    """Return how much a count has grown from `before`; None if the device keeps no such count."""
+    """Return how many events were counted since the count was `before`; None if they are not counted."""
     return None if count is None else count - (before or 0)
 
 
@@ -70,7 +70,7 @@ def phase_scalars(peaks: Mapping[Phase, int]) -> dict[str, float]:
 
 
 def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage) -> dict[str, float]:
-    """Merge the scalars of all ranks by taking each tag's maximum. For peak memory, add the minimum and the top rank.
+    """Return each tag's maximum over all ranks; for peak memory, also the minimum and the rank with the maximum.
 
     Args:
         by_rank: One mapping per rank, from log tags to values; a rank may lack some tags.

@@ -36,7 +36,7 @@ def container_use(cgroup: Path | None = None) -> tuple[int, int] | None:
     Shared memory counts as used; page cache that the kernel can reclaim does not.
 
     Args:
-        cgroup: The directory of the control group; by default, of this process's groups the one with least free memory.
+        cgroup: The directory of the control group; by default, the process's group with the least free memory.
     """
     found = [use for place in ([cgroup] if cgroup else _own_cgroups()) if (use := _use_of(place)) is not None]
     return min(found, key=lambda use: use[1] - use[0], default=None)

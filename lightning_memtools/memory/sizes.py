@@ -164,7 +164,7 @@ def parse_capacity(text: str | int) -> int:
     total is not known, 95% of the advertised size in GiB is assumed, or 91% where error correction takes memory.
 
     Raises:
-        ValueError: `text` is neither a size nor a GPU, is a number below 1 MiB, or fits GPUs with different sizes.
+        ValueError: `text` is neither a size nor a GPU, is a number below 1 MiB, or a GPU of ambiguous size.
     """
     if not isinstance(text, str):
         return _capacity_in_bytes(text)

@@ -60,7 +60,7 @@ class MemoryReader(Protocol):
         """Read the statistics now, without waiting for the device."""
 
     def reset_peaks(self) -> None:
-        """Set both peaks to the current values. Only `peaks.PeakCounter` calls this."""
+        """Set the allocated and reserved peaks to the current values. Only `peaks.PeakCounter` calls this."""
 
     def empty_cache(self) -> None:
         """Release unused cached memory."""

@@ -137,7 +137,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Find the innermost line of user or library code on the stack. Return None if autograd or an optimizer is deeper.
+    """Return the innermost line of user or library code on the stack; None if it called autograd or an optimizer.
 
     Args:
         stop_at: A file; the search ends at the first frame in it.
@@ -163,7 +163,7 @@ def _allocating(stack: Iterable[tuple[str, int, str]], stop_at: str) -> CodeLine
 
 
 def calling_package() -> str:
-    """Return the name of the installed package, other than torch, that called this package; "" if other code called."""
+    """Return the name of the installed package (other than torch) that called this package; "" if there is none."""
     for file, _, _ in _stack():
         if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
             parts = Path(file).parts

@@ -48,7 +48,7 @@ def keep_files_in(trainer: Trainer, directory: Path) -> None:
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
     """Return the directory for this run's reports, or the reason why the run keeps no files.
 
-    This is a folder in the directory of the first logger, or below `default_root_dir` if that logger has no directory.
+    This is a folder in the directory of the first logger, or below `default_root_dir` if the logger has none.
     Call this on every rank or on none, because rank 0 broadcasts its directory.
 
     Args:

@@ -25,7 +25,7 @@ def scalars_of(outputs: Any) -> dict[str, Tensor]:
 
 
 def likely_losses(names: Iterable[str]) -> list[str]:
-    """Return the metric names that are probably losses: a usual name such as "val_loss", or else all with "loss".
+    """Return the names of likely losses: a usual name such as "val_loss", or else all names that contain "loss".
 
     With several data loaders, names end with "/dataloader_idx_<i>", and there may be one loss per loader.
     """

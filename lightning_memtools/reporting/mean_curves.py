@@ -43,7 +43,7 @@ class MeanCurves:
         return bool(self._sums)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add a value to the mean that the next point of the curve `name` will show. Do not wait for the device."""
+        """Add a value to the mean at the next point of the curve `name`, without waiting for the device."""
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
         weighted = value.detach().reshape(()).float() * weight
         self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted

@@ -96,7 +96,7 @@ class MemoryRun:
         return ""
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin training. Whatever follows backward or an optimizer step counts to the phase `between_phases`."""
+        """Begin training. The time after backward or an optimizer step counts toward the phase `between_phases`."""
         self.last_step = step - 1
         self._count_from_now()  # what trials of BatchSizeTuner have met is no part of training
         if self._phases is not None:
@@ -105,7 +105,7 @@ class MemoryRun:
         self.enter("train")
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage, such as "val". If training is running, it is paused."""
+        """Begin a stage, such as "val". If training is running, its measurement is paused."""
         self._is_training = self._is_training or stage == "train"
         self._time_steps(on=stage == "train")
         if self._stages is not None:

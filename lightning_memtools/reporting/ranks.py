@@ -47,7 +47,7 @@ def with_store(use: Callable[[Any], T]) -> T | None:
 
 
 def _stored(key: str) -> bytes | None:
-    """Return a key's value without waiting, as `store.get` would; b"" if the key is missing, None without a store."""
+    """Return the value of a key; b"" if it is missing, without the wait of `store.get`; None without a store."""
     return with_store(lambda store: store.get(key) if store.check([key]) else b"")
 
 
@@ -65,7 +65,7 @@ def _key_of(name: str, rank: int) -> str | None:
 
 
 def _process_table() -> str:
-    """Return a string that is the same for all processes of one machine and container, which share their PIDs."""
+    """Return a string that is the same for all processes in one PID namespace (a machine or a container)."""
     try:
         return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux
@@ -73,7 +73,7 @@ def _process_table() -> str:
 
 
 def has_died(rank: int) -> bool:
-    """Return True if a rank's process has ended; False if it has not or this is unknown, as on other machines."""
+    """Return True if a rank's process has ended; False if this is unknown, as for ranks on other machines."""
     written = _stored(_PROCESS.format(rank))
     table, pid = pickle.loads(written) if written else ("", 0)  # noqa: S301, written by this program's other ranks
     if table != _process_table():
@@ -145,11 +145,11 @@ class RankPosts:
         return posted
 
     def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], latest: Any = None) -> None:
-        """Post this rank's part of a point, and write the points that are now complete.
+        """Post this rank's part of a point of a curve, and write the points that are now complete.
 
         Args:
             label: The name of the point; the same on every rank.
-            mine: This rank's part.
+            mine: This rank's part, such as its values at this step.
             write: Called on rank 0 with the parts in the order of ranks; None for a part that has not arrived.
             latest: This rank's latest value, which `finish` collects.
         """
@@ -246,7 +246,7 @@ class RankGather:
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
-        """Let other ranks no longer wait for this one; `objects` then returns only this rank's object. Idempotent."""
+        """Leave the group: other ranks stop waiting for this one, and `objects` returns only its object. Idempotent."""
         if self._posts is not None:
             self._posts.end()
         self._posts = None

@@ -50,12 +50,12 @@ MakeTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorExchange:
-    """Makes one stand-in of the same size for each tensor. Stand-ins of tensors that share memory share memory too.
+    """Makes a stand-in of the same size for each tensor. If two tensors share memory, so do their stand-ins.
 
-    The stand-ins are ordinary new tensors: under a FakeTensorMode they are fakes, which take no memory.
+    Stand-ins are created as ordinary tensors. Under a FakeTensorMode this makes them fakes, which take no memory.
 
     Args:
-        dtype: The dtype for stand-ins of floating-point tensors; None to keep each tensor's own.
+        dtype: The dtype for stand-ins of floating-point tensors; None to keep the dtype of each tensor.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -70,7 +70,7 @@ class TensorExchange:
         return self._made.get(id(tensor))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a tensor, and make it at the first call."""
+        """Return the stand-in of a tensor. It is created when it is first asked for."""
         made = self._made.get(id(tensor))
         if made is None:
             made = self._made[id(tensor)] = self._make(tensor)
@@ -80,7 +80,7 @@ class TensorExchange:
         return made
 
     def forget_memory(self) -> None:
-        """Forget the storages of all stand-ins made so far, so that later stand-ins do not share memory with them."""
+        """Make later stand-ins share no memory with those created so far."""
         self._bases.clear()
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,8 +124,8 @@ class TensorExchange:
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
     """Context manager: replace all tensors reachable from `roots` with stand-ins. Restore everything on exit.
 
-    The search skips closures other than those of modules' hooks, objects that only have ``__slots__``, and
-    optimizers (see `copy_optimizer`).
+    The search does not enter objects that only have ``__slots__``, optimizers (see `copy_optimizer`), or closures,
+    except for the closures of modules' hooks.
     """
     with ExitStack() as undo:
         _exchange_all(roots, exchange, undo)
@@ -135,12 +135,12 @@ def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
 def copy_optimizer(
     optimizer: Optimizer, exchange: Callable[[torch.Tensor], torch.Tensor | None], *, with_state: bool
 ) -> Optimizer:
-    """Return a copy of an optimizer, with the same class and settings, that has other tensors as parameters.
+    """Return a copy of an optimizer, with the same class and settings but with other tensors as its parameters.
 
     Args:
-        optimizer: The optimizer, which is not changed. Its constructor, whose arguments are unknown, is not called.
+        optimizer: The optimizer, which is not changed. The copy is made without calling the constructor.
         exchange: Returns the replacement for one of the optimizer's tensors, or None to leave that tensor out.
-        with_state: Copy the state as well, with its tensors replaced. Otherwise the copy has no state, as if new.
+        with_state: True to copy the state too, with its tensors replaced; False for a copy without state.
     """
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
@@ -159,7 +159,7 @@ def copy_optimizer(
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor. A rank holds only a part of it, but its stand-in has the full size."""
+    """Return whether a tensor is a DTensor, of which each rank holds a part. The stand-in of one has the full size."""
     return hasattr(tensor, "to_local")
 
 
@@ -192,7 +192,7 @@ def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -
 
 
 def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
-    """Replace the tensors in a container, and return its old content. `undo` will restore the content."""
+    """Replace the tensors in a container, and return the old content, which `undo` restores on exit."""
     content = container.copy()
     if isinstance(container, dict):
         undo.callback(container.update, content)
@@ -214,7 +214,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
-    """Make `undo` restore `thing` if it is a random generator; if it is a cached function, clear any new results."""
+    """Make `undo` restore the state of `thing` if it is a random generator, or clear its cache if it is cached."""
     if not issubclass(type(thing), (CachedFunction, Random)) and type(thing).__name__ not in GENERATORS:
         return
     if not isinstance(thing, CachedFunction):
@@ -230,14 +230,14 @@ def _keep_state(thing: Any, undo: ExitStack) -> None:
 
 
 def _containers_of_class(kind: type) -> list[Any]:
-    """Return the containers, such as lists, that are attributes of a class or its bases (not of library classes)."""
+    """Return the containers, such as lists, among the attributes of a class and its bases, without library classes."""
     mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
     values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
     return [value for value in values if isinstance(value, _CONTAINERS)]
 
 
 def _container(thing: Any) -> Any:
-    """Return where an object holds references: `thing` itself if it is a container, or its `__dict__`, or None."""
+    """Return the container to search for tensors: `thing` itself if it is one, or its `__dict__`; otherwise None."""
     if isinstance(thing, _CONTAINERS):
         return thing
     if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or _is_around_the_model(
@@ -249,7 +249,7 @@ def _container(thing: Any) -> Any:
 
 @cache
 def _is_around_the_model(kind: type) -> bool:
-    """Return whether a class is Lightning's Trainer or Fabric, which belong to the program and not to the model."""
+    """Return whether a class is Lightning's Trainer or Fabric, which are not part of the model."""
     names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning."))}
     return not names.isdisjoint({"Trainer", "Fabric"})
 

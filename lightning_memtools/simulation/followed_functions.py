@@ -29,11 +29,11 @@ _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.
 
 
 def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements for functions, such as `Tensor.tolist`, that read a fake tensor's values without an operator.
+    """Return replacements for functions that read tensor values, such as `Tensor.tolist`, so that they accept fakes.
 
     Args:
         values: The values of fake tensors, as far as they are known.
-        replaced: Existing replacements of functions, which the new ones call.
+        replaced: Functions already replaced, with their replacements, which the new ones call.
     """
 
     def reader(original: Any, read: Any) -> Callable[..., Any]:
@@ -48,10 +48,10 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
 
 
 class FollowedValues(TorchFunctionMode):
-    """Tracks tensor values in host memory for a CUDA device that computes nothing, one torch function at a time.
+    """Torch-function mode that computes tensor values in host memory, for a CUDA device that computes nothing.
 
-    A dispatch mode would see more calls, but while one is active torch allocates differently: for example, it no longer
-    accumulates gradients in place. A function that reads no values runs unchanged.
+    Functions that read no values run unchanged. A dispatch mode would see more calls, but it makes torch allocate
+    differently: for example, gradients are no longer accumulated in place.
     """
 
     def __init__(self, values: KnownValues) -> None:
@@ -59,7 +59,7 @@ class FollowedValues(TorchFunctionMode):
         self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function. If it needs values that the device does not have, return its result from known values."""
+        """Call the function. If it has to read tensor values, read the known values instead of the device's memory."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__" or func in _NOT_FOLLOWED:
@@ -78,7 +78,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note the values of a function's result `out` if known. Forget the old values of a tensor that it changed."""
+        """Store the values of a function's result `out` if they are known. Forget the values of tensors it changed."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")
@@ -87,9 +87,9 @@ class FollowedValues(TorchFunctionMode):
 
 
 class AssumedFloat(float):
-    """A number, such as a loss, that was assumed and not computed. Most scripts only print it or add it up.
+    """A number that is assumed instead of computed, such as a loss.
 
-    That is harmless. A comparison is reported, because what the script does next depends on the number.
+    Printing it or adding it up is harmless. Comparisons are reported, as they decide what the script does next.
     """
 
     __hash__ = float.__hash__
@@ -165,7 +165,7 @@ class _PackedSequences(torch.autograd.Function):
 
 
 def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first step, end, number of sequences) for each stretch of time steps with the same number of sequences."""
+    """Yield (start, end, number of sequences) for each run of time steps with the same number of sequences."""
     first = 0
     for size, run in groupby(sizes):
         last = first + len(list(run))
@@ -198,7 +198,7 @@ def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:
-    """Run an RNN function such as `torch.lstm`. If the input is packed, pass it the values of the tensor `sizes`."""
+    """Run an RNN function such as `torch.lstm`. For packed input, replace the tensor `sizes` with its known values."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
 
@@ -208,7 +208,7 @@ def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> 
 
     Args:
         values: The known values of tensors that have no data of their own, such as fake tensors.
-        replaced: Existing replacements of torch's RNN functions, to call instead of the originals.
+        replaced: Replacements of torch's RNN functions that exist already. They are called instead of the originals.
     """
     readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

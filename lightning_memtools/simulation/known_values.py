@@ -49,7 +49,7 @@ _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
 class _Twin(NamedTuple):
-    """The values of a storage that has no data of its own, kept in host memory, and whether any were assumed."""
+    """The values of a fake storage, kept in real host memory, and whether any of them were assumed."""
 
     of: Any
     values: torch.UntypedStorage
@@ -57,11 +57,11 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of a torch operator or function on fake tensors, which may be repeated on real tensors to get values.
+    """A call of a torch operator or function on fake tensors. Repeating it on real tensors gives the values.
 
     Attributes:
-        name: The name without a namespace, such as "index" of an operator, or "__getitem__" of a function.
-        holds_nothing: Returns True for a tensor that has no data, as fake tensors do.
+        name: The name without a namespace: "index" for an operator, "__getitem__" for a function.
+        holds_nothing: Returns whether a tensor has no data, as is the case for fake tensors.
         written: The tensors that the call writes to.
         is_followed: True if the call can be repeated: it is not random, and does not write to the user's own tensors.
     """
@@ -76,10 +76,10 @@ class FollowedCall(NamedTuple):
 
 
 class KnownValues:
-    """Keeps the known values of tensors that have no data, such as fake ones, in host memory. Views share the values.
+    """Keeps in host memory the values, where known, of tensors without data such as fakes. Views share their values.
 
     Attributes:
-        assumed: The assumptions made because a step read unknown values, as "line of code: text", with their counts.
+        assumed: The assumptions made when a step read unknown values, as "line of code: assumption", with counts.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class KnownValues:
         self._twins: dict[int | None, _Twin] = {}
 
     def note(self, tensor: Tensor, original: Tensor) -> None:
-        """Note that a tensor has the same values as `original`, if the values of `original` are known."""
+        """Store the values of `original`, if they are known, as the values of `tensor`."""
         values = self.of(original)
         if values is None or is_too_large(tensor):
             return
@@ -96,7 +96,7 @@ class KnownValues:
             self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=is_assumed)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of `tensor` as a tensor in host memory, maybe `tensor` itself; None if they are unknown."""
+        """Return a tensor in host memory with the values of `tensor`, maybe itself; None if they are unknown."""
         if isinstance(tensor, FakeTensor):
             if tensor.constant is not None:
                 return tensor.constant
@@ -121,12 +121,12 @@ class KnownValues:
         return known
 
     def is_assumed(self, tensor: Tensor) -> bool:
-        """Return True if a tensor's values follow from something that was assumed."""
+        """Return True if a tensor's values were assumed, or were computed from assumed values."""
         twin = self._twin(tensor)
         return twin is not None and twin.is_assumed
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator that has to read tensor values; NotImplemented for any other."""
+        """Return the result of an operator that has to read tensor values; NotImplemented for other operators."""
         name = name_of(func)
         rule = RULES.get(name)
         if rule is None or rule.answer is None:
@@ -135,7 +135,7 @@ class KnownValues:
         return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Repeat an operator's call with real tensors in place of fake ones, to learn the values of its result."""
+        """Repeat an operator's call with real tensors in place of fakes, to find the values of its result `out`."""
         is_view, is_random, places = _kind_of(func)
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
@@ -149,7 +149,7 @@ class KnownValues:
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
-        """Repeat a call with real tensors in place of its fake arguments, to learn the values of its result `out`."""
+        """Repeat a call with real tensors in place of its fake arguments, to find the values of its result `out`."""
         tensors = given_tensors(call.args, call.kwargs)
         is_followed = call.is_followed and (tensors or call.name in FACTORIES)
         values = self.of_all(tensors) if is_followed else None
@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Note the values of a call's result `out` if `RULES` can tell or guess them without the arguments' values."""
+        """Store the values of a call's result `out` if `RULES` has a rule for them that needs no argument values."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
@@ -207,7 +207,7 @@ class KnownValues:
         return values
 
     def without_masks(self, indices: Iterable[Any], holds_nothing: Callable[[Tensor], bool]) -> Iterator[Any]:
-        """Yield `indices`, but replace each mask without data by the index tensors of the elements it selects."""
+        """Yield `indices`, with each fake mask replaced by the index tensors of the elements that it selects."""
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in _FLAGS and holds_nothing(index):
                 yield from self.places(index).unbind(1)
@@ -215,7 +215,7 @@ class KnownValues:
                 yield index
 
     def places(self, mask: Tensor) -> Tensor:
-        """Return the positions that a mask selects, one per row. A mask with unknown values is taken as all True."""
+        """Return the positions that a mask selects, one per row. If its values are unknown, all count as True."""
         known = self.of(mask)
         if known is None:
             self.assume("a mask that is not known selects everything")
@@ -231,14 +231,14 @@ class KnownValues:
         return self.new(places, mask, is_assumed=self.is_assumed(mask))
 
     def new(self, values: Tensor, like: Tensor, *, is_assumed: bool = False) -> Tensor:
-        """Return a new tensor on the device of `like`, and note that it has these values."""
+        """Return a new tensor on the device of `like`, and store `values` as its known values."""
         made = torch.empty(values.shape, dtype=values.dtype, device=like.device)
         if not is_too_large(made):
             self.know(made, values, is_assumed=is_assumed)
         return made
 
     def know(self, tensor: Tensor, values: Tensor, *, is_assumed: bool) -> None:
-        """Note that a tensor has these values. They are kept without a copy if their memory layout is the tensor's."""
+        """Store the known values of a tensor. They are copied only if their memory layout differs from the tensor's."""
         key = _key_of(tensor)
         if key is None:
             return
@@ -262,7 +262,7 @@ class KnownValues:
         self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
     def assume(self, what: str) -> int:
-        """Count an assumption in `assumed`, at the line of code that is running. Return how often it was made there."""
+        """Count an assumption, described by `what`, for the running line of code. Return its count for that line."""
         # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
         if in_backward() or calling_package() in LIGHTNING_PACKAGES:
             return 0
@@ -283,7 +283,7 @@ class KnownValues:
 
 
 def _read(values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call that reads its first argument's value, such as `item()`."""
+    """Return the result of a call, such as `item()`, that reads the values of its first argument."""
     known = values.read(call.args[0])
     with without_dispatch_modes():
         return call.func(known, *call.args[1:], **call.kwargs)
@@ -324,9 +324,9 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of a call whose shape depends on its arguments' values. `stand_in` makes up unknown ones.
+    """Return the result of a call whose output shape depends on the values of its arguments.
 
-    `what` describes the assumption that `stand_in` makes, for the report; "" to report none.
+    If the values are unknown, `stand_in` makes some up. `what` describes this assumption for the report; "" for none.
     """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
@@ -349,7 +349,7 @@ def _counted(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
-    """Run `repeat_interleave` with a known number of output rows, which torch would otherwise have to read."""
+    """Run `repeat_interleave` with the number of output rows, so that torch need not read it from a fake tensor."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
         return _shaped(_ones, "each row is repeated once", values, call)
@@ -361,7 +361,7 @@ def _repeated(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
-    """Return ctc_loss's results: each sequence's loss, and the log-alpha table, as wide as the longest target needs."""
+    """Return the losses of ctc_loss, and its log-alpha table, whose width follows from the longest target."""
     log_probs, lengths = call.args[0], call.args[3]
     known = values.read(lengths) if isinstance(lengths, Tensor) else lengths
     with without_dispatch_modes():
@@ -376,7 +376,7 @@ def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of `lstsq` with the driver "gels", the only one on CUDA: rank and singular values are empty."""
+    """Return the result of `lstsq` with CUDA's only driver, "gels", which gives no rank and no singular values."""
     left, right = call.args[:2]
     if not isinstance(left, FakeTensor):  # PyTorch's own code runs
         return NotImplemented
@@ -410,7 +410,7 @@ def _apart(boxes: Tensor) -> Tensor:
 
 
 def _compared(name: str, values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess the result of comparing floats. All are assumed to be finite, and an unknown scalar to be 1."""
+    """Guess the result of comparing floats. Assume that all are finite, and that an unknown scalar is 1."""
     if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return None
     first, second = args[:2]
@@ -445,13 +445,13 @@ def _source(values: KnownValues, args: Any, _out: Tensor) -> Any:
 
 
 class Rule(NamedTuple):
-    """Defines how to run an operator or function without tensor values, or which values its result has.
+    """Defines what replaces a call that has to read tensor values, or which values the result of a call has.
 
     Attributes:
-        answer: Replaces the call and returns its result; NotImplemented if the call can run without tensor values.
-        result: Returns the values of the call's result without knowing the arguments' values; None if it cannot.
+        answer: Called in place of the operator or function. Returns NotImplemented if that can run on fakes itself.
+        result: Returns the values of the call's result, although the arguments' values are unknown; None if it cannot.
         is_guess: True if `result` assumes something.
-        of_second: True if `result` gives the values of the second output of the call.
+        of_second: True if the values that `result` returns are those of the call's second output.
     """
 
     answer: Callable[[KnownValues, FollowedCall], Any] | None = None
@@ -514,7 +514,7 @@ FACTORIES = {
 
 @cache
 def name_of(func: Any) -> str:
-    """Return the name of an operator or function without its namespace. An operator "_x" becomes "internal x"."""
+    """Return the name of an operator or function without its namespace. An operator "_x" is named "internal x"."""
     if not isinstance(func, OpOverload):
         return str(func.__name__)
     name: str = operator_schema(func).name.rpartition("::")[2]
@@ -527,7 +527,7 @@ _UNDEFINED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty
 
 @cache
 def _kind_of(func: Any) -> tuple[bool, bool, tuple[tuple[int, str], ...]]:
-    """Return (makes views, result is random or uninitialized, arguments that are written to) for an operator."""
+    """Return whether an operator makes views, whether its result is random or undefined, and what it writes to."""
     if not isinstance(func, OpOverload):
         return False, True, ()
     schema = operator_schema(func)
@@ -545,7 +545,7 @@ _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}  # functions; th
 
 
 def on_host(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
-    """Run a call on the CPU, with `values` as its tensors, and return the result; None if it raises."""
+    """Run a call on the CPU, with the tensors `values` in place of its own. Return the result; None if it raises."""
     given = iter(values)
     with without_dispatch_modes(), torch.no_grad():
         if getattr(func, "__name__", "") in _MOVES:
@@ -572,7 +572,7 @@ def _covers_storage(tensor: Tensor) -> bool:
 
 
 def _key_of(tensor: Tensor) -> int | None:
-    """Return the id of a tensor's storage; None for one without a storage, such as a sparse tensor."""
+    """Return the id of a tensor's storage; None for a tensor without a storage, such as a sparse one."""
     try:
         return storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
@@ -583,7 +583,7 @@ _VALUES: ContextVar[KnownValues | None] = ContextVar("the known values of a trac
 
 
 def note_values(tensor: Tensor, original: Tensor) -> None:
-    """Note that a tensor has the values of another. Does nothing outside of `values_known`."""
+    """Store the known values of `original` as those of `tensor`. Outside of `values_known`, do nothing."""
     values = _VALUES.get()
     if values is not None:
         values.note(tensor, original)
@@ -591,9 +591,9 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Context manager: track the values of a step's tensors, and make transformers' `is_tracing` ignore fake tensors.
+    """Context manager: track the known values of a step's tensors, and yield them as `KnownValues`.
 
-    Otherwise transformers would take the step for a trace, and create attention masks without reading values.
+    transformers' `is_tracing` then ignores fakes: else transformers would create masks without reading values.
     """
     around = _VALUES.get()
     if around is not None:
@@ -613,7 +613,7 @@ def values_known() -> Iterator[KnownValues]:
 
 
 def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make `as_subclass` return fake tensors unchanged, so that they never become, for example, torchvision Images."""
+    """Wrap `as_subclass` to return fake tensors unchanged, so that they do not become, say, torchvision Images."""
     return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
 
 

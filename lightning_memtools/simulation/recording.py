@@ -28,7 +28,7 @@ class Allocation:
         step: The step that allocated it, from 0; -1 before the first.
         phase: The phase of the step.
         operation: The operator that allocated it; None if no operator did.
-        kind: The last known `Category` of its contents, or `WORKSPACE`.
+        kind: The last known `Category` of its contents, such as parameter or gradient, or `WORKSPACE`.
         module: The name of the module that the memory is attributed to.
         node_number: In backward, the sequence number of the autograd node that was running.
         line: The line of code that asked for it; None if it is not known.
@@ -47,12 +47,12 @@ class Allocation:
     died: int | None = None
 
     def lives_at(self, event: int) -> bool:
-        """Return whether the block is allocated right after an event."""
+        """Return whether the block is allocated right after the event with this number."""
         return self.born <= event and (self.died is None or self.died > event)
 
 
 class AllocationRecorder(DeviceListener):
-    """Listens to a `VirtualDevice` and records its allocations.
+    """Records the allocations on a `VirtualDevice`, a simulated GPU. Events (allocations and frees) are numbered.
 
     Attributes:
         step: The current step, from 0; -1 before the first.
@@ -61,8 +61,8 @@ class AllocationRecorder(DeviceListener):
         allocations: All allocations, by the id that the allocator gave the block.
         allocated: Bytes allocated after each event.
         marks: The first event of each phase: (event, step, phase).
-        lines: A context manager, entered together with the device, that notes which line of code made each optimizer.
-        stop_at: A file name. The search up the stack for the line that asked for memory ends at a frame of this file.
+        lines: A context manager, entered together with the device, that records which line of code made each optimizer.
+        stop_at: The file name at which the search up the stack for the line that asked for memory stops.
     """
 
     def __init__(self, allocator: CachingAllocator, stop_at: str = "") -> None:
@@ -80,7 +80,7 @@ class AllocationRecorder(DeviceListener):
 
     @property
     def peak(self) -> int:
-        """The first event after which the allocated memory is at its maximum."""
+        """The number of the first event after which the allocated memory is at its maximum."""
         return max(range(len(self.allocated)), key=self.allocated.__getitem__, default=0)
 
     def begin(self, phase: str, step: int | None = None) -> None:
@@ -96,7 +96,7 @@ class AllocationRecorder(DeviceListener):
         self.operation = operator
 
     def on_module(self, place: str) -> None:
-        """Record that another module begins to run; the operators that follow belong to it."""
+        """Record that the module named `place` begins to run. The operators that follow belong to it."""
         number = autograd_sequence_number()
         if self._numbers and self._numbers[-1] == number:
             self._places[-1] = place
@@ -105,7 +105,7 @@ class AllocationRecorder(DeviceListener):
             self._places.append(place)
 
     def place_of_node(self, number: int | None) -> str | None:
-        """Return the module whose forward created an autograd node; None if it is unknown."""
+        """Return the name of the module whose forward created the autograd node `number`; None if unknown."""
         if number is None:
             return None
         index = bisect_right(self._numbers, number) - 1
@@ -128,14 +128,14 @@ class AllocationRecorder(DeviceListener):
         self.allocated.append(self._allocator.allocated)
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
-        """Record that a block was freed, and the last known category and module of its contents."""
+        """Record that a block was freed, with the last known category of its contents and the module they belong to."""
         allocation = self.allocations[block_id]
         allocation.died = len(self.allocated)
         allocation.kind, allocation.module = WORKSPACE if category is None else category, module
         self.allocated.append(self._allocator.allocated)
 
     def finish(self, device: VirtualDevice) -> None:
-        """Record the category and module of all memory that is still allocated, and stop the device's tracking."""
+        """Record the category and module of all memory that is still allocated, and make the device stop tracking."""
         for entry in device.freeze():
             allocation = self.allocations[entry.block.id]
             allocation.kind, allocation.module = entry.category, entry.module

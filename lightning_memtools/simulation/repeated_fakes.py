@@ -55,14 +55,14 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Makes fake results from the cached shapes of earlier, equal calls. Enter it right after a FakeTensorMode.
+    """Mode that speeds up fake tensors: repeated calls get fake results with the shapes that were cached before.
 
-    An operator that changes its first argument returns that argument. An operator that changes other arguments or
-    depends on values is left to the FakeTensorMode.
+    Enter it right after a FakeTensorMode. It handles operators that return new tensors or change only their first
+    argument. Operators that change other arguments or depend on values are left to the FakeTensorMode.
 
     Args:
         fake_mode: The FakeTensorMode that is active.
-        values: The known values of tensors, kept up to date by each call; None to track no values.
+        values: The known values of fake tensors, which each call updates; None to track no values.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, values: KnownValues | None = None) -> None:
@@ -92,9 +92,9 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator; NotImplemented if the FakeTensorMode has to run it.
+        """Return the result of an operator; NotImplemented if the FakeTensorMode has to run the operator.
 
-        A mode entered after this one can call this instead of the operator, to save a pass through torch's dispatcher.
+        A mode entered later can call this function directly, which saves a pass through torch's dispatcher.
         """
         if args and not kwargs and (number := self._of_number(func, *args)) is not None:
             return number
@@ -118,10 +118,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return the result `out`; if it is images of one pixel from an elementwise operator, make it contiguous.
+        """Return the result `out`, made contiguous if it holds images of one pixel from an elementwise operator.
 
-        Real kernels do so (TensorIterator.cpp) in either memory format. With channels-last strides, operators that
-        later enlarge such images would seem to return channels-last tensors.
+        Real kernels return such images contiguous (TensorIterator.cpp). If they had channels-last strides, an
+        operator that enlarges them would also return a channels-last tensor.
         """
         if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
             return out
@@ -136,10 +136,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return found[0] if is_one else tuple(found)
 
     def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
-        """Return the result of an operator whose first argument is a scalar tensor with a known value; else None.
+        """Return the result of an operator whose first argument is a scalar tensor with a known value; otherwise None.
 
         Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
-        often take more time than the rest of the step.
+        often take longer than the rest of the step.
         """
         if func is LIFT_FRESH:
             is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
@@ -178,7 +178,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a cache key of all that an operator's result depends on; None if no key can cover that."""
+    """Return a cache key with everything that an operator's result depends on; None if that is not possible."""
     found: list[Any] = [func, torch.get_default_dtype()]
     if not all(_note(one, found) for one in args):
         return None
@@ -219,7 +219,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def _note(value: Any, found: list[Any]) -> bool:
-    """Append to `found` all properties of an argument that affect a result; return False if the list is incomplete."""
+    """Append to `found` the properties of an argument, such as its shape. Return False if they cannot describe it."""
     kind = type(value)
     if kind is FakeTensor:
         found += (value.shape, value.stride(), value.dtype, value.fake_device)
@@ -232,7 +232,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Return what it takes to make a result again; None unless its tensors are new and dense, or it is `args[0]`."""
+    """Describe a result, so that it can be made again later: new dense tensors, or `args[0]`; None for any other."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)
@@ -248,7 +248,7 @@ def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known
 
 
 def _is_dense(one: Tensor) -> bool:
-    """Return whether `torch.empty_strided`, given the shape and strides of a tensor, would create an equal one."""
+    """Return whether `torch.empty_strided` could create a tensor like this from its shape and strides alone."""
     if one.layout is not torch.strided or one.storage_offset() or one.is_conj() or one.is_neg():
         return False
     return one.untyped_storage().nbytes() == span(one) * one.element_size()

@@ -15,29 +15,29 @@ from lightning_memtools.simulation.step_trainer import precision_plugin
 
 
 class _StepEndsError(BaseException):
-    """Raised just before the optimizer's update, to leave a training step. `except Exception` does not catch it."""
+    """Raised just before an optimizer's update to end the training step. `except Exception` does not catch it."""
 
 
 class _NoUpdateError(BaseException):
-    """Raised inside an optimizer's step, to leave it before it updates anything."""
+    """Raised just before an optimizer's update to skip the update, while the training step continues."""
 
 
 class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
-    Nothing is logged. The batches are already on the device, so no batch-transfer hooks run. The step sees a Trainer
-    with the counters and settings in `facts`. Metrics, data module and callbacks are those of the run's Trainer; no
-    hooks of the callbacks are called.
+    Nothing is logged, and no hooks of batch transfer run, because the batches are already on the device. The step
+    sees a Trainer whose counters and settings come from `facts`. Its metrics, data module and callbacks are those of
+    `original`, but no hooks of these callbacks are called.
 
     Args:
-        module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
-        original: The Trainer of the run; None if the step was read from a file.
-        facts: The values that attributes of the Trainer have in the replay, by attribute name.
+        module: The LightningModule. Its attributes are changed; the caller has to restore them, or to call `detach`.
+        original: The Trainer of the run that the step comes from; None if the step was read from a file.
+        facts: The values that the Trainer's attributes have during the replay, by attribute name.
         optimizers: The optimizers; None to call `configure_optimizers`.
-        schedulers: Lightning's configurations of the schedulers.
+        schedulers: Lightning's configurations of the learning rate schedulers.
         accumulate: The number that losses are divided by.
-        scale: The number that the gradient scaler multiplies losses by; None without one.
-        forward: Returns the context manager within which training_step runs.
+        scale: The factor by which the gradient scaler multiplies losses; None for no gradient scaler.
+        forward: Returns a context manager, within which training_step runs.
         on_loss: Called with each loss before its backward pass, after the scaler has multiplied it.
         before_update: Called in place of each optimizer update; returns True to end the step there.
     """
@@ -86,14 +86,14 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to the module. Only for one that had no Trainer before, and if no optimizers were passed."""
+        """Undo the changes to a module that had no Trainer before. Use it only if no optimizers were passed."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():
             vars(part).pop("print", None)
 
     def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
-        """Run a batch; return whether the step ended within it.
+        """Run a batch; return True if `before_update` ended the step in this batch.
 
         Args:
             batch: The batch.
@@ -129,7 +129,7 @@ class ReplayLoop(StepListener):
 
 
 def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
-    """Return a precision plugin with the scale and the forward context of the replayed step."""
+    """Return a precision plugin that scales losses by `scale`, and runs steps within the context from `forward`."""
     plugin = precision_plugin("32-true" if scale is None else "16-mixed", device)
     if scale is not None:
         plugin.scaler = torch.amp.GradScaler(device, init_scale=scale)
@@ -139,7 +139,7 @@ def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> 
 
 
 class _ReplayHooks(Callback):
-    """Reports each loss, and raises just before an optimizer's update, to end the step or skip the update."""
+    """Callback that reports each loss, and raises just before an optimizer's update to skip it or to end the step."""
 
     def __init__(self, on_loss: Callable[[Tensor], None], before_update: Callable[[], bool]) -> None:
         self._on_loss, self._before_update = on_loss, before_update
@@ -152,7 +152,7 @@ class _ReplayHooks(Callback):
 
 
 class _SilentCallback:
-    """Replaces a callback of the run during a replay: the user's code can read its attributes, but no hooks run."""
+    """Replaces a callback during a replay: the user's code can read the callback's attributes, but no hooks run."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -166,5 +166,5 @@ class _SilentCallback:
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:
-    """Return the batch unchanged, because the hooks that change it have already run."""
+    """Return the batch unchanged, because the hooks that prepare a batch have already run on it."""
     return batch

@@ -34,10 +34,10 @@ aten = torch.ops.aten
 
 
 def _clone(call: Call) -> Any:
-    """Return a clone of a sparse tensor with as many values; FakeTensorMode's own clone would have none.
+    """Clone a sparse tensor with all its values. FakeTensorMode would return a clone without values.
 
-    Autograd stores a new sparse gradient without a copy if nothing else refers to it. For a fake tensor it cannot
-    tell, and calls clone; in that case the clone made here shares the memory of the original.
+    When autograd stores a sparse gradient that nothing else refers to, it makes no copy. For fake tensors it cannot
+    tell and clones the gradient. The clone made here then shares the original's memory.
     """
     source = call.args[0]
     if source.layout is not torch.sparse_coo:
@@ -51,9 +51,9 @@ def _clone(call: Call) -> Any:
 
 
 def _skip(call: Call) -> Any:
-    """Skip an in-place foreach operator on fake tensors, which has no effect. This halves the time of optimizer steps.
+    """Skip an in-place foreach operator, since it has no effect on fakes. This halves the time of optimizer steps.
 
-    Operators on step counters are not skipped: these are fake tensors with values, by which optimizers divide.
+    Operators on step counters are not skipped: these fake tensors have values, which the optimizer needs.
     """
     tensors = call.args[0]
     is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
@@ -74,13 +74,13 @@ _FAKE_RULES: dict[Any, Rule] = {
 
 @contextmanager
 def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
-    """Context manager: make a module's tensors fakes on a virtual device; on exit, undo what its steps changed.
+    """Context manager: replace a model's tensors with fakes on a virtual device. On exit, restore the model.
 
-    A model that FSDP 2 shards is unsharded within the context.
+    A model sharded by FSDP 2 is unsharded within the context.
 
     Args:
         model: The module, which is put on the device.
-        device: The virtual device. If another one is active, that is suspended in the meantime.
+        device: The virtual device. Another virtual device that is already active is suspended meanwhile.
         exchange: Makes the fakes.
         cuda: True to allocate what CUDA kernels allocate (the device must be ``cuda_like``); False for CPU kernels.
     """
@@ -113,7 +113,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
 
 
 def _skip_checks(model: nn.Module) -> None:
-    """Disable torchmetrics' checks, which read values, and SyncBatchNorm's communication. `borrowed` restores both."""
+    """Disable torchmetrics' checks, which read values, and SyncBatchNorm's communication, until `borrowed` exits."""
     for part in model.modules():
         if vars(part).get("validate_args") is True:
             vars(part)["validate_args"] = False

@@ -52,8 +52,8 @@ class Recipe:
 
     Attributes:
         stage: "train", or a stage without gradients: "val", "test" or "predict".
-        precision: The precision, by Lightning's name or as a plugin; None to use that of the Trainer passed to the
-            StepRunner.
+        precision: The precision, as one of Lightning's names or plugins; None for the precision of the Trainer that
+            was passed to the StepRunner.
         steps: The number of optimizer steps; in a stage without gradients, the number of batches.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
@@ -72,10 +72,10 @@ class Recipe:
 
 
 class StepListener:
-    """Provides the batches of a run, and is called when phases of a step begin. This base class has no batches."""
+    """Provides the batches of a run, and is told when each phase of a step begins. This base class has no batches."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """Called when a phase begins: inputs, forward, backward, clip, optimizer or outputs."""
+        """Called when a phase of a step begins: "inputs", "forward", "backward", "clip", "optimizer" or "outputs"."""
 
     def next_batch(self) -> Any:
         """Return the next batch, in host memory."""
@@ -90,10 +90,10 @@ class StepListener:
 
 
 class StepRunner:
-    """Runs the steps of one module in the loops of a Lightning Trainer that is created for the purpose.
+    """Runs the steps of a module in the loops of a new Lightning Trainer, which is created for the purpose.
 
-    The module's attributes change: the caller restores them (see `fakes.borrowed`). `prepare_data`, `setup` and hooks
-    at the end of an epoch or a fit do not run.
+    The module's attributes are changed; the caller has to restore them (see `fakes.borrowed`). `prepare_data`,
+    `setup`, and hooks at the end of an epoch or a fit do not run.
 
     Args:
         module: A LightningModule, or any other module if `step` is given.
@@ -101,17 +101,17 @@ class StepRunner:
         listener: Provides the batches, and is called when a phase begins.
         device: The device, or its type: "cuda" to run PyTorch's CUDA code, "cpu" to run fake tensors.
         step: Computes the loss of a batch, in place of the module's own step.
-        make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
-            this is None.
-        trainer: The Trainer of a run whose step is repeated. Counters, precision, clipping and the data module are
-            taken from it, and so are attributes that the new Trainer lacks.
+        make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. If None, a module that is not a
+            LightningModule trains without an optimizer.
+        trainer: The Trainer of a run whose step is repeated. The new Trainer takes its counters, precision, clipping,
+            data module, and any other attributes that it lacks from this one.
         callbacks: Callbacks for the new Trainer.
-        replay: To replay a saved step: values of the Trainer's attributes. Hooks at the start of a fit then do not run.
+        replay: For a saved step: the values of the Trainer's attributes. Hooks at the start of a fit do not run then.
 
     Attributes:
         module: The LightningModule whose steps run.
-        trainer: The Trainer.
-        around_step: Returns a context manager; each step runs within one.
+        trainer: The new Trainer.
+        around_step: Returns a context manager, within which one step runs.
         n_losses: The number of training steps that have returned a loss.
     """
 
@@ -158,7 +158,7 @@ class StepRunner:
                 listener.on_optimizers(self.optimizers)
 
     def _put_in_place(self) -> None:
-        """Set up the strategy so that the listener is called for each step and for each batch to be moved."""
+        """Set up the Trainer's strategy to call the listener at each step, and to let it move each batch."""
         strategy, plugin = self.trainer.strategy, self.trainer.precision_plugin
         name, begin, place = STEP_NAMES[self._recipe.stage], self._listener.begin, self._listener.place
         move, step = strategy.batch_to_device, getattr(strategy, name)
@@ -177,17 +177,17 @@ class StepRunner:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers; if there are none, the placeholder that Lightning uses, which does nothing."""
+        """The optimizers. If there are none, Lightning's placeholder, an optimizer that does nothing."""
         return [*self.trainer.strategy.optimizers, *getattr(self.module, "others", ())]
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
-        """Let the training step see these learning rate schedulers. Calling their `step()` does nothing."""
+        """Make these learning rate schedulers visible to the training step. Calling their `step()` does nothing."""
         self.trainer.strategy.lr_scheduler_configs = [
             replace(config, scheduler=IdleScheduler(config.scheduler), reduce_on_plateau=False) for config in configs
         ]
 
     def run(self) -> None:
-        """Run the recipe's optimizer steps; in evaluation, its batches, with the hooks at the start and end.
+        """Run the recipe: its optimizer steps, or the batches of its evaluation with the hooks at start and end.
 
         Raises:
             TypeError: A training step returned no loss.
@@ -205,13 +205,13 @@ class StepRunner:
             loops[recipe.stage].run()
 
     def run_batch(self, index: int | None = None) -> None:
-        """Run one training batch. `index` is its index in the epoch; None for the one after the previous batch."""
+        """Run one training batch. `index` is its index in the epoch; None for the index after the previous one."""
         with quiet():
             self.advance(index)
             self.trainer.fit_loop.epoch_loop.on_advance_end(self._fetcher)
 
     def advance(self, index: int | None) -> None:
-        """Run one training batch, but not the validation that may follow, and without counting it as a step."""
+        """Run one training batch. Do not run a validation that may follow, and do not count the batch as a step."""
         loop = self.trainer.fit_loop.epoch_loop
         if index is not None:
             loop.batch_progress.current.ready = loop.batch_progress.current.completed = index
@@ -239,7 +239,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Return a LightningModule: `module` with the given step and optimizers, or a plain module wrapped as one."""
+    """Set the step and optimizer of a LightningModule, or wrap another module as one. Return the LightningModule."""
     if not is_lightning_module(module):
         assert step is not None
         return PlainModule(module, step, make)
@@ -258,7 +258,7 @@ class PlainModule(LightningModule):
     """Wraps any module, together with a function that computes its loss, as a LightningModule.
 
     Attributes:
-        others: The optimizers after the first, if `make_optimizer` returns a list. They step after the first.
+        others: All optimizers but the first, if `make_optimizer` returns a list. They step after the first.
     """
 
     def __init__(self, model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None) -> None:
@@ -275,7 +275,7 @@ class PlainModule(LightningModule):
     validation_step = test_step = predict_step = training_step
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizers: return the first, and keep the others in `others`."""
+        """Make the optimizers. Return the first one, and keep the rest in `others`."""
         if self._make_optimizer is None:
             return None
         made = self._make_optimizer(list(self.model.parameters()))
@@ -283,11 +283,11 @@ class PlainModule(LightningModule):
         return first
 
     def forget(self) -> None:
-        """Release the module and the step function, which a reference cycle with the Trainer would keep alive."""
+        """Release the module and the step function. Otherwise, a reference cycle with the Trainer keeps them alive."""
         self.model, self._step = nn.Identity(), lambda *_: None
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Zero the gradients of all optimizers; if there are none, zero the gradients of the whole model."""
+        """Zero the gradients of all optimizers' parameters; without an optimizer, those of the whole model."""
         del epoch, batch_idx
         for one in (self.model if self._make_optimizer is None else optimizer, *self.others):
             one.zero_grad()
@@ -305,20 +305,20 @@ class PlainModule(LightningModule):
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule; raise if it is of the other package (lightning, pytorch_lightning)."""
+    """Return whether this is a LightningModule. Raise if it comes from the Lightning package that is not in use."""
     refuse_other_package(model)
     return isinstance(model, LightningModule)
 
 
 def has_step(module: nn.Module, name: str) -> bool:
-    """Return whether a LightningModule overrides the step `name`. `predict_step` need not be overridden."""
+    """Return whether a LightningModule overrides the step `name`; True for "predict_step", which has a default."""
     step = getattr(module, name, None)
     inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
     return step is not None and (name == "predict_step" or not inherited)
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a batch on the CPU, with uninitialized values. Floating-point tensors get `dtype`, if given."""
+    """Return an uninitialized copy of a batch on the CPU. If `dtype` is given, floating-point tensors get it."""
     return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
 
@@ -332,7 +332,7 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _has_loss(out: Any) -> bool:
-    """Return whether the result of a training step has a loss. If the result is None, Lightning skips the step.
+    """Return whether a training step returned a loss; False if it returned None, which makes Lightning skip the step.
 
     Raises:
         TypeError: The result is neither None nor a loss.

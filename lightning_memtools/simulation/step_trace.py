@@ -33,12 +33,12 @@ class TracedStep:
 
     Attributes:
         model: The model, which is not changed.
-        batch: The input of the step: tensors, nested or not. It is not changed either.
-        forward: Runs the forward pass; None for the training_step of a LightningModule.
+        batch: The input of the step: tensors, also in nested containers. It is not changed either.
+        forward: Runs the forward pass; None to run the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
-        cuda: True to trace CUDA's operators; False to trace the CPU's, under the active `VirtualDevice`, if any.
-        trainer: The Trainer of a LightningModule. If it accumulates gradients over several batches, the
-            last of these is traced.
+        cuda: True to allocate as CUDA's kernels do; False to allocate as the CPU's kernels do.
+        trainer: The Trainer of a LightningModule. If it accumulates gradients over several batches, the step is
+            traced with the last batch of these.
         batch_idx: The index of the batch in its epoch.
     """
 
@@ -57,16 +57,16 @@ class NoLossError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The memory and the operations of a traced step.
+    """The memory that a traced step takes, and the number of its floating-point operations.
 
     Attributes:
         peak_bytes: The peak of allocated memory.
         static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch,
             and the workspaces of libraries.
         gradient_bytes: The bytes of dense gradients, a part of `static_bytes`. Every step frees and reallocates them.
-        operations: The floating-point operations of matrix products and convolutions, plus one for each element that
-            any other operator returned.
-        flops: The operations of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
+        operations: The number of operations: `flops`, plus one for each element that other operators returned.
+        flops: The floating-point operations of matrix products and convolutions, counted as torch's FlopCounterMode
+            does.
     """
 
     peak_bytes: int
@@ -77,7 +77,7 @@ class StepCost:
 
     @property
     def activation_bytes(self) -> int:
-        """The part of the peak that the step itself allocated."""
+        """The bytes at the peak that the step itself allocated: the peak less the static bytes."""
         return self.peak_bytes - self.static_bytes
 
     @property
@@ -91,8 +91,8 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         pauses: While True, operations are not counted.
-        total: The number of operations so far.
-        flops: The number of operations of matrix products and convolutions alone.
+        total: The number of operations so far, where each element returned by other operators counts as one.
+        flops: The number of floating-point operations of matrix products and convolutions alone.
     """
 
     def __init__(self) -> None:
@@ -124,11 +124,11 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 class StepTrace(FakeBatches):
-    """Runs a step in Lightning's own loop. Its model holds fake tensors on a virtual device.
+    """Runs a step in Lightning's own loop, with fake tensors on a virtual device (a simulated GPU).
 
     Attributes:
-        model: The model.
-        device: The device.
+        model: The model, which holds fake tensors.
+        device: The virtual device.
         counted: Counts the operations of the run.
     """
 
@@ -169,7 +169,7 @@ class StepTrace(FakeBatches):
     ) -> StepCost:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer.
 
-        The first call also allocates what later steps find allocated: gradients, the optimizers' state and the
+        The first call also allocates what stays allocated for later steps: gradients, the optimizers' state and the
         workspaces of libraries. To measure a typical step, use the result of a later call.
 
         Raises:
@@ -198,7 +198,7 @@ class StepTrace(FakeBatches):
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
     def _index(self) -> int:
-        """Return the batch's index, or the next larger one with which an optimizer step ends."""
+        """Return the index to run the batch at: its own, or the next one at which an optimizer step ends."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
@@ -211,14 +211,14 @@ class StepTrace(FakeBatches):
         self._gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """Note that a phase begins. Operations are counted in the forward and backward phases only."""
+        """Begin a phase. Operations are counted only in the phases "forward" and "backward"."""
         del step
         self.counted.pauses = phase not in {"forward", "backward"}
         if phase == "backward":
             self._before_backward()
 
     def forget(self) -> None:
-        """Release the batch and the model now; reference cycles of hooks and the Trainer would keep them longer."""
+        """Release the batch and the model at once. Reference cycles of hooks and the Trainer would keep them longer."""
         if isinstance(self._runner.module, PlainModule):
             self._runner.module.forget()
         self.model = self._batch = self._step = None  # type: ignore[assignment]
@@ -227,9 +227,9 @@ class StepTrace(FakeBatches):
 
 @contextmanager
 def tracing(step: TracedStep) -> Iterator[StepTrace]:
-    """Context manager: give a step's model fake tensors on a new virtual device. Yield a StepTrace that runs the step.
+    """Context manager: give a model fake tensors on a new virtual device, and yield a StepTrace that runs its step.
 
-    Meanwhile a checkpointing plan applied to the model has no effect, and a model sharded by FSDP 2 is unsharded.
+    Within the context, a gradient checkpointing plan has no effect, and a model sharded by FSDP 2 is unsharded.
     """
     active = VirtualDevice.current()
     is_cuda_like = step.cuda or (active is not None and active.cuda_like)
@@ -250,7 +250,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
-    """Delete the attributes that a checkpointing plan has set on a module, such as a replaced forward."""
+    """Delete the attributes that gradient checkpointing has set on a module, such as a replacement of `forward`."""
     state_of_copies = vars(module).get("__getstate__")
     if state_of_copies is not None:
         kept = state_of_copies()
@@ -259,13 +259,13 @@ def _undo_instance_changes(module: nn.Module) -> None:
 
 
 def _workspace_of_cuda() -> int:
-    """Return the bytes of cuBLAS's workspace on this machine's GPU, or on an A100 if there is no GPU."""
+    """Return the size in bytes of cuBLAS's workspace on this machine's GPU, or on an A100 if there is no GPU."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return cublas_workspace_bytes(compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
 def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
-    """Return the scalar to run backward from: the loss, or the sum of all outputs; None if no gradient is needed."""
+    """Return the scalar to call backward on: the loss, or the sum of all outputs; None if none needs a gradient."""
     tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

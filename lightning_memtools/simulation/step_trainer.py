@@ -19,9 +19,9 @@ _BATCHES_OF_EPOCH = 1000
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager: silence Lightning's messages, and warnings that the user's real training shows anyway.
+    """Context manager: silence Lightning's messages, and warnings that the user sees in real training anyway.
 
-    Torch's logger for fake tensors is silenced too: on a wrong shape it logs a traceback above the user's error.
+    Torch's logger for fake tensors is silenced too. It would log a traceback of its own when shapes do not match.
     """
     names = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", FAKE_TENSOR_LOGGER)
     loggers = [logging.getLogger(name) for name in names]
@@ -38,7 +38,7 @@ def quiet() -> Iterator[None]:
 
 
 def precision_plugin(name: str, device: str) -> Any:
-    """Return Lightning's plugin for the precision `name`, such as "16-mixed", on this type of device."""
+    """Return Lightning's plugin for the precision `name`, such as "16-mixed", on the device type `device`."""
     plugins = part_of_lightning("plugins")
     if name == "32-true":
         return plugins.Precision()
@@ -61,7 +61,7 @@ class EndlessLoader:
 
 
 class IdleScheduler:
-    """A learning rate scheduler whose step does nothing."""
+    """Wraps a learning rate scheduler so that its `step` does nothing."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -74,7 +74,7 @@ class IdleScheduler:
 
 
 class PhaseHooks(Callback):
-    """Calls a function with the name of a phase, such as "backward", when that phase of a step begins."""
+    """Callback that passes the name of each phase, such as "backward", to a function when that phase begins."""
 
     def __init__(self, begin: Callable[[str], None]) -> None:
         self._begin = begin
@@ -84,7 +84,7 @@ class PhaseHooks(Callback):
         self._begin("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """In manual optimization, report that the phase "forward" begins, since training_step continues."""
+        """In manual optimization, report that "forward" begins again, because training_step goes on after backward."""
         del trainer
         if not pl_module.automatic_optimization:
             self._begin("forward")
@@ -111,7 +111,7 @@ _OF_LOOP = frozenset({
 
 
 class StepTrainer(Trainer):
-    """A Trainer that logs and saves nothing. It reads attributes that it lacks from another Trainer, `original`.
+    """A Trainer that logs and saves nothing. Attributes that it lacks are read from another Trainer, `original`.
 
     Args:
         original: The Trainer of the run that a step is taken from.
@@ -121,8 +121,8 @@ class StepTrainer(Trainer):
         clip: The norm to which gradients are clipped; None for no clipping.
 
     Attributes:
-        facts: In a replay, the values of attributes of this Trainer, by name. Other attributes are read from
-            `original`, except those that Lightning's loop itself uses.
+        facts: In a replay of a saved step, the values of this Trainer's attributes, by name. Other attributes are
+            read from `original`, except those that Lightning's loop itself uses.
     """
 
     callbacks: list[Any]

@@ -40,18 +40,18 @@ OUTSIDE_OF_STEPS = step_runner.__file__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """A step to be traced, and the GPU that it is traced for.
+    """A step to be run on fake tensors, and the GPU to simulate.
 
     Attributes:
         model: Any module.
-        batch: The batch. Only its shapes matter, and the values of its small tensors if the user's code reads them.
+        batch: The batch. Its values do not matter, except those of small tensors that the user's code reads.
         recipe: The settings of the loop that runs the step.
         step: Computes the loss of a batch; None to run a LightningModule's own step.
-        optimizer: An optimizer, a list of them, a class, a function from parameters to an optimizer, or None.
+        optimizer: An optimizer, a list of optimizers, a function or class that makes one from parameters, or None.
         trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: The memory size of the GPU, or its name. The kernels simulated are those of the named GPU, or an A100.
+        capacity: The GPU's memory size, or its name. Kernels of the named GPU are simulated, otherwise of an A100.
     """
 
     model: nn.Module
@@ -71,12 +71,12 @@ class Traced:
 
     Attributes:
         device: The virtual device, which no longer tracks allocations.
-        recorder: The record of all allocations on it.
-        shapes: The output shapes of each module's first forward.
+        recorder: The record of all allocations on the device.
+        shapes: The output shapes of each module in its first forward, by module name.
         n_parameters: The number of elements of the parameters; shared parameters count once.
-        n_gradients: The number of elements of those parameters that got a gradient.
-        parameter_bytes: The bytes of parameters and buffers.
-        notes: Remarks on how the steps ran.
+        n_gradients: The number of elements of the parameters that got a gradient.
+        parameter_bytes: The size in bytes of parameters and buffers.
+        notes: The assumptions that were made where a step read unknown values.
     """
 
     device: VirtualDevice
@@ -89,7 +89,7 @@ class Traced:
 
 
 class FakeBatches(StepListener):
-    """Provides copies of a batch to the loop, and allocates them on a virtual device as a copy to a GPU would be."""
+    """Provides fake copies of a batch to a training loop. On the virtual device, they take memory as on a GPU."""
 
     def __init__(self, device: VirtualDevice, batch: Any, dtype: torch.dtype | None = None) -> None:
         self.device = device
@@ -97,19 +97,19 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch: fake CPU tensors of the same shapes. Their values are noted if they are known."""
+        """Return a copy of the batch: fake CPU tensors of the same shapes, with the values tracked where known."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Move the batch to the virtual device, where it takes memory as a copy to a GPU would, and return it."""
+        """Move the batch to the virtual device with `move`, count the memory that it takes there, and return it."""
         if next(tensors_in(batch), None) is not None:
             self.device.count_batch(batch)
         return move(batch)
 
 
 class _Recording(FakeBatches):
-    """Records the phases of the steps, and puts existing state of optimizers on the device."""
+    """Records when each phase of a step begins, and puts the existing state of optimizers on the virtual device."""
 
     recorder: AllocationRecorder
     optimizers: Sequence[Optimizer] = ()  # kept until the trace ends: the device refers to them weakly
@@ -119,7 +119,7 @@ class _Recording(FakeBatches):
         self.recorder.begin(phase, step)
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Put the state of optimizers on the device."""
+        """Put the existing state of the optimizers on the virtual device."""
         self.optimizers = optimizers
         for optimizer in optimizers:
             if optimizer.state:
@@ -127,7 +127,7 @@ class _Recording(FakeBatches):
 
 
 def trace(request: StepRequest) -> Traced:
-    """Run the requested steps on fake tensors. Nothing is computed, and the user's objects are left unchanged."""
+    """Run steps on fake tensors and record their allocations. Nothing is computed, and no user object is changed."""
     recipe, gpu = request.recipe, GpuShape.of(find_gpu(request.capacity))
     workspace = cublas_workspace_bytes(compute_capability=gpu.compute_capability) if request.cuda else 0
     device = VirtualDevice(
@@ -157,7 +157,7 @@ def trace(request: StepRequest) -> Traced:
 
 
 def _count_parameters(model: nn.Module, result: Traced) -> None:
-    """Write the counts and bytes of the model's parameters into the result."""
+    """Write the number and size of the model's parameters into `result`."""
     # `parameters()` yields a shared parameter once.
     parameters = list(model.parameters())
     result.n_parameters = sum(parameter.numel() for parameter in parameters)
@@ -168,7 +168,7 @@ def _count_parameters(model: nn.Module, result: Traced) -> None:
 
 
 def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
-    """Return optimizers for the fake `parameters`: copies of given optimizers, or made by a given class or function.
+    """Return optimizers for the fake `parameters`: copies of `given`, or what `given`, a class or function, makes.
 
     Raises:
         TypeError: The function returns something other than an optimizer.
@@ -183,7 +183,7 @@ def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parame
 
 @contextmanager
 def noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
-    """Context manager: write the output shapes of each module's first forward into `shapes`."""
+    """Context manager: write the output shapes of each module in its first forward into `shapes`, by module name."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def note(module: nn.Module, _args: Any, out: Any) -> None:

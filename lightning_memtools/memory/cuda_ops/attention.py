@@ -65,12 +65,11 @@ def attention_backend(
     enable_gqa: bool,
     gpu: GpuShape,
 ) -> str:
-    """Return the kernel that scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
+    """Return the kernel that scaled_dot_product_attention uses on CUDA: "flash", "efficient" or "math".
 
-    The conditions are those of use_flash_attention and use_mem_efficient_attention in
-    transformers/cuda/sdp_utils.cpp, in their order of priority; kernels that the user has switched off in
-    torch.backends.cuda are left out. cuDNN's kernel, which newer versions prefer on Hopper, takes as much memory as
-    "flash".
+    The kernels are tried in this order, under the same conditions as in torch's transformers/cuda/sdp_utils.cpp.
+    Kernels that the user has switched off in torch.backends.cuda are skipped. On Hopper, newer versions of torch
+    prefer cuDNN's kernel, which takes as much memory as "flash".
     """
     tensors = query, key, value
     if any(tensor.dim() != 4 for tensor in tensors):  # noqa: PLR2004, batch, heads, length, head
@@ -110,7 +109,7 @@ def attention_backend(
 
 
 def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the mask as the efficient kernel takes it: in the query's dtype, with aligned rows, and for every head."""
+    """Convert the mask for the memory-efficient kernel: to the query's dtype, with aligned rows, for every head."""
     if mask is None:
         return None
     mask = _of_numbers(mask, query.dtype)
@@ -123,7 +122,7 @@ def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
 
 
 def _of_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask to a mask of 0 and -inf; return other masks unchanged."""
+    """Convert a boolean attention mask to an additive mask of 0 and -inf; return other masks unchanged."""
     if mask.dtype is not torch.bool:
         return mask
     kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
@@ -140,7 +139,7 @@ def _unfused(  # noqa: PLR0917, as torch's
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Compute attention as torch's "math" kernel does: half types in float32, unless the user has allowed half.
+    """Compute attention as CUDA's "math" kernel does: in float32, unless the user allowed half-precision reductions.
 
     torch's own function would use the CPU's dropout, and for fake tensors it would not add the mask in place.
     """
@@ -173,10 +172,10 @@ def _unfused(  # noqa: PLR0917, as torch's
 
 
 def flash(call: Call) -> Any:
-    """Allocate what the flash kernel allocates: the output, the log-sum-exp and the state of dropout, in that order.
+    """Allocate what the flash kernel allocates: output, log-sum-exp and dropout's random state, in that order.
 
-    For small inputs (one sample of 512 tokens in 12 heads) the kernel also splits the keys over more thread blocks. The
-    partial sums of these blocks, some MB in the forward pass, are not counted.
+    For small inputs, such as one sample of 512 tokens and 12 heads, the kernel splits the keys among thread blocks.
+    The partial sums of these blocks, which take a few MB in the forward pass, are not counted.
     """
     results = list(call.func(*call.args, **call.kwargs))  # on the host: for the sizes and strides
     for at in (0, 1, 6, 7):
@@ -187,9 +186,9 @@ def flash(call: Call) -> Any:
 
 
 def flash_backward(call: Call) -> Any:
-    """Run the operator, and allocate the kernel's temporary memory, such as the query's gradient in float32.
+    """Run the backward of flash attention, and allocate its temporaries, such as the query's gradient in float32.
 
-    The output and its gradient are copied unless their memory layout is batch, length, heads, head size.
+    The output and its gradient are copied unless they are dense in the order (batch, length, heads, head size).
     """
     gradient, query, key, _, out = call.args[:5]
     batch, heads, length, head = query.shape
@@ -203,7 +202,7 @@ def flash_backward(call: Call) -> Any:
 
 
 def efficient(call: Call) -> Any:
-    """Allocate the output and the log-sum-exp; for half-precision heads wider than 128, also temporary float32 sums."""
+    """Allocate what the memory-efficient kernel does: output, log-sum-exp and, for wide half heads, float32 sums."""
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
@@ -214,9 +213,9 @@ def efficient(call: Call) -> Any:
 
 
 def efficient_backward(call: Call) -> Any:
-    """Run the operator, and allocate its temporary memory: gradient times output, then float32 sums for gradients.
+    """Run the backward of memory-efficient attention, and allocate the temporary memory of its CUDA kernel.
 
-    The sizes follow torch's attention_backward.cu and kernel_backward.h.
+    The sizes are those in torch's attention_backward.cu and kernel_backward.h.
     """
     gradient, query, key, value, _, out = call.args[:6]
     batch, heads, length, _ = query.shape
@@ -232,7 +231,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the number of floats in one head's workspace, in which the efficient kernel sums up gradients."""
+    """Return the number of floats per head that the memory-efficient kernel takes to sum up gradients."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)

@@ -52,9 +52,9 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Return a context in which autocast on CPU tensors follows CUDA's lists, and autocast("cuda") acts on CPU tensors.
+    """Context manager: make autocast treat CPU tensors as CUDA tensors, by CUDA's lists of operators.
 
-    Autocast then skips operators that are only on the CPU's lists (pooling in three dimensions, quantiles and others).
+    autocast("cuda") then acts on CPU tensors. Operators that only the CPU's lists name, such as quantile, do not cast.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__

@@ -18,13 +18,12 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """A mode that calls replacements instead of torch's functions, also when a backward pass recomputes layers.
+    """Mode that calls replacements in place of some of torch's functions, even while backward recomputes layers.
 
     Args:
         replacements: The replacement of each function.
-        is_on_cuda: Whether `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors, which stand for CUDA
-            tensors: in an estimate all tensors are on the device already, and a build of torch without CUDA could not
-            move them.
+        is_on_cuda: Whether `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors. In an estimate, CPU
+            tensors stand for CUDA tensors, and torch may have been built without CUDA.
     """
 
     def __init__(self, replacements: Mapping[Any, Callable[..., Any]], *, is_on_cuda: bool = False) -> None:
@@ -34,10 +33,10 @@ class ReplacedFunctions(TorchFunctionMode):
         self._patches = Patches()
 
     def __enter__(self) -> Self:
-        """Enter the mode, and also replace the attribute F.scaled_dot_product_attention.
+        """Enter the mode, and also patch F.scaled_dot_product_attention.
 
-        The mode does not see calls made inside torch's own functions, such as the call of attention in
-        multi_head_attention_forward, which nn.MultiheadAttention uses.
+        The patch is for calls inside torch's own functions, which the mode does not see: nn.MultiheadAttention
+        calls attention in this way.
         """
         self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
         attend = self._replacements.get(F.scaled_dot_product_attention)
@@ -48,12 +47,12 @@ class ReplacedFunctions(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the mode, and restore the functions."""
+        """Leave the mode, and undo the patches of torch's attributes."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function or its replacement, with "cpu" in place of every CUDA device."""
+        """Call the function or its replacement. With `is_on_cuda`, pass "cpu" in place of any CUDA device."""
         kwargs = kwargs or {}
         if self._is_on_cuda and func is not torch.device:
             if func is torch.Tensor.cuda:
@@ -74,7 +73,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor | None, n_normalized: int) -> torch.Tensor:
-        """Allocate the result, and in float32 the reciprocal standard deviation of each row."""
+        """Allocate the result, and one float32 value per row for the reciprocal root mean square."""
         out = torch.empty_like(source.contiguous())
         rstd = source.new_empty(source.shape[: source.dim() - n_normalized], dtype=torch.float32)
         ctx.save_for_backward(source, weight, rstd)
@@ -82,7 +81,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
-        """Allocate the gradients."""
+        """Allocate the gradients of the input and the weight."""
         source, weight, _ = ctx.saved_tensors
         return torch.empty_like(source.contiguous()), None if weight is None else torch.empty_like(weight), None
 
@@ -107,5 +106,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 
 
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
-    """Return replacements for torch's attention, rms_norm and RNN functions that allocate what a GPU would."""
+    """Return replacements for torch's attention, rms_norm and RNN functions, which allocate memory as `gpu` would."""
     return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}

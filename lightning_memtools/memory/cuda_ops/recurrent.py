@@ -24,7 +24,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
 class _CastIntoOne(torch.autograd.Function):
-    """Casts weights into one buffer and returns views of it, as autocast does for RNNs in cuDNN."""
+    """Casts the weights of an RNN into one buffer and returns views of it, as autocast does for cuDNN."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, n_biases: int, *weights: torch.Tensor) -> Any:
@@ -101,7 +101,7 @@ class _CudnnRnn(torch.autograd.Function):
 def cudnn_spaces(
     kind: str, layout: tuple[int, int, bool, bool], dropout: float, source: torch.Tensor, n_out: int
 ) -> tuple[int, int]:
-    """Return the bytes of the workspace and of the reserve space that cuDNN takes for a recurrent layer."""
+    """Return the bytes that cuDNN takes for a recurrent layer: its workspace, and the reserve kept for backward."""
     hidden, n_layers, both_ways, _ = layout
     n_places, directions = source.numel() // source.shape[-1], 1 + both_ways
     n_units, outs = n_places * hidden * directions * n_layers, n_places * n_out
@@ -112,16 +112,16 @@ def cudnn_spaces(
 
 
 def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """Return the tensor with its first two dimensions swapped if the batch comes first."""
+    """Swap the first two dimensions, batch and time, if `batch_first`; otherwise return the tensor unchanged."""
     return tensor.transpose(0, 1) if batch_first else tensor
 
 
 def flatten_weights(layer: nn.Module, enter: Callable[[torch.Tensor], object]) -> None:
     """Move a recurrent layer's weights into one buffer, as moving the layer to CUDA does. Other layers are not changed.
 
-    `enter` puts a tensor on the device. It is called with the buffer while the old weights exist, as both take memory.
+    `enter` puts the new buffer on the device, before the old weights are freed: for a moment, both take memory.
 
-    torch.backends.cudnn.is_acceptable rejects bfloat16: such weights stay separate, and each forward copies them.
+    Weights in bfloat16, which torch.backends.cudnn.is_acceptable rejects, stay separate; each forward copies them.
     """
     if not isinstance(layer, nn.RNNBase):
         return
@@ -143,7 +143,7 @@ def _is_flattened(weight: torch.Tensor) -> bool:
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return tensors with the shapes of those in `like`, in one new buffer with room for `n_biases` more elements."""
+    """Return new tensors shaped like those in `like`: views of one buffer, which has `n_biases` more elements."""
     sizes = [one.numel() for one in like]
     buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
     parts = torch.split(buffer[: sum(sizes)], sizes)

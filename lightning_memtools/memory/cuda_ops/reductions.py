@@ -27,7 +27,7 @@ INPUT_VEC_SIZE = 4
 
 @dataclass(slots=True)
 class ReduceConfig:
-    """The way a CUDA kernel divides a reduction among threads, warps and blocks; the names are those in PyTorch."""
+    """Division of a reduction among the threads, warps and blocks of a CUDA kernel. Names are as in PyTorch."""
 
     element_size_bytes: int
     num_outputs: int
@@ -61,19 +61,19 @@ class ReduceConfig:
 
     @property
     def global_memory_size(self) -> int:
-        """The bytes of the buffer for the partial results of all blocks."""
+        """The size in bytes of the buffer for the partial results of all blocks."""
         size = self.element_size_bytes * self.num_outputs * self.ctas_per_output
         return size if self.block_x_reduce else size * self.block_width * self.output_vec_size
 
 
 def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of a reduction's buffers for partial results and for semaphores; empty if it needs none.
+    """Return the sizes in bytes of a reduction's buffers: partial results and semaphores; () if it needs neither.
 
     Args:
         tensor: The input.
         dims: The dimensions that are reduced; empty for all.
         gpu: The GPU.
-        part_bytes: The bytes of a block's partial result for one output.
+        part_bytes: The size in bytes of one partial result.
     """
     if tensor.numel() == 0:
         return ()
@@ -124,7 +124,7 @@ def _output_vec_size(shape: list[int], strides: list[int], n_reduced: int) -> in
 
 
 def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
-    """Return shape and strides of the input, sorted and merged as TensorIterator does, and how many are reduced."""
+    """Sort and merge dimensions as TensorIterator does. Return sizes, strides and the number of reduced dimensions."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
     shape, inputs = list(tensor.shape), list(tensor.stride())
@@ -144,7 +144,7 @@ def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[
 
 
 def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
-    """Return the strides of the dense result of a reduction, with 0 for each reduced dimension."""
+    """Return the strides of a reduction's dense result, with stride 0 for each reduced dimension."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):
         if dim not in reduced:
@@ -154,7 +154,7 @@ def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
 
 
 def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]:
-    """Return the dimensions as TensorIterator sorts them: by the strides of result and input, innermost first."""
+    """Return the dimensions in TensorIterator's order: sorted by the strides of result and input, innermost first."""
     order = list(reversed(range(len(shape))))
     for i in range(1, len(shape)):
         at = i
@@ -169,7 +169,7 @@ def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]
 
 
 def _compared(one: int, other: int, results: list[int], inputs: list[int], shape: list[int]) -> int:
-    """Return 1 if dimensions `one` and `other` have to be swapped, -1 if they must not be, 0 if it does not matter."""
+    """Compare dimensions as TensorIterator does to sort them: 1 to swap `one` and `other`, -1 not to, 0 for a tie."""
     if (results[one] == 0) != (results[other] == 0):
         return 1 if results[other] == 0 else -1
     for strides in (results, inputs):
@@ -187,9 +187,9 @@ def _rule(dims_at: int | None, part_bytes: Callable[[torch.dtype], int], *, any_
     """Return a rule that runs a reduction and allocates the temporary buffers of its CUDA kernel.
 
     Args:
-        dims_at: The position of the argument with the reduced dimensions; None if all are reduced.
-        part_bytes: Returns the bytes of a block's partial result for one output of a given dtype.
-        any_type: Whether the kernel can write a result of another dtype without copying the input first.
+        dims_at: The position of the operator's argument that lists the reduced dimensions; None if all are reduced.
+        part_bytes: Returns the size in bytes of one partial result for a given dtype.
+        any_type: Whether the kernel can write a result of another dtype without first copying the input to it.
     """
 
     def reduce(call: Call) -> Any:

@@ -21,7 +21,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, which a rule handles in the operator's place.
+    """One call of an operator, with what a rule needs to run in its place and allocate memory as CUDA does.
 
     Attributes:
         run: Runs an operator, and allocates its results on the simulated device.
@@ -46,11 +46,11 @@ class Call:
         return self.run(self.func, *self.args, **self.kwargs)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return a new, uninitialized tensor."""
+        """Return a new, uninitialized tensor on the simulated device."""
         return self.run(aten.empty.memory_format, shape, dtype=dtype, device=torch.device("cpu"))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return the argument at position `place` or with this name; `default` if it is not given."""
+        """Return the argument that was passed at position `place` or by this name; `default` if there is none."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
@@ -68,7 +68,7 @@ def copy_bytes(tensor: torch.Tensor) -> int:
 
 
 def layer_norm(call: Call) -> Any:
-    """Allocate what CUDA's layer norm does: for half inputs float32 mean and rstd; a copy of a non-contiguous input."""
+    """Run layer norm, and allocate as CUDA does: half inputs give float32 mean and rstd."""
     source, normalized = call.args[:2]
     call.hold(copy_bytes(source))
     if source.dtype not in HALF:
@@ -79,7 +79,7 @@ def layer_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Allocate the output, mean and rstd of batch norm as CUDA does; cuDNN allocates no mean or rstd in evaluation."""
+    """Allocate batch norm's output, mean and rstd as CUDA does. In evaluation, cuDNN allocates the output alone."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
     # _select_batch_norm_backend takes torch's own kernels for rows.
     by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
@@ -91,7 +91,7 @@ def batch_norm(call: Call) -> Any:
 
 
 def dropout(call: Call) -> Any:
-    """Allocate the mask before the output, as CUDA's dropout does: the order matters when few blocks are free."""
+    """Allocate dropout's mask, then its output, as CUDA does. The order decides which free block each one takes."""
     source, share, *training = call.args
     if not 0 < share < 1 or call.kwargs or training == [False]:
         return call.results()
@@ -107,14 +107,14 @@ def softmax(call: Call) -> Any:
 
 
 def softmax_backward(call: Call) -> Any:
-    """Run the operator; allocate temporaries for gradient times output and the copy of a non-contiguous output."""
+    """Run softmax's backward. Allocate its temporaries: gradient times output, and a non-contiguous output's copy."""
     out, output = call.results(), call.args[1]
     call.hold(nbytes(output), copy_bytes(output))
     return out
 
 
 def log_softmax_backward(call: Call) -> Any:
-    """Run the operator, and allocate the temporary copies of a gradient or an output that is not contiguous."""
+    """Run log_softmax's backward. Allocate temporary copies of the gradient and the output if not contiguous."""
     out = call.results()
     call.hold(*map(copy_bytes, call.args[:2]))
     return out
@@ -136,13 +136,13 @@ def logsumexp(call: Call) -> Any:
 
 
 def log_sigmoid(call: Call) -> Any:
-    """Allocate the output and a buffer for backward, which is empty on CUDA, unlike on the CPU."""
+    """Allocate log_sigmoid's output and its buffer for backward. Unlike on the CPU, that buffer is empty on CUDA."""
     source = call.args[0]
     return call.run(aten.empty_like.default, source), call.empty([0], source.dtype)
 
 
 def fused_cell(call: Call) -> Any:
-    """Return a cell's new states and its workspace for backward, of 4 values per unit of an LSTM or 5 of a GRU."""
+    """Return the new states of an LSTM or GRU cell, and its workspace for backward: 4 or 5 values per hidden unit."""
     state = call.args[2]
     is_lstm = call.func is aten._thnn_fused_lstm_cell.default
     kept = call.empty([state.shape[0], (4 if is_lstm else 5) * state.shape[1]], state.dtype)
@@ -158,7 +158,7 @@ def lstm_cell_backward(call: Call) -> Any:
 
 
 def gru_cell_backward(call: Call) -> Any:
-    """Return a GRU cell's gradients: of the gates from input and from state, of the state, and of both biases."""
+    """Return the gradients of a GRU cell: input gates, hidden gates, hidden state, input bias and hidden bias."""
     gradient, kept, has_bias = call.args
     of_gates = [call.empty([kept.shape[0], kept.shape[1] // 5 * 3], kept.dtype) for _ in range(2)]
     of_state = call.run(aten.empty_like.default, gradient)
@@ -184,10 +184,10 @@ def embedding_bag(call: Call) -> Any:
 def gradient_sum(call: Call) -> Any:
     """Accumulate a gradient in place into an earlier gradient of the same tensor, as autograd does in a real run.
 
-    For fake tensors and under dispatch modes, autograd makes a new tensor, as it may not hold the only reference to the
-    earlier one. With residual connections, that would be one more activation at the peak. Two other kinds of sums look
-    the same, and so run in place too: those inside a backward formula, and those whose first gradient another branch
-    still needs. A view is not changed, as its base shares the storage.
+    For fake tensors and under dispatch modes, autograd would make a new tensor, since the earlier gradient may have
+    other references. With residual connections, this would add one activation to the peak. Two other kinds of sums
+    cannot be told apart from this one, and so also run in place: sums inside a backward formula, and sums whose first
+    gradient another branch still needs. Views are never changed in place, because they share storage with their base.
     """
     total, gradient = call.args[:2]
     is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()
@@ -203,7 +203,7 @@ def _are_alike(total: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the number of elements in memory from a tensor's first to its last, including any gaps between them."""
+    """Return the number of elements that a tensor spans in memory, from its first to its last, including gaps."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

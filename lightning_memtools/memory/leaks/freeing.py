@@ -12,7 +12,7 @@ from lightning_memtools.memory.leaks.holders import LruCache, TensorHolder, find
 
 
 def how_to_free(holding: Holding) -> str:
-    """Return advice on how to free the held tensors, without a period: "Clear Net.outs when the epoch ends, or ..."."""
+    """Return advice, with no period at the end, on how to free held tensors: "Clear Net.outs when the epoch ends"."""
     holder = holding.holder
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
@@ -45,7 +45,7 @@ def _release(holding: Holding) -> str:
 
 
 def _from_outside(holder: TensorHolder, path: str) -> str:
-    """Return the expression `path` for a tensor, prefixed by the name of the Python module if a class holds it."""
+    """Return `path`, the expression for a tensor. If a class holds the tensor, prefix the class's Python module."""
     return f"{holder.root.__module__}.{path}" if is_a(holder.root, type) else path
 
 

@@ -48,15 +48,15 @@ _BOOKKEEPERS = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors that one object holds, and that belong neither to the model in training nor to its optimizers.
+    """Tensors held by one object, other than those of the model in training and its optimizers.
 
     Attributes:
         holder: The object.
         tensors: The number of tensors of each shape and type.
-        n_bytes: The memory that they occupy on the device, including the tensors that their graphs have saved.
+        n_bytes: The bytes that the tensors occupy on the device, including what their autograd graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
-        owners: The number of models and optimizers of other runs that the object holds, by name: {"model Net": 3}.
-        piles_up: True if several tensors are in a container without a maximum size, or carry autograd graphs.
+        owners: The models and optimizers of other runs that the object holds, counted by name: {"model Net": 3}.
+        piles_up: True if the tensors seem to pile up: several in an unbounded container, or with autograd graphs.
         is_of_run: True if the object belongs to the run: the model, its callbacks or its Trainer.
     """
 
@@ -70,7 +70,7 @@ class Holding:
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
-        """Return a summary of similar tensors that one holder keeps; their autograd graphs keep `saved_bytes` more."""
+        """Summarize similar tensors that one object holds. Their autograd graphs have saved another `saved_bytes`."""
         kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
         is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         piles_up = is_pile and not is_expected(holder, pile)
@@ -83,7 +83,7 @@ class Holding:
 
     @property
     def path(self) -> str:
-        """The expression for the container, or for the tensor itself: "MyModel.outs"."""
+        """The expression for the container of the tensors, or for a single tensor, such as "MyModel.outs"."""
         holder = self.holder
         grad = f"[...].{GRADIENT}" if holder.container_path != holder.path and holder.is_gradient else ""
         return f"{holder.container_path}{grad}{holder.place}"
@@ -94,7 +94,7 @@ class HolderSearch:
 
     Args:
         living: The tensors whose holders are to be found.
-        names: The names of known objects, by `id`.
+        names: The names of known objects, such as the model and its modules, by the `id` of the object.
 
     Attributes:
         remaining: The tensors whose holder is not known yet, by the ids of their storages.
@@ -107,15 +107,15 @@ class HolderSearch:
     def piles(
         self, among: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool], *, end: float = math.inf
     ) -> Iterator[tuple[TensorHolder | None, list[LivingTensor]]]:
-        """Yield each holder with the tensors that it holds, starting from the shape and type with the most bytes.
+        """Yield each holder with the tensors that it holds. Shapes and dtypes that take the most memory come first.
 
         The holder is None for tensors that no Python object holds. The yielded tensors are removed from `remaining`.
 
         Args:
             among: The tensors to search for; other tensors in the same container as one of them are yielded too.
-            is_pile: Called with the tensors that a function or generator holds. If it returns False, the holder of that
-                function is yielded instead of the function, since many functions may hold one tensor each.
-            end: The value of `time.thread_time()` after which no further holder is searched for.
+            is_pile: Returns whether the given tensors, which one function or generator holds, are a pile. If not, the
+                function's own holder is yielded, since that may hold many functions with one tensor each.
+            end: The value of `time.thread_time()` at which the search ends.
         """
         least = LEAST_SHARE * bytes_of(among)
         for signature in largest_signatures(among):
@@ -150,13 +150,13 @@ class HolderSearch:
         return holder, pile
 
     def holder_of(self, held: Any, *, ignore: Sequence[Any], past_functions: bool = False) -> TensorHolder | None:
-        """Return the holder of an object: the object itself if it is known, otherwise what `find_holder` finds."""
+        """Return the holder of an object: the object itself if its name is known, otherwise as `find_holder` does."""
         if id(held) in self._names:
             return TensorHolder(held, self._names[id(held)], (), ())
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)
 
     def _in_place_of(self, holder: TensorHolder | None, held: Any) -> list[LivingTensor]:
-        """Return the remaining tensors that are in the same container as the tensor `held`, and `held` itself."""
+        """Return the tensors in `remaining` that share a container with the tensor `held`, including `held` itself."""
         there = [held] if holder is None else [held, *holder.holds()]
         found = (storage_of(one) for one in there if is_a(one, Tensor))
         keys = dict.fromkeys(one[0] for one in found if one is not None)
@@ -164,7 +164,7 @@ class HolderSearch:
 
 
 def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
-    """Return whether tensors are expected to pile up: their container has a maximum size, or Lightning holds them."""
+    """Return whether a pile is harmless: its container has a maximum size, or Lightning keeps it and it is small."""
     owner = type(holder.root).__module__
     bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)
@@ -177,7 +177,7 @@ def _has_limit(container: Any) -> bool:
 
 
 def names_of_run(model: nn.Module, others: Iterable[Any]) -> dict[int, str]:
-    """Return the names of a model, its modules, and the other objects of a run, by `id`."""
+    """Return the names of a model, its modules and the other objects of a run, by the `id` of each object."""
     return {id(one): type(one).__name__ for one in others if one is not None} | names_of_modules(model)
 
 

@@ -33,7 +33,7 @@ _OF_THE_SEARCH = __name__.rpartition(".")[0]
 
 
 class ReferenceKind(Enum):
-    """The kinds of references between Python objects."""
+    """The kinds of references between Python objects, such as an attribute or an element of a list."""
 
     ATTRIBUTE = auto()
     KEY = auto()  # a value of a dict
@@ -70,15 +70,15 @@ class ReferenceStep:
 
 
 def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether an object's type is a subclass of `kinds`, without running code of a proxy or lazy object."""
+    """Return whether an object's type is a subclass of `kinds`. Unlike isinstance, this runs no code of proxies."""
     return issubclass(type(one), kinds)
 
 
 def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
-    """Return the references along a chain of objects, each of which holds the next, from the outermost inward.
+    """Return the references along a chain of objects, in which each object holds the next.
 
-    Objects that Python puts in between (a `__dict__`, a closure's tuple and cell, nn.Module's registers) are left out,
-    so there can be fewer steps than links.
+    Objects that Python puts in between are skipped, such as a `__dict__`, the cells of a closure, or the dicts in
+    which nn.Module keeps its parameters. So there can be fewer references than links in the chain.
     """
     steps: list[ReferenceStep] = []
     at = 0
@@ -91,7 +91,7 @@ def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
 
 
 def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
-    """Yield the objects that the steps lead to from a root; at a container, follow each of its elements."""
+    """Yield the objects to which the references `steps` lead from `root`. At a container, follow all its elements."""
     if not steps:
         yield root
         return
@@ -107,7 +107,7 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
 
 
 def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
-    """Yield each reference that Python code can follow from `holder`, such as an attribute, and the object there."""
+    """Yield each reference that Python code can follow from `holder`, such as an attribute, and the object it holds."""
     if is_a(holder, dict):
         yield from ((ReferenceStep(ReferenceKind.KEY, key), held) for key, held in list(holder.items()))
     elif is_a(holder, (list, tuple, deque)):
@@ -130,7 +130,7 @@ def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
 
 
 def namespace_of(holder: Any) -> dict[str, Any] | None:
-    """Return an object's own `__dict__`; None if it has none, or is a class."""
+    """Return the `__dict__` of an object; None for a class, or for an object without one."""
     if is_a(holder, type):
         return None
     try:
@@ -141,7 +141,7 @@ def namespace_of(holder: Any) -> dict[str, Any] | None:
 
 
 def content_of(cell: CellType) -> Any:
-    """Return the value in a cell of a closure; None if the cell is empty."""
+    """Return the value that a closure's cell contains; None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet, or was deleted
@@ -155,11 +155,11 @@ def _short(key: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorHolder:
-    """An object with a name that holds a tensor, and the references that lead from it to the tensor.
+    """A named object that holds a tensor, directly or through others, and the references that lead to the tensor.
 
     Attributes:
-        root: The outermost object.
-        name: The root's name, such as ``"MyModel"`` or ``"MyModel.metric"``; for a function with its file and line.
+        root: The named object.
+        name: Its name, such as ``"MyModel"`` or ``"MyModel.metric"``. A function's name includes its file and line.
         steps: The references from the root to the tensor.
         links: Every object on the way to the tensor, starting with the root and excluding the tensor.
     """
@@ -176,24 +176,24 @@ class TensorHolder:
 
     @property
     def container_path(self) -> str:
-        """The expression for the first list, dict or set on the way, such as ``"MyModel.outputs"``; `path` if none."""
+        """The expression for the outermost container of the tensor, such as ``"MyModel.outputs"``; else `path`."""
         return self._spelled(self._steps_to_container())
 
     @property
     def place(self) -> str:
-        """The closure in which `path` begins, such as ``" in the closure of hook (run.py:12)"``; "" without one."""
+        """The words ``" in the closure of hook (run.py:12)"`` if `path` begins with a closure's variable; else ""."""
         if self.steps and self.steps[0].kind is ReferenceKind.VARIABLE:
             return f" in the closure of {self.name}"
         return ""
 
     @property
     def is_gradient(self) -> bool:
-        """True if the tensor is the gradient of another one."""
+        """True if the tensor is the gradient of another tensor."""
         return bool(self.steps) and self.steps[-1].key == GRADIENT
 
     @property
     def container(self) -> Any:
-        """The object at `container_path`."""
+        """The object that `container_path` names."""
         return next(follow(self.root, self._steps_to_container()), None)
 
     def holds(self) -> Iterator[Any]:
@@ -227,7 +227,7 @@ def find_holder(
         held: The object that is held.
         names: The names of known objects by `id`, as `names_of_modules` returns them.
         ignore: Containers of the caller that hold the object too.
-        past_functions: If a function or generator holds the object, whether to return the holder of that function.
+        past_functions: Whether to search on past functions and generators, for the object that holds them.
 
     Returns:
         The holder; None if Python's garbage collector sees none. Local variables of running functions do not count, and
@@ -271,7 +271,7 @@ def find_holder(
 
 
 def is_ours(root: Any) -> bool:
-    """Return whether the root of a holder belongs to this package; holders in the user's code take precedence."""
+    """Return whether the object that holds a tensor belongs to this package, and not to the user's code."""
     kind = root if is_a(root, (FunctionType, type)) else type(root)
     name = root.get("__name__") if is_a(root, dict) else kind.__module__
     return str(name).startswith(_OURS)
@@ -323,7 +323,7 @@ def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Ten
 
 
 def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
-    """Return a name by which the user can find a known object, function, class or similar; None for other objects."""
+    """Return the name by which a user can find an object, such as a function or a class; None if it has no name."""
     if id(candidate) in names:
         return names[id(candidate)]
     if is_a(candidate, FunctionType):

@@ -46,7 +46,7 @@ def find_holdings(
     is_young: Callable[[Tensor], bool] | None = None,
     seconds: float = 3.0,
 ) -> Holdings:
-    """Find who holds memory of a device that does not belong to the model, its optimizers or its batch.
+    """Find the objects that hold device memory other than that of the model, its optimizers and the batch.
 
     Tensors that share a storage count once. Tensors in variables of the user's running functions count too, under the
     name of the variable.
@@ -57,8 +57,8 @@ def find_holdings(
         optimizers: The optimizers of the model.
         batch: The present batch.
         names: The names of the objects of the run, by `id`.
-        is_young: Returns True if a tensor was allocated since the present batch began; None if that is not known.
-        seconds: The seconds of processor time after which no further holder is searched for.
+        is_young: Returns whether a tensor was allocated since the present batch began; None if this cannot be told.
+        seconds: The processor time in seconds after which the search ends.
     """
     end = time.thread_time() + seconds
     is_young = is_young or (lambda _: False)
@@ -76,14 +76,14 @@ def find_holdings(
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], is_young: Callable[[Tensor], bool]) -> list[LivingTensor]:
-    """Return the tensors that are older than the present batch, except those with storages in `left_out`."""
+    """Return the tensors that are older than the present batch, except those whose storage id is in `left_out`."""
     return [one for one in TensorCensus(on_device).take(left_out) if not any(map(is_young, one.tensors))]
 
 
 class _HoldingSearch:
-    """Finds what holds the tensors in `remaining`, and sums them up in `Holding` objects.
+    """Finds what holds the tensors in `remaining`, and summarizes what each object holds in a `Holding`.
 
-    Tensors that only C++ holds go to `unheld`. The bytes that an autograd graph has saved count for the graph's tensor.
+    Tensors that only C++ holds go to `unheld`. What an autograd graph has saved is counted with the graph's tensor.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class _HoldingSearch:
         self._found: list[Holding] = []
 
     def find_owners(self, own_optimizers: Sequence[Optimizer], end: float) -> None:
-        """Find what holds the models and optimizers that do not belong to the run."""
+        """Find what holds models and optimizers other than those of the present run."""
         own = {id(one) for one in own_optimizers}
         living = instances_of(nn.Module, Optimizer)
         modules = outermost([one for one in living if is_a(one, nn.Module)])
@@ -125,7 +125,7 @@ class _HoldingSearch:
         return [self.remaining[key] for key in storages & self.remaining.keys()]
 
     def find_piles(self, end: float) -> None:
-        """Find the holders of the remaining tensors, which belong to no model or optimizer; the largest piles first."""
+        """Find what holds the remaining tensors, which no model or optimizer owns. Start with the largest piles."""
         for holder, pile in self._search.piles([*self.remaining.values()], lambda pile: len(pile) > 1, end=end):
             self._add(holder, pile)
 
@@ -178,7 +178,7 @@ class _HoldingSearch:
 
 
 def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor's autograd graph has saved. Skip the nodes in `seen`, and add the others to it.
+    """Yield the tensors that a tensor's autograd graph has saved. Skip nodes in `seen`, and add those visited to it.
 
     Saved tensors with hooks, as under checkpointing, are left out, because reading them would run the hooks.
     """

@@ -17,7 +17,7 @@ _MAX_KINDS = 3
 
 @dataclass(frozen=True, slots=True)
 class LeakReport:
-    """Reports memory that grew in several readings in a row, and the tensors that piled up meanwhile.
+    """A leak that was found: memory that grew in several readings in a row, and the tensors that piled up meanwhile.
 
     Attributes:
         in_a_row: The number of readings in a row in which memory grew.
@@ -52,7 +52,7 @@ class LeakReport:
 
 
 class LeakDetector:
-    """Reports tensors that pile up in `warn_after` readings in a row. These rules keep it silent in healthy runs.
+    """Reports tensors that pile up in `warn_after` readings of memory in a row. These rules prevent false alarms.
 
     * What the model and its optimizers own does not count, whenever it is allocated.
     * Tensors count only if one container still holds some from each interval between these readings. So nothing that is
@@ -105,7 +105,7 @@ class LeakDetector:
         return LeakReport(len(self._levels) - 1, self._levels[-1] - self._levels[0], findings)
 
     def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
-        """Return whether memory grew since the last reading; if it did not, start again from this reading."""
+        """Return whether memory grew since the last reading. If not, this reading becomes the new baseline."""
         if self._levels and unaccounted_bytes > self._levels[-1]:
             if collect is not None and len(self._levels) == self._next_look:  # a report may follow
                 unaccounted_bytes = collect()
@@ -118,7 +118,7 @@ class LeakDetector:
         return False
 
     def _find_growing_tensors(self, owned: Owned) -> list[Holding]:
-        """Find the tensors on the device, and once growth has gone on for long enough, return those that pile up."""
+        """Look at the tensors on the device. Once memory has grown for long enough, return those that pile up."""
         n_growths = len(self._levels) - 1
         # If the wait for the next look is longer, only the last readings matter.
         if n_growths <= self._next_look - self._warn_after:

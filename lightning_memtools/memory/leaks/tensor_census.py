@@ -27,7 +27,7 @@ class LivingTensor:
         key: The id of the storage (`storage_of`).
         tensors: The tensors.
         n_bytes: The memory that the storage occupies.
-        born: The number of the census that first found the storage.
+        born: The number of the pass over all tensors that first found the storage.
         owners: The leaf tensors whose gradients are in the storage.
     """
 
@@ -44,12 +44,12 @@ class LivingTensor:
 
     @property
     def has_graph(self) -> bool:
-        """True if a tensor of this storage holds an autograd graph; others may be detached."""
+        """True if any tensor that shares this storage has an autograd graph."""
         return any(tensor.grad_fn is not None for tensor in self.tensors)
 
 
 class TensorCensus:
-    """Counts the living tensors on demand, and remembers when each was first seen, without keeping any alive.
+    """Lists the living tensors on demand, and remembers when each was first seen, without keeping any alive.
 
     A census visits all objects that Python's garbage collector tracks, which takes 20 to 100 ms per million.
     """
@@ -102,8 +102,8 @@ def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | No
 def blocks_to_walk() -> int:
     """Return the approximate number of memory blocks of the objects that Python's garbage collector visits.
 
-    It serves to estimate the time of a pass over all objects. Objects that `gc.freeze` has hidden are not visited; with
-    torch and Lightning imported, an object takes about four blocks.
+    The number serves to estimate how long a pass over all objects takes. Objects that `gc.freeze` has hidden are not
+    counted. With torch and Lightning imported, an object takes about four blocks.
     """
     return max(0, sys.getallocatedblocks() - 4 * gc.get_freeze_count())
 
