@@ -143,7 +143,7 @@ class StepPlanner:
 
     @cached_property
     def in_chunks(self) -> LossInChunks | None:
-        """What computing the loss in chunks saves; None if no linear layer's output goes into a cross-entropy."""
+        """The saving by computing the loss in chunks; None if no linear layer's output goes into a cross-entropy."""
         # The user's step may do anything with logits that are not there; what is wrong with it is found later.
         with suppress(Exception):
             return loss_in_chunks(self._step)

@@ -98,6 +98,5 @@ def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
         weights.append(module.state_dict())
     plan = callbacks[0].plan
     assert plan.refused is None
-    # Most of a detector's memory is at its heads, after the layers that may run twice.
     assert plan.planned.activation_bytes < (0.98 if name == "a detector" else 0.75) * plan.plain.activation_bytes
     assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
