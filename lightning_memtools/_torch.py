@@ -436,11 +436,6 @@ KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 """True if a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
 
-def clear_cublas_workspaces() -> None:
-    """Free the workspaces that torch keeps for cuBLAS; there is no public API for this."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -> None:
     """Make the CUDA allocator call an observer before it raises an out-of-memory error; torch has no public hook.
 

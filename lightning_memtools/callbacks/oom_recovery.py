@@ -167,7 +167,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         if mine.n_recovered and not before[0]:
             warnings.warn(f"OOMRecovery: {mine.latest}", FindingWarning, stacklevel=2)
             for callback in callbacks_of(trainer):
-                if isinstance(callback, OOMReport) and not any(before):
+                if isinstance(callback, OOMReport) and not before[1]:
                     callback.report_recovered(trainer, mine.latest)
         scalars = {"memory/oom_recoveries": mine.n_recovered + elsewhere, "memory/micro_batches": mine.n_parts}
         log_scalars(trainer, scalars, training_step(trainer))

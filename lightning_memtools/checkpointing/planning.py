@@ -102,7 +102,6 @@ class StepPlanner:
 
     Args:
         step: The training step, as it can be traced on fake tensors.
-
     """
 
     def __init__(self, step: TracedStep) -> None:
@@ -221,9 +220,11 @@ class _PlanSearch:
         """Return the best plan. If no plan is worth its cost, return one that recomputes nothing and says why."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
+        limit = self.options.limit(self.plain)
+        if limit is not None and self.start.peak_bytes <= limit:
+            return self._plan((), f"The peak of {format_size(self.start.peak_bytes)} is within the budget.")
         # A little above the plain peak, because sizes are rounded.
         least = LeastRecomputation(self.parts, int(1.02 * max(self.start.peak_bytes, self.plain.peak_bytes)))
-        limit = self.options.limit(self.plain)
         if limit is not None:
             return self._fitting(limit, least, nearest=nearest)
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
@@ -268,8 +269,6 @@ class _PlanSearch:
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
         """Return the plan with the least recomputation within `limit`. If none fits, raise or return the `nearest`."""
-        if self.start.peak_bytes <= limit:
-            return self._plan((), f"The peak of {format_size(self.start.peak_bytes)} is within the budget.")
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):
@@ -293,10 +292,11 @@ class _PlanSearch:
 def _too_small(options: CheckpointOptions, limit: int, smallest: CheckpointPlan) -> BudgetTooSmallError:
     budget = options.budget_share if options.budget_bytes is None else format_size(limit)
     share = smallest.planned.activation_bytes / max(smallest.plain.activation_bytes, 1)
+    norms = ', or let BatchNorm and Dropout run twice (bn_dropout="recompute")' if options.bn_dropout == "skip" else ""
     return BudgetTooSmallError(
         f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). The smallest reachable peak is "
         f"{format_size(smallest.peak_bytes)}, {share:.3g} of the plain step's activations, by recomputing "
-        f"{smallest.recomputed(3)} ({smallest.extra_operations:.0%} more operations). Next: raise the budget, make the "
-        'batch smaller, or let layers of BatchNorm and Dropout be recomputed (bn_dropout="recompute").',
+        f"{smallest.recomputed(3)} ({smallest.extra_operations:.0%} more operations). "
+        f"Next: raise the budget{' or make the batch smaller' * (options.budget_share is None)}{norms}.",
         smallest.peak_bytes,
     )

@@ -94,10 +94,10 @@ class _ForwardOperation:
     place: CodeLine | None
 
 
-def is_bad(tensor: Tensor) -> bool:
-    """Return True if a tensor holds NaN or Inf. Waits for the device."""
+def bad_floats_of(tensor: Tensor) -> Tensor | None:
+    """Return the floating-point values of a tensor if any is NaN or Inf, else None. Waits for the device."""
     floats = floats_of(tensor)
-    return floats is not None and not bool(torch.isfinite(floats).all())
+    return None if floats is None or bool(torch.isfinite(floats).all()) else floats
 
 
 def facts_of(tensor: Tensor, *, only_nan: bool = False) -> TensorFacts | None:
@@ -199,10 +199,10 @@ class OperationTrace(DispatchMode):
         return copied
 
     def _use(self, tensor: Tensor, key: int | None = None) -> BadUse | None:
-        if not is_bad(tensor):
+        if (floats := bad_floats_of(tensor)) is None:
             return None
-        key, floats = self.memory.key(tensor) if key is None else key, floats_of(tensor)
-        return None if key is None or floats is None else BadUse(key, bool(floats.isnan().any()))
+        key = self.memory.key(tensor) if key is None else key
+        return None if key is None else BadUse(key, bool(floats.isnan().any()))
 
     def _bad_among(self, values: Sequence[Any], keys: dict[int, int]) -> Iterator[BadUse]:
         for value in values:
@@ -329,6 +329,6 @@ def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
 
     try:
         args, kwargs = tree_map_only((Tensor, torch.dtype), widen, (args, kwargs))
-        return not any(is_bad(tensor) for tensor in _tensors(func(*args, **kwargs)))
+        return all(bad_floats_of(tensor) is None for tensor in _tensors(func(*args, **kwargs)))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks, release_failed_step
-from lightning_memtools._torch import clear_cublas_workspaces
 from tests.callbacks.recovery_runs import (
     TIGHT,
     FailsOnce,
@@ -291,7 +290,7 @@ class OnCuda(Sequences):
 )
 def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
     gc.collect()
-    clear_cublas_workspaces()  # of other tests; a recovery frees them too
+    torch._C._cuda_clearCublasWorkspaces()  # of other tests; a recovery frees them too
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda")  # leaves 1 GiB

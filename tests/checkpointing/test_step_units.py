@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools._torch import clear_cublas_workspaces
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner
@@ -43,7 +42,7 @@ def test_predicted_peaks_are_those_of_pytorchs_allocator(kind):
     assert plan.planned.peak_bytes < 0.7 * plan.plain.peak_bytes
     for cost, chains in ((plan.plain, ()), (plan.planned, plan.chains)):
         gc.collect()
-        clear_cublas_workspaces()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         others = torch.cuda.memory_allocated()
         on_device, given = copy.deepcopy(model).cuda(), batch.cuda()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memtools._torch import SilentGroup, clear_cublas_workspaces, reduces_over
+from lightning_memtools._torch import SilentGroup, reduces_over
 from lightning_memtools.recovery.gradient_exchange import GradientExchange
 from tests.integration.recovery_on_ranks import RunsOut
 
@@ -36,7 +36,7 @@ def only_rank():
     distributed.destroy_process_group()
     gc.collect()
     if torch.cuda.is_available():
-        clear_cublas_workspaces()  # other tests of this process compare what is allocated
+        torch._C._cuda_clearCublasWorkspaces()  # other tests of this process compare what is allocated
         torch.cuda.empty_cache()
 
 

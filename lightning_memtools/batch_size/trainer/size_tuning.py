@@ -173,8 +173,8 @@ class SizeTuning:
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
         """Apply the found batch sizes to attributes and loaders, and recreate the optimizers and schedulers."""
-        for stage in stages[:1]:  # after the fit, the attribute that both stages share holds training's size
-            sizes.write(self.found[stage], for_loggers=True)
+        if stages:  # after the fit, the attribute that both stages share holds training's size
+            sizes.write(self.found[stages[0]], for_loggers=True)
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
             sizes.set(stage, size)
         if self.accumulate is not None:
