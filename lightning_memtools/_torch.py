@@ -164,7 +164,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return the function with which `module.compile()` replaced the module's call, or None; there is no public API."""
+    """Return the compiled function that a module calls after `module.compile()`, or None. No public API gives it."""
     return getattr(module, "_compiled_call_impl", None)
 
 

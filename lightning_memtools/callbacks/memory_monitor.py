@@ -111,7 +111,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to measure the forward phase. At the first batch of the step `snapshot_at_step`, start the snapshot."""
+        """Start measuring the forward phase. At the first batch of the step `snapshot_at_step`, start the snapshot."""
         if training_step(trainer) == self.snapshot_at_step and self._step_snapshot is None:
             self._step_snapshot = StepSnapshot.begin(reader_for(self._device), pl_module, trainer.optimizers, batch)
             if self._step_snapshot is None:
@@ -120,7 +120,7 @@ class MemoryMonitor(WatchingCallback):
         self._begin_phase("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Start to measure the backward phase."""
+        """Start measuring the backward phase."""
         self._begin_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,7 +128,7 @@ class MemoryMonitor(WatchingCallback):
         self._running.leave_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Start to measure the optimizer phase."""
+        """Start measuring the optimizer phase."""
         self._begin_phase("optimizer")
 
     def on_train_batch_end(

@@ -72,7 +72,7 @@ class Recipe:
 
 
 class StepListener:
-    """Provides the batches of a run, and is told when each phase of a step begins. This base class has no batches."""
+    """Provides the batches of a run, and is notified when a phase of a step begins. This base class provides none."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Called when a phase of a step begins: "inputs", "forward", "backward", "clip", "optimizer" or "outputs"."""

@@ -25,7 +25,7 @@ class RankFacts:
         device_s: The seconds that each phase took on the GPU; None without a GPU.
         behind_share: The fraction of steps that the GPU began only after the host had queued their whole backward.
         peak_bytes: The peak of allocated bytes in training and validation; None if the device does not record peaks.
-        reserved_bytes: The peak of reserved bytes, likewise.
+        reserved_bytes: The same for reserved bytes.
         capacity_bytes: The total memory of the device in bytes; None if unknown.
         composition_bytes: The bytes by category, such as activations, at the memory peak of training; None if unknown.
         batch_size: The largest number of samples in a training batch; None if unknown.

@@ -37,7 +37,7 @@ class RunMeter:
         self.n_batches = 0
 
     def enter(self, stage: Any) -> None:
-        """Start to measure a stage: "train", or "val" for a validation run within training."""
+        """Start measuring a stage: "train", or "val" for a validation run within training."""
         if self._stages is not None:
             self._stages.enter(stage)
         self.times.switch("rest" if stage == "train" else "validation")

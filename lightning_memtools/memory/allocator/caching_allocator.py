@@ -28,7 +28,7 @@ _ROUND_MASK = ~(MIN_BLOCK - 1)
 
 
 class CachingAllocator:
-    """Simulates PyTorch's CUDA caching allocator on a simulated device; all sizes in bytes.
+    """Simulates PyTorch's CUDA caching allocator on a simulated device. All sizes are in bytes.
 
     Nothing runs on the simulated device, so a freed block can be reused at once.
 

@@ -27,7 +27,7 @@ Observer = Callable[[str, int, int, FreeBlocks, str | None], None]
 
 
 class DeviceSegments:
-    """Holds the segments that are reserved from a device; all sizes in bytes.
+    """Holds the segments that are reserved from a device. All sizes are in bytes.
 
     Attributes:
         capacity: The total memory of the device; None for no limit.

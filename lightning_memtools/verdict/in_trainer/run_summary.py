@@ -86,7 +86,7 @@ class RunSummary(WatchingCallback):
             self._heard[tag] = int(scalars.get(tag, self._heard[tag]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure the time and memory of training."""
+        """Start measuring the time and memory of training."""
         if self._meter is not None and self._undo is not None:
             self._meter.enter("train")
             profiler = trainer.profiler  # type: ignore[attr-defined]  # a connector sets it
@@ -125,7 +125,7 @@ class RunSummary(WatchingCallback):
             self._meter.end_batch(pl_module, trainer.optimizers, batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure a validation run within training."""
+        """Start measuring a validation run within training."""
         if self._meter is not None and not trainer.sanity_checking:
             self._meter.enter("val")
 
