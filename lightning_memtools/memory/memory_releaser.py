@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time that a collection may take: `seconds` or, if longer, the fraction `share` of the time since the last."""
+    """The time allowed for a garbage collection: `seconds`, or `share` of the time since the last one if longer."""
 
     seconds: float
     share: float

@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Find the events that wrote the bad inputs of event `index`. Return (index, whether to follow NaN) of each."""
+        """Return the events that wrote the bad inputs of event `index`, each as (index, whether to follow NaN)."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []

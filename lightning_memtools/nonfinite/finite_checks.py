@@ -167,7 +167,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return the tensors with NaN or Inf, given (name, values, norm) of each. Those with a finite norm are not read."""
+    """Return the tensors with NaN or Inf, given (name, values, norm) for each. If the norm is finite, skip it."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

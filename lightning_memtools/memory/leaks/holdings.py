@@ -152,7 +152,7 @@ class _HoldingSearch:
         )
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that the autograd graphs of `tensors` have saved; each saved tensor counts only once."""
+        """Count what the autograd graphs of `tensors` have saved. Return the bytes that were not counted before."""
         total = 0
         for tensor in tensors:
             for saved in _saved_by(tensor, self._nodes):
