@@ -19,7 +19,7 @@ _OPTIONS = ("--gpu", "--capacity", "--devices", "--help", "-h")
 
 
 def main(arguments: list[str]) -> None:
-    """Parse the command line, and replace this process with its program, which sees simulated CUDA devices."""
+    """Parse the command line, and replace this process with the user's program, which sees simulated CUDA devices."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_memtools.null_cuda",
         description="Run Python on CUDA devices that account for memory and compute nothing.",

@@ -35,7 +35,7 @@ def computes_nothing(device: torch.device) -> bool:
 def null_devices(
     gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
 ) -> dict[str, str]:
-    """Return the environment variables of simulated devices like a known GPU, with its memory capacity or another one.
+    """Return environment variables that describe simulated devices: a known GPU, with its own or another capacity.
 
     Args:
         gpu: The name of a GPU, such as "RTX 4090"; by default the GPU that ``capacity`` names, or an A100.

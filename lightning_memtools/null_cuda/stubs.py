@@ -176,7 +176,7 @@ def _torch_libraries(folder: Path) -> Iterable[Path]:
 
 
 def _asked_functions(folder: Path) -> dict[str, str]:
-    """Return a dict of the functions that torch's libraries import to the symbol versions they need ("" for none)."""
+    """Return a dict from each function that torch's libraries import to its symbol version ("" for none)."""
     found: dict[str, str] = {}
     for path in _torch_libraries(folder):
         for line in _run("nm", "-D", "--undefined-only", path).splitlines():

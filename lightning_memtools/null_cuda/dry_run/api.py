@@ -26,10 +26,10 @@ _ADVICE_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunSpec:
-    """The arguments of `dry_run` for the child process that runs the script, as JSON values.
+    """The arguments of `dry_run` as JSON values, for the child process that runs the script.
 
     Attributes:
-        checks_seconds: The CPU seconds that an out-of-memory report may spend on trying changes; None for the default.
+        checks_seconds: The CPU seconds for an out-of-memory report to try ways to save memory; None for the default.
     """
 
     program: str
@@ -59,8 +59,8 @@ def dry_run(
     """Run a training script on a simulated CUDA device that computes nothing, and return the memory that it needs.
 
     The script runs unchanged in a child process, on PyTorch's own CUDA code: the real caching allocator, the real
-    optimizers, autograd and autocast. Only NVIDIA's libraries are stubs. All values that are read back from the device
-    are zero. Lightning Trainers are cut to a few steps and write to a separate directory.
+    optimizers, autograd and autocast. Only NVIDIA's libraries are replaced with stubs. All values that are read back
+    from the device are zero. Lightning Trainers run only a few steps and write to a separate directory.
 
     Args:
         program: The path of the script, or the name of a module.
@@ -70,13 +70,13 @@ def dry_run(
         capacity: The capacity of the device, such as "24GiB"; by default that of the GPU.
         devices: The number of devices, with one rank on each; only one rank is run.
         rank: The rank to run.
-        steps: Optimizer steps of each training run, and batches of each evaluation run; None for no limit.
-        advise: If memory runs out in a Trainer, try changes for up to two minutes of CPU time.
+        steps: The number of optimizer steps per training run, and of batches per evaluation run; None for no limit.
+        advise: If memory runs out in a Trainer, try changes that save memory, for up to two minutes of CPU time.
         directory: The folder for logs and checkpoints of the run; by default a temporary one.
         output: The file that the script prints to; by default this process's standard output.
 
     Raises:
-        DryRunError: There is no CUDA build of torch, no C compiler, this is not Linux, or the process died.
+        DryRunError: There is no CUDA build of torch or no C compiler, this is not Linux, or the child process died.
         FileNotFoundError: The script does not exist.
         ValueError: The name of the GPU is unknown, or a number is out of range.
     """
@@ -105,7 +105,7 @@ def dry_run(
 
 
 def _run(spec: DryRunSpec, devices: Mapping[str, str], output: IO[Any] | None) -> DryRunResult:
-    """Run the script in a child process, return the result, and end all processes that the child started."""
+    """Run the script in a child process, with the environment variables in `devices` added, and return the result."""
     place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
     wanted, result = place / "dry_run_spec.json", place / "dry_run.json"

@@ -76,7 +76,7 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
-    """Context manager: track the tensor values that can be known without a GPU, until torch.compile is called."""
+    """Context manager: track which tensor values are known without a GPU. A call to torch.compile ends this."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
@@ -97,7 +97,7 @@ def _values_followed() -> Iterator[KnownValues]:
 
 
 def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `trunc_normal_` that resamples CUDA tensors once; the original loops until all values are in range."""
+    """Wrap `trunc_normal_` so that it resamples a CUDA tensor only once, not until all values are in range."""
 
     def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_cuda:
@@ -200,7 +200,7 @@ def _end_here() -> None:
 
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
-    """Return the stages. If the allocation history is complete, add the parts that each peak consists of."""
+    """Return the stages, with their peaks broken down by category, module and line if the history is complete."""
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
     holders = observer.owners.holders(entries)
@@ -221,7 +221,7 @@ def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[
 
 
 def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
-    """Return the largest known GPU that is too small for the recorded run, and the smallest that suffices."""
+    """Replay a memory snapshot on known GPUs. Return the largest GPU that is too small and the smallest that is not."""
     entries = snapshot["device_traces"][device]
     if not entries:
         return None, None
@@ -237,7 +237,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
 
 
 def _advice(observer: RunObserver) -> list[DryRunAdvice]:
-    """Return the changes that were tried for a Trainer's last out-of-memory report; [] if there is no report."""
+    """Return the changes that the last out-of-memory report tried in order to save memory; [] without a report."""
     tried = next((one.advice for one in reversed(observer.reporting) if one.advice), ())
     fits = {Outcome.ENOUGH: True, Outcome.NOT_ENOUGH: False, Outcome.USELESS: False}
     return [

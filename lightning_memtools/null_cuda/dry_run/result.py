@@ -70,18 +70,18 @@ class DryRunResult:
         status: 0 if the run fits, 3 if it ran out of memory, 1 if the program failed with another error.
         error: The message of the error that ended the run, or None.
         report: The file of the out-of-memory report, if one was written.
-        stages: The peaks of each stage.
+        stages: The peak memory of each stage.
         smallest_fitting: Two names: the largest known GPU that is too small for the run, and the smallest on which it
-            fits; None where there is none. This is an estimate, because another GPU may run other kernels.
+            fits; None if there is no such GPU. This is an estimate, because another GPU may run other kernels.
         notes: Remarks on this run, for the user.
-        assumed: Each line of code that read a value from the device, with the value that was assumed, because nothing
-            is computed there. Whether the run fits depends on these assumptions.
+        assumed: Each line of code that read a value from the device, with the value that was assumed. Whether the run
+            fits depends on these assumptions, because the device computes nothing.
         optimizer_steps: The number of optimizer steps that ran; None if the script has no optimizer.
         rank: The rank that was run.
         devices: The number of ranks.
         directory: The folder of the run's files.
         torch: The version of torch.
-        advice: If memory ran out in a Trainer, the changes that were tried, best first.
+        advice: If memory ran out in a Trainer, the changes that were tried in order to save memory, best first.
     """
 
     device: str
@@ -102,12 +102,12 @@ class DryRunResult:
 
     @property
     def fits(self) -> bool:
-        """Return True if the run ended without an error. If the script has an optimizer, it must have stepped."""
+        """Return True if the run ended without an error. If there is an optimizer, at least one step must have run."""
         return self.status == FITS and self.optimizer_steps != 0
 
     @property
     def verdict(self) -> str:
-        """A sentence that says whether the run fits, and which assumptions this depends on."""
+        """A sentence that says whether the run fits, and which assumed values this depends on."""
         if self.status == OUT_OF_MEMORY:
             return f"It runs out of memory. {self.error}"
         if self.status == FAILED:

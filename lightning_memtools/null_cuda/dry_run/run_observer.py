@@ -27,13 +27,13 @@ WHOLE_SCRIPT = "script"
 
 
 class RunObserver:
-    """Records the peak memory of each stage of a script, and which tensors own memory blocks. Needs no Lightning.
+    """Records, in a dry run, the peak memory of each stage and the owners of memory blocks. Works without Lightning.
 
     Attributes:
         notes: Remarks for the result of the dry run.
         stages: The peaks of each stage that a Trainer has run.
-        owners: Records which model, optimizer or batch owned each memory block at which time.
-        files: Redirects the files that the script writes.
+        owners: Records which model, optimizer or batch owned each memory block, and when.
+        files: Redirects files, so that the script does not overwrite existing ones.
         reporting: The OOMReport callbacks of all Trainers.
         n_steps: The number of optimizer steps so far, in Trainers and outside.
     """
@@ -88,20 +88,20 @@ class RunObserver:
             self._watch = StageWatch(self._counter)
 
     def enter(self, stage: Stage) -> None:
-        """Begin to measure a stage."""
+        """Begin to measure the memory of a stage, such as "val"."""
         if self._watch is not None:
             self._watch.enter(stage)
             self.owners.enter(stage)
 
     def leave(self, stage: Stage) -> None:
-        """Stop measuring a stage."""
+        """Stop measuring the memory of a stage."""
         if self._watch is not None and self._watch.running == stage:
             self._watch.point(stage)
             self._watch.leave(stage)
             self.owners.enter(self._watch.running)
 
     def phase(self, phase: Phase | None) -> None:
-        """Label allocations from now on with a phase of the training step, or with none."""
+        """Label allocations from now on with a phase of the training step, such as "forward"; None for no phase."""
         for labels in self._labels:
             labels.enter_phase(phase or "")
 
@@ -131,7 +131,7 @@ class RunObserver:
         self.owners.enter(None)
 
     def whole_script(self) -> DryRunStage:
-        """Return the highest memory use since the script began, as a stage."""
+        """Return the peak memory since the script began, as a stage named "script"."""
         self._counter.fold()
         allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)

@@ -31,7 +31,7 @@ class ScriptFiles:
         self._new: set[Path] = set()
 
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path to write to: `path`, or a path in the dry run's folder if `path` is a file of the user."""
+        """Return `path` or, if the user already has a file there, a path in the dry run's folder to write to."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
@@ -45,7 +45,7 @@ class ScriptFiles:
         return path
 
     def to_read(self, file: Any) -> Any:
-        """Return the path to which the script's writes to `file` were redirected, or `file` if they were not."""
+        """Return the path to read instead of `file`, if writing to `file` was redirected. Otherwise, return `file`."""
         path = getattr(file, "name", file)  # Lightning opens files itself
         return self._moved.get(Path(path).resolve(), file) if isinstance(path, (str, os.PathLike)) else file
 
@@ -65,7 +65,7 @@ class ScriptFiles:
         torch.save, torch.load = guarded_save, guarded_load
 
     def guard_save(self, owner: type, name: str) -> None:
-        """Patch a method `owner.name`, which saves to a path, so that it writes to the redirected path."""
+        """Patch `owner.name`, a method that saves to a path, so that it does not overwrite the user's files."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -76,7 +76,7 @@ class ScriptFiles:
 
 
 def _changed(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested dicts, lists and tuples, with `change` applied to each plain tensor."""
+    """Return a copy of nested dicts, lists and tuples, with `change` applied to each Tensor, except subclasses."""
     if type(thing) is Tensor:
         return change(thing)
     if isinstance(thing, dict):
@@ -96,5 +96,5 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Return a large CUDA tensor in full: only a single zero of it was saved. Return other tensors unchanged."""
+    """Expand a loaded CUDA tensor if it is large, because it was saved as a single zero. Return others unchanged."""
     return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor

@@ -23,7 +23,7 @@ _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 def cut_trainers_when_imported(observer: RunObserver) -> None:
-    """Limit Trainers to a few steps, by a patch that is applied when the script imports Lightning."""
+    """Limit Trainers to a few steps, by patching Lightning as soon as the script imports it."""
 
     def cut(package: str, module: ModuleType) -> None:
         _cut_trainer(observer, module.Trainer, importlib.import_module(package))
@@ -41,13 +41,13 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function with a module as soon as the script has imported it."""
+    """An import hook: once a module has been imported, it calls the function that is registered for this module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
         self._functions = dict(functions)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's spec, with a loader that calls the function after it has executed the module."""
+        """Return a spec whose loader also calls the function registered for the module; None if none is registered."""
         function = self._functions.pop(name, None)
         spec = None if function is None else importlib.util.find_spec(name)
         if function is None or spec is None or spec.loader is None:
@@ -86,7 +86,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
 
 def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Trainer method so that it skips loading a checkpoint of the dry run that was never written."""
+    """Wrap a Trainer method, such as `test`, to ignore a checkpoint path to which the dry run has saved nothing."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
@@ -170,7 +170,7 @@ class _LargestLast:
 
 
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
-    """Return a loader that yields its largest batch last; `loader` itself if sizes are unknown or all batches run."""
+    """Cut a loader so that the largest batch is last. Leave it as it is if sizes are unknown or all batches run."""
     sizes, length = known_sizes(loader), trainer.num_training_batches
     if sizes is None or length >= len(loader):
         return loader
