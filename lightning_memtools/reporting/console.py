@@ -14,9 +14,9 @@ from rich.console import Console
 
 
 def print_on_console(*parts: Any, soft_wrap: bool = False, stream: TextIO | None = None) -> None:
-    """Print strings and Rich tables, each on its own lines. Markup in strings is not interpreted.
+    """Print strings and Rich tables on a stream (by default stdout). Markup in strings is not interpreted.
 
-    If printing fails, as on a closed stream, no error is raised. By default, `stream` is stdout.
+    With `soft_wrap`, long lines are not wrapped. Errors while printing, such as a closed stream, are ignored.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -66,7 +66,7 @@ def progress_printed(
 
 
 def drop_what_is_left() -> None:
-    """Discard output still buffered for stdout after a broken pipe; else Python would exit with an error code."""
+    """Discard stdout's remaining buffer after a broken pipe, so that Python does not exit with an error code."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

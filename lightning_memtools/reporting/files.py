@@ -87,14 +87,14 @@ def _run_directory(trainer: Trainer) -> str:
 
 
 def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | NotWritten:
-    """Write a report and return its path, or return the reason why it was not written."""
+    """Write a report and return its path. If `directory` is a NotWritten or writing fails, return the reason."""
     return write_file(directory, name, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], object]) -> Path | NotWritten:
-    """Write a file of any kind, and return its path or the reason why it was not written.
+    """Write a file and return its path. If `directory` is a NotWritten or writing fails, return the reason.
 
-    `write` gets a temporary path, so that an existing file stays unchanged if writing fails, as on a full disk.
+    `write` is called with a temporary path, so that an existing file stays unchanged if writing fails.
     """
     if isinstance(directory, NotWritten):
         return directory

@@ -38,7 +38,7 @@ def owners_in_words(holding: Holding) -> str:
 def is_cause(holding: Holding, allocated: int) -> bool:
     """Return True if tensors that an object keeps alive probably made memory run out.
 
-    They have to be large and either pile up or be left over from another run, or take more than half of the memory.
+    They must be large. They must also pile up, be left over from another run, or take over half of the memory.
 
     Args:
         holding: The tensors that an object keeps alive.

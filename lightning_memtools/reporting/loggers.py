@@ -54,7 +54,7 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> No
 def keeps_metrics_in_files(logger: Logger) -> bool:
     """Return True if a logger writes each metric to a file named after the tag, as MLflow does without a database.
 
-    There, the tag `loss/train` creates a directory `loss`, so that a tag `loss` could not be written to a file.
+    With such a logger, the tag `loss/train` creates a directory `loss`, so no file for the tag `loss` can exist.
     """
     uri = getattr(getattr(logger, "experiment", None), "tracking_uri", None)
     return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
@@ -116,7 +116,7 @@ FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16, 32})
 
 
 def is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
-    """Return True if the training step that is ending should be logged: if it is among the first, or every n-th one.
+    """Return True if the training step that is ending should be logged: a few early steps, then every n-th step.
 
     Args:
         trainer: The Trainer.

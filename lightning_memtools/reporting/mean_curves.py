@@ -16,9 +16,9 @@ from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
 
 
 class MeanCurves:
-    """Logs curves of weighted means, over steps and over all ranks, of values such as losses.
+    """Logs curves of values such as losses. Each point is a weighted mean over several steps and all ranks.
 
-    Each name under which a rank adds values gets a curve. A single curve has the tag `<tag>`, several `<tag>/<name>`.
+    Values are added by name, and each name gets a curve. A single curve is tagged `<tag>`, several `<tag>/<name>`.
     """
 
     def __init__(self, tag: str) -> None:
@@ -43,7 +43,7 @@ class MeanCurves:
         return bool(self._sums)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add a value to the mean at the next point of the curve `name`, without waiting for the device."""
+        """Add a value with a weight to the next point of the curve `name`, without waiting for the device."""
         # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
         weighted = value.detach().reshape(()).float() * weight
         self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
@@ -55,7 +55,7 @@ class MeanCurves:
         self._arriving.clear()
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """Log the means of the values added since the last call. They are written once all ranks have sent values."""
+        """Log the means of the values added since the last call. A point is written once all ranks have sent values."""
         device = trainer.strategy.root_device
         values = [value.to(device) for value in self._sums.values()]
         sums: Tensor | list[float] = torch.stack(values) if values else []
@@ -80,7 +80,7 @@ class MeanCurves:
             posts.finish(patience_s=patience_s)
 
     def _write(self, trainer: Trainer, step: int, parts: Sequence[Mapping[str, Sequence[float]] | None]) -> None:
-        """Log the weighted means over all ranks; `parts` has a dict from names to (sum, weight) per rank."""
+        """Log the weighted means over all ranks. `parts` has one dict per rank, from each name to (sum, weight)."""
         known = [part for part in parts if part is not None]
         names = list(dict.fromkeys(name for part in known for name in part))
         self._tag_of = self._tag_of or tags_of(self.tag, names)

@@ -49,8 +49,8 @@ class MemoryRun:
         write: Writes scalars to the loggers; called with a dict from tags to values, and a training step.
         call: The name of the call, such as "fit".
         phases: Whether to measure forward, backward and optimizer step separately.
-        has_trained: Whether the Trainer has trained before this call. If so, evaluation logs no bytes per category
-            (parameters, activations, ...), because training uses the same tags.
+        has_trained: Whether the Trainer has trained before this call. If so, evaluation does not log the bytes per
+            category (parameters, activations, ...), because training has used the same tags.
 
     Attributes:
         last_step: The training step of the last logged point.
@@ -96,7 +96,7 @@ class MemoryRun:
         return ""
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin training. The time after backward or an optimizer step counts toward the phase `between_phases`."""
+        """Begin to measure training. After backward or an optimizer step, the phase `between_phases` begins."""
         self.last_step = step - 1
         self._count_from_now()  # what trials of BatchSizeTuner have met is no part of training
         if self._phases is not None:
@@ -130,7 +130,7 @@ class MemoryRun:
                 self._clock.switch("data")
 
     def leave_backward(self) -> None:
-        """End the backward phase; the phase `between_phases` begins (see `begin_training`)."""
+        """End the backward phase, and begin the phase that was passed to `begin_training` as `between_phases`."""
         if self._phases is not None:
             self._phases.switch(self._phases.between)
 
@@ -177,13 +177,13 @@ class MemoryRun:
         return warnings
 
     def _owned_by(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> Owned | None:
-        """Return the memory of model, optimizers and batch; None if a (simulated) device records this itself."""
+        """Return the memory of model, optimizers and batch; None if the device tracks it itself or not at all."""
         if self._reader is None or self._reader.composition_at_peak() is not None:
             return None
         return owned_by(model, optimizers, on_device_of(self._reader, self._device), inputs=batch)
 
     def _step_scalars(self, step: int) -> dict[str, float]:
-        """Return the mean time per step, and the peaks of the phases, since the last point, by log tag."""
+        """Return the mean times per step and the phases' peak memory since the last point, as a dict by log tag."""
         n_steps, self.last_step = step - self.last_step, step
         elapsed = self._step_clock.lap_ms()
         peaks: dict[str, float] = {}
@@ -192,7 +192,7 @@ class MemoryRun:
         return peaks | {f"time/{phase}_ms": ms / n_steps for phase, ms in elapsed.items() if n_steps > 0}
 
     def last_scalars(self) -> dict[str, float]:
-        """Return the memory of this rank since the last point, as a dict by log tag; empty if no stage is running."""
+        """Return this rank's memory use since the last point, as a dict by log tag; empty if no stage is running."""
         stage = self._stages.running if self._stages is not None else None
         if self._stages is None or stage is None:
             return {}
@@ -207,7 +207,7 @@ class MemoryRun:
         """Stop measuring, write the remaining points, and return a summary of the call.
 
         With several ranks, the summary on rank 0 has the highest peaks of any rank. With `waits_for_ranks`, rank 0
-        waits a few seconds for the final peaks of other ranks, or else uses earlier ones. `events` are extra remarks.
+        waits a few seconds for the other ranks' final peaks. `events` are extra remarks to include.
         """
         self.close()
         by_rank = self._posts.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, latest=self._peak_sizes())
@@ -250,7 +250,7 @@ def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) ->
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:
-    """Return the highest peak of any rank for each stage, without its categories, since those differ by rank."""
+    """Return the highest peak of each stage on any rank. `by_rank` has one dict of peak sizes by stage per rank."""
     merged: dict[Stage, StagePeak] = {}
     for stage in STAGES:
         known = [sizes[stage] for sizes in by_rank if sizes is not None and stage in sizes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Neighbour:
-    """Base class of callbacks with which other callbacks interact. Subclasses override what they need.
+    """Base class of callbacks that other callbacks read or control. Subclasses override what they need.
 
     Attributes:
         takes_part_in_trials: Whether the callback runs in the trials of BatchSizeTuner. Callbacks of other classes may
@@ -19,5 +19,5 @@ class Neighbour:
 
     @property
     def memory_remark(self) -> str:
-        """A line for MemoryMonitor's summary of a run that says what the callback did; "" if it did nothing."""
+        """A line that says what the callback did, for MemoryMonitor's summary; "" if the callback did nothing."""
         return ""

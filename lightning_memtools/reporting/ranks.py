@@ -47,7 +47,7 @@ def with_store(use: Callable[[Any], T]) -> T | None:
 
 
 def _stored(key: str) -> bytes | None:
-    """Return the value of a key; b"" if it is missing, without the wait of `store.get`; None without a store."""
+    """Return the value of a key in the store, without waiting; b"" if the key is missing, None without a store."""
     return with_store(lambda store: store.get(key) if store.check([key]) else b"")
 
 
@@ -58,7 +58,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _key_of(name: str, rank: int) -> str | None:
-    """Return a new store key; None without a store. The n-th call with a name gives the same key on every rank."""
+    """Return a new store key; None without a store. The n-th call with a name returns the same key on all ranks."""
     with_store(lambda store: store.set(_PROCESS.format(rank), pickle.dumps((_process_table(), os.getpid()))))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
@@ -95,8 +95,8 @@ class PostedByRank:
 class RankPosts:
     """Exchanges the latest values of all ranks through the process group's key-value store, without waiting.
 
-    Each rank calls `add` with its part of a point of a curve. Rank 0 writes the point once all parts have arrived. If a
-    rank is late, has fewer batches, ends early or fails, its part is left out, with one warning.
+    Each rank calls `add` with its values for one point of a curve. Rank 0 writes the point once the values of all ranks
+    have arrived. The values of a rank that is late, ends early or fails are left out, with one warning.
 
     Every rank has to create the same number of instances with each name.
 
@@ -145,7 +145,7 @@ class RankPosts:
         return posted
 
     def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], latest: Any = None) -> None:
-        """Post this rank's part of a point of a curve, and write the points that are now complete.
+        """Post this rank's part of a point of a curve. On rank 0, also write the points that are now complete.
 
         Args:
             label: The name of the point; the same on every rank.
@@ -171,13 +171,13 @@ class RankPosts:
             self._write_first(posted)
 
     def finish(self, *, patience_s: float = PATIENCE_S, latest: Any = None) -> list[Any]:
-        """End the run. Rank 0 waits for late parts, up to `patience_s` in all, and writes all remaining points.
+        """End the run. Rank 0 waits up to `patience_s` for the other ranks to end, then writes all remaining points.
 
-        Rank 0 does not wait if no point remains and it was given no `latest`.
+        Rank 0 does not wait if no points remain and `latest` is None.
 
         Returns:
-            On rank 0, the value `latest` of each rank, in the order of ranks; None for a value that has not arrived. On
-            other ranks, a list that contains only their own `latest`.
+            On rank 0, the `latest` values of all ranks, in the order of ranks; None for a value that has not arrived.
+            On any other rank, a list that contains only its own `latest`.
         """
         self.end({} if latest is None else {_LATEST: latest})
         if self.rank > 0 or self.world_size == 1:
@@ -246,13 +246,13 @@ class RankGather:
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
-        """Leave the group: other ranks stop waiting for this one, and `objects` returns only its object. Idempotent."""
+        """Leave: other ranks stop waiting for this rank, and `objects` returns only this rank's object. Idempotent."""
         if self._posts is not None:
             self._posts.end()
         self._posts = None
 
     def _exchange(self, posts: RankPosts, mine: Any) -> dict[int, Any]:
-        """Exchange one object per rank; return a dict from each rank that answered in time to its object."""
+        """Exchange one object per rank through `posts`. Return the objects that arrived in time, as a dict by rank."""
         if posts.world_size == 1:
             return {self.rank: mine}
         label, self._n_calls = str(self._n_calls), self._n_calls + 1
@@ -275,7 +275,7 @@ class RankGather:
 
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Context manager: with several ranks, every call of a collective raises the exception `error(name)`."""
+    """Context manager: with several ranks, calling any collective raises `error(<the collective's name>)`."""
     if _rank_and_world_size()[1] == 1:
         yield
         return

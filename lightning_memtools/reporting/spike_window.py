@@ -28,16 +28,16 @@ class SpikeWindow:
     """Decides whether each value is a spike, by comparing it with the values before it.
 
     A value is a spike if it exceeds the median by more than `sensitivity` times the distance from the median to the 95%
-    quantile. Distances are taken on a log scale, because losses and gradient norms vary by factors, or on a linear
-    scale if a value is 0 or below. With normal noise, a `sensitivity` of 4 means 6.6 standard deviations. With heavy
-    tails, the limit on a log scale would be very high, so it is capped at 3 * `sensitivity` on a linear scale. Spikes
-    join the window as well, so values at a new, higher level no longer count as spikes once they are 5% of the window.
+    quantile. If all recent values are positive, the distance is taken on a log scale, because losses and gradient norms
+    vary by factors, but the limit is capped at 3 * `sensitivity` times the linear distance. With normal noise, a
+    `sensitivity` of 4 means 6.6 standard deviations. Spikes join the window as well. Once values at a new, higher level
+    make up 5% of the window, they no longer count as spikes.
 
     Args:
         size: The number of recent values to compare with.
         warm_up: The number of values to collect before the first comparison.
         sensitivity: The factor in the definition above; a larger value gives fewer spikes.
-        least_ratio: The least ratio of a spike to the median, if the median is positive.
+        least_ratio: The least ratio of a spike to the median. Used only if the median is positive.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SpikeWindow:
         self._sorted: list[float] = []
 
     def judge(self, value: float) -> Spike | None:
-        """Add a value to the window. Return a Spike if the value is one, otherwise None. NaN and Inf are ignored."""
+        """Add a value to the window. Return a Spike if the value is a spike, else None. NaN and Inf are ignored."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value) if len(self._sorted) >= self._warm_up else None

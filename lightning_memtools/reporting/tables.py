@@ -19,8 +19,8 @@ class Table:
     Attributes:
         heads: The title of each column.
         rows: The rows, each with one string per column.
-        align: One letter per column, "l" for left and "r" for right. If empty, the first column is left-aligned, and
-            the others are right-aligned, as numbers are.
+        align: The alignment as one letter per column, "l" for left or "r" for right. If empty, the first column is
+            left-aligned, and all others are right-aligned.
     """
 
     heads: Sequence[str]

@@ -80,7 +80,7 @@ class LoggedRun:
 
 
 class _RunReader:
-    """Reads the event files in a run's directory, and later the events that were added to them."""
+    """Reads the event files in a run's directory. `refresh` reads the events that were added since the last call."""
 
     def __init__(self, directory: Path, name: str) -> None:
         # Imported here: TensorBoard's start should not wait for it.
@@ -129,7 +129,7 @@ def _texts_of(proto: Any) -> list[str]:
 
 
 class EventDirectory:
-    """Reads the event files of all runs below a log directory, and what is added to them later. Thread-safe.
+    """Reads the event files of all runs below a log directory. `refresh` reads newly added events. Thread-safe.
 
     Args:
         log_dir: The directory that TensorBoard was given.
@@ -169,7 +169,7 @@ def _event_files(directory: Path) -> Iterator[Path]:
 
 
 def without_logger_prefix(tag: str) -> str | None:
-    """Return a tag without a Lightning logger's prefix ("prefix-memory/..."); None if the tag is not this library's."""
+    """Remove a Lightning logger's prefix from a tag ("prefix-memory/..."); None if this library logs no such tag."""
     if tag.startswith(PREFIXES):
         return tag
     _, hyphen, rest = tag.partition("-")

@@ -39,7 +39,7 @@ startSnapshot(document.getElementById("memtools"), JSON.parse(document.getElemen
 
 
 def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | None = None) -> str:
-    """Return an HTML page that shows the runs of a log directory, as the Memory tab does.
+    """Return an HTML page that shows the runs of a log directory in the same way as TensorBoard's Memory tab.
 
     Args:
         runs: The runs to show, by name.
@@ -76,7 +76,7 @@ def _page(title: str, held: Mapping[str, Any], start: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """Yield (name, data URL) for each JavaScript module, for an import map, as data URLs allow no relative imports."""
+    """Yield (name, data URL) of each JavaScript module. An import map needs both to replace relative imports."""
     for path in sorted(_STATIC.glob("*.js")):
         source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
         encoded = base64.b64encode(source.encode()).decode()

@@ -35,8 +35,8 @@ _DIGITS = 7
 def run_view(run: LoggedRun) -> dict[str, Any]:
     """Return everything that the Memory tab shows for a run, as dicts, lists and numbers for JSON.
 
-    Long curves are thinned. Their steps are divided into at most `BUCKETS` buckets. Of each bucket only the highest and
-    lowest points are kept, those of each curve and those of the sum of the curves in a group.
+    Long curves are thinned. Their steps are divided into at most `BUCKETS` buckets. Each bucket keeps only the highest
+    and lowest points of each curve, and those of the sum of related curves.
     """
     groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
     n_all = sum(group["n_points"] for group in groups)
@@ -82,7 +82,7 @@ def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _kept(curves: Mapping[str, Curve], n_points: int) -> list[int]:
-    """Return the indices of the points to show: in each range of steps, the highest and lowest of each curve."""
+    """Return the indices of the points to show. In each range of steps, these are each curve's highest and lowest."""
     import numpy as np  # noqa: PLC0415, TensorBoard's start should not wait for it
 
     values = np.array([curve.values for curve in curves.values()])
@@ -251,7 +251,7 @@ def _rank(text: LoggedText) -> int:
 
 
 def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report's tag and step, and one line of its text: the title if that says enough, else a sentence."""
+    """Return a report's tag, its step, and one line that sums it up: the title or, if that is bare, a sentence."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
     if text.tag == "memtools/ended":  # torch's message on memory is a paragraph
@@ -260,5 +260,5 @@ def _said(text: LoggedText) -> dict[str, Any]:
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the reports as HTML, most important first."""
+    """Return the reports of a run as HTML, each with its tag, step and time, most important first."""
     return [{**_said(text), "time": text.time, "html": report_as_html(text.text)} for text in _by_importance(run)]

@@ -49,8 +49,8 @@ class LiveBlock(NamedTuple):
     Attributes:
         n_bytes: The number of bytes that were requested.
         stream: The stream that the block belongs to.
-        pool: The id of its memory pool in the snapshot.
-        source: The part of the snapshot that describes it: a segment's block, or the history entry that freed it.
+        pool: The id of the block's memory pool in the snapshot.
+        source: The part of the snapshot that describes the block: its entry in a segment, or its free in the history.
     """
 
     n_bytes: int
@@ -62,7 +62,7 @@ class LiveBlock(NamedTuple):
 def live_at_start(
     snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
 ) -> dict[int, LiveBlock]:
-    """Return the blocks in use when the history begins, by address. Found by undoing the history from its end."""
+    """Return the blocks in use when the history begins, by address. Undoes the history, starting at its end."""
     live: dict[int, LiveBlock] = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:

@@ -33,13 +33,13 @@ class BlockLife:
     """A memory block, from its allocation until it is freed.
 
     Attributes:
-        born: The number of the event that allocated it, counted from 1; 0 if it is older than the history.
-        died: The number of the event that freed it; None if it was in use at the end.
-        size: Its bytes.
-        stack: The stack frames of its allocation, innermost first; empty if unknown.
-        label: The label of its allocation, which names the phase and the module; "" without a label.
-        part: Its category, such as "gradients"; "allocated" if categories are unknown.
-        name: The name of its tensor, such as "net.1.weight"; empty if unknown.
+        born: The number of the event that allocated the block, counted from 1; 0 if the block predates the history.
+        died: The number of the event that freed the block; None if the block was in use at the end.
+        size: The size in bytes.
+        stack: The stack frames of the allocation, innermost first; empty if unknown.
+        label: The label of the allocation, which names the phase and the module; "" without a label.
+        part: The category of memory, such as "gradients"; "allocated" if categories are unknown.
+        name: The name of the tensor in the block, such as "net.1.weight"; empty if unknown.
     """
 
     born: int
@@ -127,7 +127,7 @@ def _blocks_of(
     device: int,
     owned: Sequence[tuple[int, Mapping[str, Mapping[int, str]]]],
 ) -> list[BlockLife]:
-    """Return all blocks of a device. `owned` holds (entry index, {category: {address: tensor name}}) pairs."""
+    """Return all blocks of a device, named after `owned`: (entry index, {category: {address: tensor name}})."""
     live = {
         address: _block(0, block.n_bytes, block.source)
         for address, block in live_at_start(snapshot, entries, device).items()
@@ -163,7 +163,7 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) -> str:
-    """Return the category of a block whose owner is unknown, from the phase in which it was allocated."""
+    """Guess the category of a block from the phase that allocated it; "other" for blocks up to event `first`."""
     return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
@@ -200,7 +200,7 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
 
 
 def _columns(shown: range, total: Sequence[int]) -> list[int]:
-    """Return the event to show in each column of the chart: the one after which the most memory is in use."""
+    """Divide events among chart columns. Return the event in each column after which the most memory is in use."""
     n_columns = min(_COLUMNS, len(shown))
     bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
     return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
@@ -210,7 +210,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
     """Return the modules, named tensors or lines of code that hold the most memory at the peak, largest first.
 
     Entries of one category with equal bytes are merged, such as those of a transformer's blocks. The last entry is the
-    sum of the rest, if there is any.
+    sum of the rest, if there is any. `is_marked` tells whether the snapshot names the tensors in blocks.
     """
 
     def holder(block: BlockLife) -> tuple[str, str]:
@@ -231,7 +231,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
 
 def step_view(run_directory: Path) -> dict[str, Any]:
-    """Return the timeline of a run's snapshot (of the last step, first rank), or the reason why there is none.
+    """Return the timeline of a run's last memory snapshot, or the reason why it cannot be shown; {} without one.
 
     Args:
         run_directory: The directory of the run's event files.
