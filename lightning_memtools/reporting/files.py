@@ -21,7 +21,7 @@ class NotWritten:
     """The reason why a report was not written to a file.
 
     Attributes:
-        reason: The reason as a phrase to follow the name of the report, such as "could not be written: [Errno 28] No
+        reason: The reason, worded so that it can follow the report's name, such as "could not be written: [Errno 28] No
             space left on device".
         is_failure: True if writing failed, False if the run keeps no files.
     """
@@ -48,7 +48,7 @@ def keep_files_in(trainer: Trainer, directory: Path) -> None:
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
     """Return the directory for this run's reports, or the reason why the run keeps no files.
 
-    This is a folder in the directory of the first logger, or below `default_root_dir` if the logger has none.
+    By default, this is a folder in the first logger's directory, or below `default_root_dir` if it has none.
     Call this on every rank or on none, because rank 0 broadcasts its directory.
 
     Args:
@@ -123,7 +123,7 @@ def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> 
 def write_report_on_rank_zero(
     directory: Path | NotWritten, name: str, text: str, ranks: RankGather
 ) -> Path | NotWritten:
-    """Write a report on rank 0; on every rank, return its path or why it was not written. Call this on all ranks."""
+    """Write a report on rank 0. Every rank must call this, and gets the path or the reason why nothing was written."""
     if isinstance(directory, NotWritten):
         return directory
     written = write_report(directory, name, text) if ranks.rank == 0 else directory / name

@@ -43,7 +43,7 @@ def without_loader(name: str) -> str:
 
 
 def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from the names of losses to log tags: `prefix` for a single loss, `<prefix>/<name>` for several."""
+    """Return a dict from each loss name to its log tag: `prefix` for a single loss, `<prefix>/<name>` for several."""
     names = list(names)
     if len(names) == 1:
         return {names[0]: prefix}
@@ -53,7 +53,7 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def training_losses(trainer: Trainer, module: LightningModule, outputs: Any) -> dict[str, Tensor]:
-    """Return the losses of a training step by name, as they were before division for gradient accumulation.
+    """Return a training step's losses by name, without Lightning's division by the number of accumulated batches.
 
     In automatic optimization, this is the loss that training_step returned. In manual optimization, these are all
     scalars that it returned or logged under a name that looks like a loss.

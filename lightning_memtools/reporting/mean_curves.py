@@ -73,7 +73,7 @@ class MeanCurves:
         self._posts.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """End the run, dropping values still on the device. Rank 0 waits up to `patience_s` for other ranks."""
+        """End the run, and drop values still on the device. Rank 0 waits up to `patience_s` for the other ranks."""
         self.clear()
         posts, self._posts = self._posts, None
         if posts is not None:

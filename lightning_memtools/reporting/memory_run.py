@@ -105,7 +105,7 @@ class MemoryRun:
         self.enter("train")
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage, such as "val". If training is running, its measurement is paused."""
+        """Begin to measure a stage, such as "val". If training is running, the measurement of training pauses."""
         self._is_training = self._is_training or stage == "train"
         self._time_steps(on=stage == "train")
         if self._stages is not None:

@@ -86,7 +86,7 @@ def has_died(rank: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PostedByRank:
-    """The values that one rank has posted, by label, and whether it will post more."""
+    """The values that one rank has posted for other ranks, by label, and whether that rank has finished posting."""
 
     values: Mapping[str, Any]
     has_ended: bool = False
@@ -98,7 +98,7 @@ class RankPosts:
     Each rank calls `add` with its values for one point of a curve. Rank 0 writes the point once the values of all ranks
     have arrived. The values of a rank that is late, ends early or fails are left out, with one warning.
 
-    Every rank has to create the same number of instances with each name.
+    For each name, every rank has to create the same number of instances.
 
     Args:
         name: The name of the callback that the values belong to, used in the store's keys and in the warning.

@@ -56,13 +56,13 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
 
 
 def strategy_family(strategy: type) -> StrategyFamily:
-    """Return the family of a strategy class, such as "DDP" or "FSDP", by the class names in its inheritance chain."""
+    """Return the family of a strategy class, such as "DDP" or "FSDP", by its name and those of its base classes."""
     names = [ancestor.__name__ for ancestor in strategy.__mro__]
     return next((family for family in _KNOWN if any(family in name for name in names)), "unknown")
 
 
 def why_unsupported(callback: str, strategy: type) -> str | None:
-    """Return why a callback does not work, or not fully, under a strategy; None if it works fully.
+    """Return the reason why a callback does not fully work under a strategy; None if it works fully.
 
     Args:
         callback: The name of the callback's class.

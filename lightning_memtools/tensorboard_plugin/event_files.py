@@ -70,7 +70,7 @@ class LoggedRun:
         name: The path of the run's directory, relative to the log directory.
         curves: The curves by tag.
         texts: The reports, in the order in which they were logged.
-        notes: Sentences on what could not be read.
+        notes: Sentences about event files that could not be read.
     """
 
     name: str
@@ -150,7 +150,7 @@ class EventDirectory:
                 self._readers[name].refresh()
 
     def runs(self) -> dict[str, LoggedRun]:
-        """Return the runs in which this library logged curves or reports, by name."""
+        """Return the runs in which this library logged curves or reports, as a dict by name."""
         with self._lock:
             runs = {name: reader.run for name, reader in sorted(self._readers.items())}
         return {name: run for name, run in runs.items() if run.curves or run.texts}

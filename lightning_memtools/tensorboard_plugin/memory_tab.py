@@ -28,7 +28,7 @@ Application = Callable[[Any, Any], Iterable[bytes]]
 
 
 class RequestError(Exception):
-    """Raised if an HTTP request cannot be answered. Its arguments are the status and a message for the user."""
+    """Raised if an HTTP request cannot be answered. The arguments are the HTTP status and a message for the user."""
 
 
 class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types

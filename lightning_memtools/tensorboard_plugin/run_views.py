@@ -54,7 +54,7 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
 
 
 def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
-    """Yield (common start of the tags, curves by tag) for each group of related curves with the same steps."""
+    """Yield (common prefix of the tags, curves by tag) for each group of related curves with the same steps."""
     groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
     for tag, curve in sorted(run.curves.items()):
         if "/batch_" not in tag:  # those count batches, not training steps
@@ -231,7 +231,7 @@ def _headline(run: LoggedRun, tag: str) -> str | None:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first line of a report that is neither a heading nor a row of a table."""
+    """Return a report's first line that is neither a heading nor a table row."""
     lines = [line for line in text.splitlines() if line.strip("#* ")]
     lines.sort(key=lambda line: line.startswith(("#", "|")))
     return lines[0].strip("#*- ") if lines else ""

@@ -15,7 +15,7 @@ class NotASnapshotError(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles only containers, numbers and strings. Any other type could run code, so it raises an error."""
+    """Unpickles only containers, numbers and strings. Any other type raises an error, because it could run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")

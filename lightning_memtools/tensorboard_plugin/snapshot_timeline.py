@@ -51,7 +51,7 @@ class BlockLife:
     name: str = ""
 
     def is_alive(self, event: int) -> bool:
-        """Return True if the block is in use after this event."""
+        """Return True if the block is in use right after the event with this number."""
         return self.born <= event and (self.died is None or self.died > event)
 
 
@@ -59,7 +59,7 @@ def timeline_from(path: Path) -> dict[str, Any]:
     """Return the timeline of memory in a snapshot file, as a dict for JSON.
 
     A snapshot that MemoryMonitor wrote is shown as one step, divided into categories of memory. Any other snapshot is
-    shown as a whole, with the lines of code that hold the peak.
+    shown as a whole, with the lines of code that allocated the memory in use at the peak.
 
     Raises:
         NotASnapshotError: The file is not a snapshot, or its entries are inconsistent.

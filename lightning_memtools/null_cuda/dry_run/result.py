@@ -47,7 +47,7 @@ class DryRunAdvice:
         title: A few words that name the change.
         code: The code to write in the program.
         fits: Whether the run fits with this change alone; None if unknown.
-        peak_bytes: The peak of the changed step; None if no step was traced.
+        peak_bytes: The peak memory of a step with this change; None if unknown.
         price: A sentence on the extra computation that the change costs; "" for none.
         detail: The result of the trial in sentences, or the reason why the change was not tried.
     """

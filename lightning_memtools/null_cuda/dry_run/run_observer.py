@@ -83,7 +83,7 @@ class RunObserver:
         return self._watch is not None
 
     def begin(self, device: torch.device) -> None:
-        """Begin to observe a fit, validate, test or predict call of a Trainer, which uses `device`."""
+        """Begin to observe a Trainer's fit, validate, test or predict call on `device`."""
         if device.type == "cuda":
             self._watch = StageWatch(self._counter)
 
@@ -106,7 +106,7 @@ class RunObserver:
             labels.enter_phase(phase or "")
 
     def see(self, model: nn.Module, optimizers: Sequence[Any], batch: Any) -> None:
-        """Note which memory blocks the model, the optimizers and the batch own now."""
+        """Record which memory blocks the model, the optimizers and the batch own now."""
         running = self._watch.running if self._watch is not None else WHOLE_SCRIPT
         self.owners.note(running, model, optimizers, batch)
 
@@ -115,7 +115,7 @@ class RunObserver:
         self._labels.append(ModuleLabels(model))
 
     def end(self) -> None:
-        """Stop observing a Trainer's fit, validate, test or predict, and keep the peaks of its stages. Idempotent."""
+        """Stop observing a Trainer's call, such as fit, and keep the peaks of its stages. Idempotent."""
         while self._labels:
             self._labels.pop().remove()
         if self._watch is None:

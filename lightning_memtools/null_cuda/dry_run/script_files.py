@@ -21,7 +21,7 @@ class ScriptFiles:
 
     Args:
         directory: The folder of the dry run.
-        note: Called with a sentence about each redirected file, for the user.
+        note: Called with a remark for the user about each file that the script writes.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:

@@ -140,7 +140,7 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
 
 
 def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
-    """Redirect TensorBoard and CSV loggers to the dry run's folder, and replace other loggers with a dummy."""
+    """Redirect TensorBoard and CSV loggers to the dry run's folder, and replace all others with dummy loggers."""
     if given is None or isinstance(given, bool):
         return given
     loggers = lightning.pytorch.loggers if hasattr(lightning, "pytorch") else lightning.loggers
