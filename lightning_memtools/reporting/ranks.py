@@ -246,7 +246,7 @@ class RankGather:
         return [received[rank] for rank in sorted(received) if received[rank] is not None]
 
     def close(self) -> None:
-        """Leave: other ranks stop waiting for this rank, and `objects` returns only this rank's object. Idempotent."""
+        """Leave the exchange: other ranks stop waiting, and `objects` returns only this rank's object. Idempotent."""
         if self._posts is not None:
             self._posts.end()
         self._posts = None

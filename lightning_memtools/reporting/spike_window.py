@@ -37,7 +37,7 @@ class SpikeWindow:
         size: The number of recent values to compare with.
         warm_up: The number of values to collect before the first comparison.
         sensitivity: The factor in the definition above; a larger value gives fewer spikes.
-        least_ratio: The least ratio of a spike to the median. Used only if the median is positive.
+        least_ratio: The least ratio of a spike to a positive median.
     """
 
     def __init__(

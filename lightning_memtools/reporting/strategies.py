@@ -56,7 +56,7 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
 
 
 def strategy_family(strategy: type) -> StrategyFamily:
-    """Return the family of a strategy class, such as "DDP" or "FSDP", by its name and those of its base classes."""
+    """Return the family of a strategy class, such as "DDP" or "FSDP", from the names of the class and its bases."""
     names = [ancestor.__name__ for ancestor in strategy.__mro__]
     return next((family for family in _KNOWN if any(family in name for name in names)), "unknown")
 

@@ -251,7 +251,7 @@ def _rank(text: LoggedText) -> int:
 
 
 def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report's tag, its step, and one line that sums it up: the title or, if that is bare, a sentence."""
+    """Return a report's tag, its step, and one line that sums it up: its title if informative, else a sentence."""
     first = text.text.strip().partition("\n")[0]
     words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
     if text.tag == "memtools/ended":  # torch's message on memory is a paragraph

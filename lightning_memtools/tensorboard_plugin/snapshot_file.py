@@ -50,7 +50,7 @@ class LiveBlock(NamedTuple):
         n_bytes: The number of bytes that were requested.
         stream: The stream that the block belongs to.
         pool: The id of the block's memory pool in the snapshot.
-        source: The part of the snapshot that describes the block: its entry in a segment, or its free in the history.
+        source: The part of the snapshot that describes the block: its entry in a segment, or in the history.
     """
 
     n_bytes: int

@@ -221,7 +221,7 @@ def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[
 
 
 def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
-    """Replay a memory snapshot on known GPUs. Return the largest GPU that is too small and the smallest that is not."""
+    """Replay a memory snapshot on known GPUs. Return the largest that is too small and the smallest that suffices."""
     entries = snapshot["device_traces"][device]
     if not entries:
         return None, None
