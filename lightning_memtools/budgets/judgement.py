@@ -83,7 +83,7 @@ def _compare(test: CurrentTest, name: str, recorded: PeakMemory, peak: PeakMemor
 
 
 def over_budget(peak: PeakMemory, at_most: int, recorded: PeakMemory | None = None) -> str:
-    """Return the error message for a peak over its budget, which says what has grown since the recorded peak."""
+    """Return the error message for a peak over its budget. It lists what grew since the peak was recorded."""
     over, size = format_size(peak.allocated - at_most), format_size(peak.allocated)
     lines = [
         f"the peak of allocated memory is {size}, {over} over the budget of {format_size(at_most)}.",

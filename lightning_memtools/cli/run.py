@@ -71,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Check and return the callback options of the command line: which to add or leave out, and their arguments."""
+    """Check and return the command-line options on callbacks: which to add, which to leave out, and their arguments."""
     arguments: dict[str, dict[str, Any]] = {}
     for text in chosen.arguments or ():
         import yaml  # noqa: PLC0415, --help does not need it
