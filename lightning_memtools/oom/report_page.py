@@ -57,7 +57,7 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """Two sentences: what failed and where, and the cause or else the largest category of memory."""
+        """Two sentences: what failed and where; and the cause or, if unknown, the largest category of memory."""
         facts, request = self.facts, ""
         if facts.requested is not None:
             request = f": tried to allocate {format_size(facts.requested)}"
@@ -79,7 +79,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return the lines to print: what failed, what to do, the report's path; the whole report if it has no file."""
+        """Return the text to print: what failed, what helps, the report path. Without a file, add the whole report."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):
