@@ -71,7 +71,7 @@ class SizeTrial:
 
 
 def tightest(trials: Sequence[SizeTrial]) -> SizeTrial:
-    """Return the trial of the first rank that failed; if no rank failed, the trial with the least memory left."""
+    """Return the trial of a rank that failed; if no rank failed, the trial with the least memory left."""
     trial = min(trials, key=lambda one: (not one.failure, (one.limit or 0) - (one.peak or 0)))
     if not trial.failure or len(trials) == 1:
         return trial

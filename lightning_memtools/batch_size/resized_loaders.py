@@ -60,7 +60,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples, to choose the largest; None if they are equal or cannot be read."""
+    """Return the sizes of a loader's samples, to choose the largest; None if all are equal or cannot be read."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     sizes = _measured(loader.dataset)
@@ -71,7 +71,7 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
     A data set can name the indices of these samples in a method `worst_case(n)`. Without the method, the largest
-    samples according to `sizes` are taken. Without both, return the loader itself.
+    samples according to `sizes` are taken. If there are no `sizes` either, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):

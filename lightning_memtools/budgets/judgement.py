@@ -29,7 +29,7 @@ def parse_budget(at_most: object, *, what: str = "at_most") -> int:
 
 
 def judge(peak: PeakMemory, at_most: int | None) -> None:
-    """Compare a peak with its budget. Within a test, also compare it with the recorded peak, or record it.
+    """Compare a peak with its budget. In a test, also compare it with the recorded peak, or record the new peak.
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.

@@ -137,7 +137,7 @@ class _Results:
         self._written = f"{len(self._peaks)} recorded in {self._settings.file.name}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print how the memory peaks were obtained, how many were recorded, and which are lower than recorded."""
+        """Print how the memory peaks were obtained, how many were recorded, and which were lower than before."""
         if not self._peaks and not self._notes:
             return
         made = {f"engine {peak.get('engine')}, torch {peak.get('torch')}" for peak in self._peaks.values()}

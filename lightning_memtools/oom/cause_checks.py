@@ -22,7 +22,7 @@ _MOST_SHAPES = 3
 
 
 def _freed(trials: StepTrials, action: Action, n_bytes: int, how: str, cause: str) -> Action:
-    """Return the action with whether the step fits once `n_bytes` are freed, and with the texts `how` and `cause`."""
+    """Complete the action with the texts `how` and `cause`, and with whether the step fits if `n_bytes` are freed."""
     fits = trials.fits_with(n_bytes)
     if trials.why_not:
         whether = f"Whether the step then fits is not known: it could not be traced ({trials.why_not})"

@@ -77,7 +77,7 @@ class FailedStep:
         evaluation_began: The time, on the history's clock, at which the evaluation began; None in training.
         processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
-        held: The objects that hold device memory the step does not need.
+        held: The objects that hold device memory that the step does not need.
     """
 
     facts: FailureFacts

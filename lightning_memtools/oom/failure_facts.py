@@ -83,7 +83,7 @@ class FailureMoment:
 
     Attributes:
         stage: setup, sanity check, train, val, test or predict.
-        step: The training step, as on the x axis of values logged with `self.log`.
+        step: The training step, as shown on the x axis of logged values.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
         hook: The hook that was running, or a description of other code outside of a step; "" in a step.

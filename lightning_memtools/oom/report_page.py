@@ -34,7 +34,7 @@ class ReportPage:
         error: The error's message and notes.
         done: If the run goes on, a sentence on how the error was handled.
         where: The user's line of code that failed; "" if unknown.
-        held: The objects that hold device memory the step does not need.
+        held: The objects that hold device memory that the step does not need.
         advice: The changes that were tried, with their results.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.

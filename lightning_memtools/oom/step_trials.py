@@ -97,7 +97,7 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the unchanged step fits in simulation. The real step then failed for reasons that a trace lacks."""
+        """True if the unchanged step fits in simulation. The real step then failed for a reason that no trace shows."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property

@@ -79,7 +79,7 @@ class RunFacts:
         checks: The number of checks that TrainingDoctor ran.
         findings: The serious findings of TrainingDoctor.
         waits: The lines of code in training_step that wait for the GPU, such as "train.py:31".
-        remarks: What other callbacks say about memory in the run, one line each.
+        remarks: The remarks of other callbacks on memory in the run, one line each.
     """
 
     ranks: Sequence[RankFacts]

@@ -91,7 +91,7 @@ class StageSizes:
         source.instance = tree_unflatten(resized, structure)
 
     def _call_hook(self, source: Any, size: int) -> Any:
-        """Set the batch size attributes to `size`, call `source`'s `*_dataloader` hook, restore the attributes."""
+        """Set the batch size attributes to `size`, call the `*_dataloader` hook of `source`, and restore them."""
         holders = self._holders()
         before = [getattr(holder, self._name) for holder in holders]
         self.write(size)

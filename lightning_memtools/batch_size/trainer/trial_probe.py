@@ -133,7 +133,7 @@ class TrialProbe(EitherCallback):
             self._watch.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring the memory of validation, and go on measuring that of training."""
+        """Stop measuring the memory of validation, and resume measuring the memory of training."""
         if self._watch is not None:
             self._watch.point("val")
             self._watch.leave("val")
@@ -183,7 +183,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Empty the allocator's cache, and start over with measuring the memory of training."""
+        """Empty the allocator's cache, and restart the measurement of training memory."""
         assert self._reader is not None
         self.end()
         self._has_released = True

@@ -181,7 +181,7 @@ class TrialRunner:
         return None
 
     def _tightest_of_ranks(self, mine: SizeTrial, error: BaseException | None, *, is_bound: bool) -> SizeTrial:
-        """Return the worst trial of all ranks. Raise `error` or, until a size has run (`is_bound`), another rank's."""
+        """Return the worst trial of all ranks. Raise `error`, and unless a size has run (`is_bound`), any rank's."""
         trials: list[SizeTrial] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -295,7 +295,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """If iterable data sets gave only `observed` samples, fewer than one batch, limit the batch size to them."""
+        """Limit the batch size to `observed`, the samples that iterable data sets gave, if less than a full batch."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
