@@ -78,7 +78,7 @@ def _named_from(line: str, root: Path) -> str:
 
 
 def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
-    """Replace numbers in module paths by "*", as in "layers.*.norm", and sum the bytes of paths that become equal."""
+    """Return the bytes by module path. Numbers in paths become "*" ("layers.*.norm"), and equal paths are summed."""
     sizes: Counter[str] = Counter()
     for name, size in modules.items():
         sizes[_NUMBER.sub("*", name)] += size
