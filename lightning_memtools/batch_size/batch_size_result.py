@@ -25,14 +25,14 @@ class SizeTrial:
         peak: The peak of the memory that the allocator of this process reserved.
         limit: The most that the allocator may reserve: the device's capacity minus the margin to leave free, and minus
             memory held outside of the allocator (by other processes, and by the CUDA context).
-        spare: Bytes of `limit` that tensors must not use; 0 unless the margin is smaller than an allocator segment.
+        spare: Bytes within `limit` that tensors must leave free: a margin smaller than an allocator segment, else 0.
         peak_allocated: The peak of the memory that tensors held.
         batch_allocated: The peak of allocated memory in forward and backward. The optimizer's step is left out, because
             its temporary memory does not depend on the batch size.
         base_allocated: The bytes allocated before the second batch: weights, gradients and optimizer state.
         failure: The reason why a rank could not run the size; "" if all ranks could.
-        is_configured: True for the size that the user had set. It counts as fitting if the trial runs to its end, even
-            if less than the margin is left free.
+        is_configured: True if the user had set this size. The size then counts as fitting if its trial runs to the end,
+            even if less memory than the margin is left free.
     """
 
     stage: str
@@ -71,7 +71,7 @@ class SizeTrial:
 
 
 def tightest(trials: Sequence[SizeTrial]) -> SizeTrial:
-    """Return the trial of the first rank that failed; if none failed, that of the rank with the least memory left."""
+    """Return the trial of a rank that failed; if no rank failed, the trial with the least memory left."""
     trial = min(trials, key=lambda one: (not one.failure, (one.limit or 0) - (one.peak or 0)))
     if not trial.failure or len(trials) == 1:
         return trial

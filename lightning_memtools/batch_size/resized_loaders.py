@@ -60,7 +60,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any) -> SampleSizes | None:
-    """Return the sizes of a loader's samples. Return None if they are all equal, cannot be read, or are not needed."""
+    """Return the sizes of a loader's samples, to choose the largest; None if all are equal or cannot be read."""
     if not _chooses_samples(loader) or callable(getattr(loader.dataset, "worst_case", None)):
         return None
     sizes = _measured(loader.dataset)
@@ -71,7 +71,7 @@ def worst_first(loader: Any, sizes: SampleSizes | None) -> Any:
     """Return a copy of a loader in which every batch consists of the samples that take the most memory.
 
     A data set can name the indices of these samples in a method `worst_case(n)`. Without the method, the largest
-    samples according to `sizes` are taken. Without `sizes` either, return the loader itself.
+    samples according to `sizes` are taken. If there are no `sizes` either, return the loader itself.
     """
     n = batch_size_of(loader)
     if n is None or not _chooses_samples(loader):
@@ -94,7 +94,7 @@ def _chooses_samples(loader: Any) -> bool:
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int, described: str) -> Any:
-    """Return a copy of a custom batch sampler with a new batch size. Error messages call the loader `described`."""
+    """Return a copy of a custom batch sampler with a new batch size. `described` is the loader's name in errors."""
     kind, old = type(batch_sampler).__name__, getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
         raise CannotResizeError(
@@ -123,7 +123,7 @@ class SampleSizes:
     """The sizes of the samples that were read from a data set.
 
     Attributes:
-        of: Maps the index of a sample to its number of values, such as elements of tensors.
+        of: The size of each sample, by its index: the number of values in it, such as elements of tensors.
         n_samples: The number of samples in the data set.
     """
 
@@ -144,7 +144,7 @@ class SampleSizes:
 def _measured(dataset: Any) -> SampleSizes | None:
     """Read samples in random order for at most a second, and return their sizes; None if reading one fails.
 
-    The state of the random generators is restored. On a simulated device (VirtualDevice), reading takes no memory.
+    The state of the random generators is restored. On a simulated device, memory used for reading is not counted.
     """
     try:
         n_samples = len(dataset)

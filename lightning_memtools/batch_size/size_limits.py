@@ -23,9 +23,9 @@ class SizeLimits:
     Attributes:
         max_val: The largest size allowed; None for no limit.
         multiple_of: Only multiples of this number are allowed.
-        per_rank: The number of samples per rank and optimizer step. Sizes must divide it. None if not prescribed.
+        per_rank: The number of samples per rank and optimizer step, a multiple of the batch size; None if it may vary.
         n_samples: The number of samples per rank and epoch; None if unknown.
-        min_batches: The least number of batches per epoch that settings such as `val_check_interval` require.
+        min_batches: The minimum number of batches per epoch, as required by settings such as `val_check_interval`.
         drop_last: True if the loader leaves out an incomplete last batch.
         avoid_single: True if no batch may consist of a single sample, for which BatchNorm raises an error in training.
     """
@@ -110,9 +110,9 @@ class TunerSettings:
         return None if effective is None else effective // n_ranks
 
     def limit(self, reader: MemoryReader | None) -> tuple[int | None, int]:
-        """Return the bytes that all processes together may reserve (None if unlimited), and how many must stay unused.
+        """Return the bytes that all processes together may reserve, and how many of these must stay unused.
 
-        The second number is the margin, if that is smaller than an allocator segment; otherwise it is 0.
+        The first is None without a limit. The second is the margin if it is less than an allocator segment, else 0.
         """
         capacity = None if reader is None else reader.stats().capacity
         if capacity is None:

@@ -32,8 +32,8 @@ def find_largest(
     """Run trials until the largest size that fits is known to within 5%; return all trials, in order.
 
     Args:
-        run: Runs a trial of a batch size. If there are fewer samples, it may run and report a smaller size.
-        start: The sizes to run first. Those known to fit or not to fit from earlier trials are skipped.
+        run: Runs a trial of a batch size. If the data has too few samples, it may run and report a smaller size.
+        start: The sizes to run first. A size is skipped if earlier trials already show whether it fits.
         limits: The allowed sizes. A trial may narrow them, once it knows the number of samples.
         max_trials: The maximum number of trials.
     """
@@ -77,7 +77,7 @@ def next_size(trials: Sequence[SizeTrial], limits: SizeLimits, *, left: int) -> 
 
 
 def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float, ceiling: int) -> float:
-    """Return the size to try next, unrounded: close to the size `predicted`, or between the two bounds."""
+    """Return the next size to try, not rounded: near `predicted`, or between `lower` (fits) and `upper` (fails)."""
     aim = _AIM * predicted
     if lower > 0 and sum(not trial.failure for trial in trials) == 1 and ceiling > _NEAR * predicted:
         aim = max(_SECOND * predicted, 2 * lower)
@@ -96,7 +96,7 @@ def _aim(trials: Sequence[SizeTrial], lower: int, upper: float, predicted: float
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Return True if reserved memory, which grows by whole segments, shows to within 5% how large a batch can be."""
+    """Return True if one allocator segment is at most 5% of the memory for batches, so that peaks are precise."""
     room = math.inf if trial.limit is None else trial.limit - (trial.base_allocated or 0)
     return (1 - _NEAR) * room >= SEGMENT_BYTES
 
@@ -104,8 +104,8 @@ def _is_precise(trial: SizeTrial) -> bool:
 def _predict(trials: Sequence[SizeTrial]) -> float:
     """Predict the batch size at which the memory limit is reached; infinity if memory did not grow in the trials.
 
-    The prediction extends a line through the peaks of two trials, or of one trial and of the memory without a batch.
-    If memory grew faster than linearly between trials, it is expected to go on doing so.
+    The prediction extends a line through the peaks of two trials. After a single trial, the line starts at the memory
+    without a batch. If memory grew faster than linearly between trials, a curve is extended instead.
     """
     last = max((trial for trial in trials if not trial.failure), key=lambda trial: trial.size, default=None)
     if last is None or last.limit is None or last.batch_allocated is None:

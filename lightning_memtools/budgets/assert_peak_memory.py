@@ -44,9 +44,9 @@ def assert_peak_memory(
 ) -> PeakMemory | PeakMemoryBudget:
     """Fail if a training step, or the code in a `with` statement, takes more memory than its budget. Needs no GPU.
 
-    Given a model and a batch, it estimates steps as `estimate_memory` does: nothing is computed, and a model on the
-    meta device needs no memory. Without a model it returns a context manager that measures the code in the `with`
-    block, which runs on the CPU, on a simulated device.
+    Given a model and a batch, the step is estimated with `estimate_memory`. Nothing is computed, and the model may be
+    on the meta device. Without a model, return a context manager for a `with` statement. The code in it runs on the
+    CPU, and memory is counted as if the code ran on a GPU.
 
     Under pytest the peak is also compared with the recorded peak of the test.
 
@@ -87,7 +87,7 @@ class PeakMemoryBudget:
     """The context manager of `assert_peak_memory`.
 
     Attributes:
-        peak: The peak of the code in the `with` statement; None until it has ended.
+        peak: The peak of the code in the `with` statement; None until that code has ended.
     """
 
     def __init__(self, budget: int | None, *, gpu: str | None, stage: Stage) -> None:

@@ -29,7 +29,7 @@ def parse_budget(at_most: object, *, what: str = "at_most") -> int:
 
 
 def judge(peak: PeakMemory, at_most: int | None) -> None:
-    """Compare a peak with its budget. Within a test, also compare it with the recorded peak, or record it.
+    """Compare a peak with its budget. In a test, also compare it with the recorded peak, or record the new peak.
 
     Raises:
         AssertionError: The peak is over the budget, or above the recorded peak by more than the tolerance.
@@ -83,7 +83,7 @@ def _compare(test: CurrentTest, name: str, recorded: PeakMemory, peak: PeakMemor
 
 
 def over_budget(peak: PeakMemory, at_most: int, recorded: PeakMemory | None = None) -> str:
-    """Return the error message for a peak over its budget, which says what has grown since the recorded peak."""
+    """Return the error message for a peak over its budget. It lists what grew since the peak was recorded."""
     over, size = format_size(peak.allocated - at_most), format_size(peak.allocated)
     lines = [
         f"the peak of allocated memory is {size}, {over} over the budget of {format_size(at_most)}.",

@@ -28,7 +28,7 @@ from lightning_memtools.simulation.recording import AllocationRecorder
 
 
 def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory:
-    """Return the peak of an estimate for the GPU `gpu` as a PeakMemory."""
+    """Convert the peak in a memory estimate to a PeakMemory. `gpu` names the GPU of the estimate."""
     return PeakMemory(
         allocated=estimate.peak_allocated,
         reserved=estimate.peak_reserved,

@@ -65,7 +65,7 @@ class MemoryDiff:
 
     @property
     def totals(self) -> list[Change]:
-        """The changes of the peak of allocated memory and of the peak of reserved memory, even if they are zero."""
+        """Two changes, which may be zero: of the peak of allocated memory, and of the peak of reserved memory."""
         return [
             Change("peak allocated", self.before.allocated, self.after.allocated),
             Change("peak reserved", self.before.reserved, self.after.reserved),
@@ -78,7 +78,7 @@ class MemoryDiff:
 
     @property
     def modules(self) -> list[Change]:
-        """The modules that changed, largest change first. Those in a list count as one: "layers.*.norm"."""
+        """The modules that changed, largest change first. Those that differ in a number are summed: "layers.*.norm"."""
         return _changes(by_pattern(self.before.modules), by_pattern(self.after.modules))
 
     @property
@@ -98,7 +98,7 @@ class MemoryDiff:
         ]
 
     def tables(self) -> Iterator[Table]:
-        """Yield a table of totals, then a table of the categories that changed, and likewise of modules and lines."""
+        """Yield a table of totals, then tables of the categories, of the modules, and of the lines that changed."""
         yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
         for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
             if changes:
@@ -141,7 +141,7 @@ class MemoryDiff:
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[[str], str] = str) -> list[Change]:
-    """Return the changes, largest first. Names with the same `key` count as one; the change has the name in `after`."""
+    """Return the changes in bytes, largest first. Names for which `key` returns the same string are summed."""
     found: dict[str, Change] = {}
     for name, size in before.items():
         known = found.get(key(name), Change(name, 0, 0))

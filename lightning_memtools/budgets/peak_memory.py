@@ -22,7 +22,7 @@ class PeakMemory:
     Attributes:
         allocated: The peak of the memory that tensors held.
         reserved: The peak of the memory that PyTorch's allocator reserved on the device.
-        engine: The source of the peak: "simulation", "cuda" (PyTorch's CUDA code), or another word read from a file.
+        engine: The source of the peak, such as "simulation", or "cuda" for PyTorch's own CUDA code.
         torch: The version of torch; "" if unknown.
         gpu: The GPU that was measured or simulated; "" for none.
         peak_at: The moment of the peak, such as "step 2, backward, in encoder.3".
@@ -61,7 +61,7 @@ class PeakMemory:
     def recorded_form(self, root: Path) -> Self:
         """Return a short form of the peak to record in a file: without small entries, with paths relative to `root`.
 
-        Modules in a list are summed, under a name such as "layers.*.norm".
+        Modules whose names differ only in a number are summed, under a name such as "layers.*.norm".
         """
         least = _SMALL_SHARE * self.allocated
         modules = {name: size for name, size in by_pattern(self.modules).items() if size >= least}
@@ -78,7 +78,7 @@ def _named_from(line: str, root: Path) -> str:
 
 
 def by_pattern(modules: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of modules, with the modules in a list summed: numbers in their paths become "*"."""
+    """Return the bytes by module path. Numbers in paths become "*" ("layers.*.norm"), and equal paths are summed."""
     sizes: Counter[str] = Counter()
     for name, size in modules.items():
         sizes[_NUMBER.sub("*", name)] += size

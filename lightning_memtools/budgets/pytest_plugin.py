@@ -83,7 +83,7 @@ _T = TypeVar("_T")
 
 
 def _without_frames(run: Callable[[], _T]) -> _T:
-    """Call a function. Report its errors as failures of the test, without a traceback through this package."""
+    """Call a function and return its result. If it raises an error, make the test fail, without a traceback."""
     try:
         return run()
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -137,7 +137,7 @@ class _Results:
         self._written = f"{len(self._peaks)} recorded in {self._settings.file.name}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print how peaks were obtained, how many were recorded, and which ones are below their recorded values."""
+        """Print how the memory peaks were obtained, how many were recorded, and which were lower than before."""
         if not self._peaks and not self._notes:
             return
         made = {f"engine {peak.get('engine')}, torch {peak.get('torch')}" for peak in self._peaks.values()}

@@ -33,7 +33,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Check a model for training mistakes, print the report, and return the exit status: 1 if one is serious, else 0.
+    """Check a model for training mistakes, print the report, and return the exit status: 1 if any is serious, else 0.
 
     Raises:
         UsageError: The argument MODULE:CALLABLE or an option is wrong.

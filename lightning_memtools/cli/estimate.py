@@ -130,9 +130,9 @@ def _gpu_named(capacity: str | None) -> str | None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
-    """Return the rows of the `n` largest GPUs that are too small, the `n` smallest that are large enough, and `asked`.
+    """Return the rows of the `n` largest GPUs that are too small, and of the `n` smallest that are large enough.
 
-    Each row is (GPU name, "yes" if the step fits on it or "no"), sorted by memory size. `asked` names one more GPU.
+    Also return the row of the GPU `asked`. Each row is (GPU name, "yes" if the step fits, else "no").
     """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]

@@ -23,7 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Rerun the training step with NaN or Inf that HaltOnNaN saved in a file, and print the result.
+    """Rerun a training step that produced NaN or Inf, from the file that HaltOnNaN saved, and print the result.
 
     Raises:
         UsageError: A file cannot be read, or the module cannot be created.

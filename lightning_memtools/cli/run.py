@@ -71,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Check and return the callback options of the command line: which to add or leave out, and their arguments."""
+    """Check and return the command-line options on callbacks: which to add, which to leave out, and their arguments."""
     arguments: dict[str, dict[str, Any]] = {}
     for text in chosen.arguments or ():
         import yaml  # noqa: PLC0415, --help does not need it
@@ -97,7 +97,7 @@ def _options(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _replaced_by(command: list[str], variables: dict[str, str]) -> int:
-    """Replace this process with a command, with `variables` in its environment. On Windows, return its exit status."""
+    """Replace this process with a command; add `variables` to the environment. On Windows, return the exit status."""
     environment = os.environ | variables
     if os.name == "posix":
         os.execve(command[0], command, environment)  # noqa: S606, the user's own script

@@ -51,7 +51,7 @@ def say(*parts: Any) -> None:
 def print_error(error: BaseException) -> None:
     """Print an error with its traceback. For an error in the user's code, start the traceback where that code starts.
 
-    Frames of this package are then left out, and so are the innermost ones if they belong to torch or Python itself.
+    In that case, frames of this package are left out, and so are the innermost frames in torch or in Python itself.
     """
     from lightning_memtools.memory.user_code import owner_of  # noqa: PLC0415, --help does not need torch
 

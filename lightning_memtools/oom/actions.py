@@ -51,7 +51,7 @@ class Action:
         detail: The result in sentences, without the last period.
         code: The code or setting that makes the change.
         saved: The number of bytes that the change frees.
-        cause: If the change removes the cause of the failure, a sentence on that cause, without period; else "".
+        cause: The cause of the failure in a sentence, if the change removes this cause; else "".
         peak: The peak of the changed step in bytes; None if no step was traced.
         price: The extra computation that the change costs, such as "5% more computation"; "" for none.
     """
@@ -78,8 +78,8 @@ class Action:
 def ranked(actions: Iterable[Action]) -> list[Action]:
     """Return the suggested changes, the most useful first.
 
-    Changes that remove the cause come first, then those that make the step fit, the least intrusive first. Changes
-    that only free memory follow, the most bytes first, and useless ones are last.
+    The order is: changes that remove the cause of the failure; changes that make the step fit (the least intrusive
+    first); changes that only free memory (the most bytes first); and useless changes.
     """
 
     def rank(action: Action) -> tuple[bool, bool, int, int, int]:

@@ -34,7 +34,7 @@ def _is_training(failed: FailedStep) -> bool:
 
 
 def _grows_unseen(failed: FailedStep) -> bool:
-    """Return True if memory grows with each batch, and objects known to hold memory explain less than half of it."""
+    """Return True if memory grows with each batch, and known objects hold less than half of that growth."""
     grown, held = failed.facts.grown, failed.held
     piles = sum(holding.n_bytes for holding in held.found if holding.piles_up) + held.garbage_bytes
     return grown is not None and 2 * piles < grown.n_bytes
@@ -71,10 +71,10 @@ class Advice:
     """The suggested changes, and other results for a report. Changes may be missing if time ran out.
 
     Attributes:
-        actions: The actions found, the best first.
-        unchecked: Sentences that name the changes that could not be checked, and why; one for each reason.
+        actions: The suggested changes, the best first.
+        unchecked: Sentences that name the changes that could not be checked: one sentence for each reason.
         modules: Bytes of activations that the traced step keeps, by module, largest first.
-        lines: Bytes at the peak of the traced step that were allocated outside of modules, by line of code.
+        lines: For each line of code outside of modules, the bytes that it had allocated at the peak of the traced step.
         notes: Further remarks.
     """
 
@@ -108,7 +108,7 @@ def advice_for(failed: FailedStep, seconds: float) -> Advice:
 
 
 def _modules(trials: StepTrials) -> list[tuple[str, int]]:
-    """Return activation bytes by module, largest first: those saved for backward; in evaluation, those at the peak."""
+    """Return the activation bytes of each module: in training, those kept for backward; otherwise those at the peak."""
     in_training = trials.failed.stage == "train"
     sizes = [
         (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
@@ -118,7 +118,7 @@ def _modules(trials: StepTrials) -> list[tuple[str, int]]:
 
 
 def _lines(plain: MemoryEstimate) -> list[tuple[str, int]]:
-    """Return, for each line of code outside of modules, such as in a loss, the bytes at the peak it allocated."""
+    """Return, for each line of code outside of modules, such as in a loss function, its bytes at the peak."""
     outside = [holder for holder in plain.holders if holder.line and holder.module in {"", "(model)"}]
     return [*held_by(outside, "line").items()]
 

@@ -22,7 +22,7 @@ _MOST_SHAPES = 3
 
 
 def _freed(trials: StepTrials, action: Action, n_bytes: int, how: str, cause: str) -> Action:
-    """Return the action with its result: whether the step fits once `n_bytes` are freed. `how` says how to do that."""
+    """Complete the action with the texts `how` and `cause`, and with whether the step fits if `n_bytes` are freed."""
     fits = trials.fits_with(n_bytes)
     if trials.why_not:
         whether = f"Whether the step then fits is not known: it could not be traced ({trials.why_not})"
@@ -64,7 +64,7 @@ def _cause(holding: Holding) -> str:
 
 
 def growth(trials: StepTrials) -> list[Action]:
-    """Suggest finding what accumulates from batch to batch, if objects known to hold memory do not explain it."""
+    """Suggest finding what accumulates from batch to batch, if memory grows and known objects do not explain why."""
     grown = trials.failed.facts.grown
     assert grown is not None
     each = format_size(grown.n_bytes // grown.n_batches)
@@ -103,7 +103,7 @@ def odd_batch(trials: StepTrials) -> list[Action]:
 
 
 def expandable_segments(trials: StepTrials) -> list[Action]:
-    """Suggest expandable segments, if a replay shows that the failed request and the whole step then fit."""
+    """Suggest expandable segments, if a replay of the recorded allocations shows that the step would then fit."""
     failed = trials.failed
     if failed.history is None:
         raise NotCheckedError("no history of allocations was recorded")
@@ -131,7 +131,7 @@ def expandable_segments(trials: StepTrials) -> list[Action]:
 
 
 def processes(trials: StepTrials) -> list[Action]:
-    """Suggest stopping other processes, unless this process is limited by its own memory fraction."""
+    """Suggest stopping other processes on the GPU, if they leave less memory than this process is allowed to use."""
     others, facts, capacity = trials.failed.processes, trials.failed.facts, trials.failed.facts.stats.capacity or 0
     if isinstance(others, str):
         raise NotCheckedError(f"the other processes are {others}")

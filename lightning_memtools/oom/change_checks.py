@@ -18,7 +18,7 @@ _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": 
 
 
 def smaller_batch(trials: StepTrials) -> list[Action]:
-    """Suggest the largest batch size that fits; half of the failed size if it is not known which sizes fit."""
+    """Suggest the largest batch size that fits. If that is unknown, suggest half of the batch size that failed."""
     size, limit, stage = trials.size, trials.limit, _STAGES[trials.failed.stage or "train"]
 
     def batches_of(smaller: int) -> Action:
@@ -58,7 +58,7 @@ def accumulation(trials: StepTrials) -> list[Action]:
 
 
 def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> Action:
-    """Return the action completed for a batch size that fits. If checkpointing is used, it gets a memory budget."""
+    """Complete an action whose batch size fits. If the run uses checkpointing, suggest a memory budget for it, too."""
     detail = f"{how}, with a peak of {format_size(peak)} within the available {format_size(trials.limit)}"
     fitting = replace(action, outcome=Outcome.ENOUGH, detail=detail, saved=trials.saving(peak), peak=peak)
     if trials.failed.stage != "train" or trials.failed.run.plan is None:
@@ -72,7 +72,7 @@ def _fitting_batch(trials: StepTrials, action: Action, peak: int, how: str) -> A
 def checkpointing(trials: StepTrials) -> list[Action]:
     """Suggest GradientCheckpointing, with the checkpoint plan that it would make for the available memory.
 
-    The plan's budget is the available memory minus what the unchanged step reserves without using it.
+    The plan's budget is the available memory, minus memory that the allocator reserves but no tensor uses.
     """
     trials.check_time()
     budget = None
@@ -86,7 +86,7 @@ def checkpointing(trials: StepTrials) -> list[Action]:
 
 
 def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, str | None]:
-    """Return the checkpoint plan for a budget in MiB, and the budget as a string. If no plan fits, raise the budget."""
+    """Return a checkpoint plan for `budget` MiB, and the budget as text. If the budget is too small, raise it."""
     given = None if budget is None else f"{budget}MiB"
     try:
         return trials.planner.plan(CheckpointOptions.parse(memory_budget=given)), given
@@ -95,7 +95,7 @@ def _planned(trials: StepTrials, budget: int | None) -> tuple[CheckpointPlan, st
 
 
 def _recomputing(trials: StepTrials, plan: CheckpointPlan, given: str | None) -> list[Action]:
-    """Try the checkpoint plan made for the budget `given`, and suggest it. Return [] if it recomputes nothing."""
+    """Try the checkpoint plan for the memory budget `given`, and suggest it; return [] if nothing is recomputed."""
     if plan.refused is not None:
         title = "Recompute activations in the backward pass"
         return [Action(kind=ActionKind.CHECKPOINTING, title=title, detail=plan.refused.rstrip("."))]

@@ -45,7 +45,7 @@ class FailedRun:
         untraceable: The reason why steps cannot be traced; "" if they can.
         plan: The checkpoint plan in use: which activations are recomputed; None if there is no plan.
         others: Other objects of the run: callbacks and the data module.
-        recovery: The code for an OOMRecovery that could run the failed batch in parts; "" if none could.
+        recovery: The code that adds the callback OOMRecovery, if it could run the failed batch in parts; else "".
     """
 
     model: nn.Module
@@ -71,13 +71,13 @@ class FailedStep:
         run: The properties of the run, read from its Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
         cuda: True to trace CUDA operators, False to trace CPU operators.
-        gpu: The known name of this GPU; None for a default.
+        gpu: The GPU's name in the list of known GPUs; None to trace the kernels of a default GPU.
         config: The allocator's settings.
         history: The allocator's recorded history; None if none was recorded.
         evaluation_began: The time, on the history's clock, at which the evaluation began; None in training.
         processes: Other processes on the device, or the reason why they are not known; None if there is no real
             device.
-        held: The objects that hold device memory the step does not need.
+        held: The objects that hold device memory that the step does not need.
     """
 
     facts: FailureFacts

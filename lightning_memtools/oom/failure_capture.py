@@ -66,7 +66,7 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
 
 
 def _attach() -> bool:
-    """Attach the one CUDA observer of this process, if it is not yet attached. Return False if that is impossible."""
+    """Attach this process's observer of CUDA out-of-memory errors, once. Return False if it cannot be attached."""
     global _attached  # noqa: PLW0603, see `_listeners`
     if not _attached:
         # Initialising CUDA makes the allocators that it is attached to.
@@ -180,7 +180,7 @@ class FailureCapture:
             self._first.setdefault((before.had_gradients, before.had_state), (before, self._n_batches))
 
     def end_batch(self) -> None:
-        """Drop the reference to the batch, and add its sizes to those of earlier batches."""
+        """Record the sizes of the batch, and drop the reference to it."""
         self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
@@ -188,7 +188,7 @@ class FailureCapture:
     # --- when memory runs out
 
     def facts_of(self, error: BaseException) -> FailureFacts:
-        """Return the facts captured when memory first ran out in this step. If there are none, capture them now."""
+        """Return the facts captured when this step first ran out of memory. If there are none, capture facts now."""
         # Observers are only called for these: what was captured before an error of another kind is about another one.
         is_observed = any(isinstance(cause, torch.OutOfMemoryError) for cause in error_chain(error))
         if self.captured is None or not is_observed:

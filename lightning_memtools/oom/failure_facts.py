@@ -60,7 +60,7 @@ def split_memory(
         allocated: The bytes allocated now; the categories add up to them.
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
-        on_device: Returns whether a tensor is on the device; others are not counted.
+        on_device: Returns whether a tensor is on the device. Other tensors are not counted.
         batch: Its tensors are counted as inputs.
         before: The memory when the batch began. Without it, nothing counts as "other".
     """
@@ -83,7 +83,7 @@ class FailureMoment:
 
     Attributes:
         stage: setup, sanity check, train, val, test or predict.
-        step: The training step, as counted on the x axis of `self.log`.
+        step: The training step, as shown on the x axis of logged values.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
         hook: The hook that was running, or a description of other code outside of a step; "" in a step.
@@ -124,7 +124,7 @@ class BatchesBefore:
 
     Attributes:
         n: The number of these batches.
-        most: The largest size of each dimension, by tensor name, such as `batch["boxes"]`.
+        most: For each tensor, by name such as `batch["boxes"]`, the largest size of each dimension.
         n_elements: The number of elements of the largest batch.
         largest: The batch with the most elements, as meta tensors without values.
     """
@@ -148,7 +148,7 @@ class BatchesBefore:
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """Return (name, shape, usual shape) of each tensor with a dimension far larger than in earlier batches.
 
-        Return [] if an earlier batch had as many elements: then this batch may have longer samples, but fewer.
+        Return [] if an earlier batch had at least as many elements, because this batch is then not unusually large.
         """
         shapes, n_elements = _shapes_of(batch)
         if self.n < _LEAST_BEFORE or n_elements <= self.n_elements:
@@ -177,10 +177,10 @@ class StepVariable(NamedTuple):
 
 
 def variables_of_step(on_device: OnDevice, seen: set[int]) -> list[StepVariable]:
-    """Return the local variables of the user's running functions that hold tensors, largest first.
+    """Return the local variables that hold tensors in the user's functions on the call stack, largest first.
 
     Args:
-        on_device: Returns whether a tensor is on the device; others are not counted.
+        on_device: Returns whether a tensor is on the device. Other tensors are not counted.
         seen: The ids of storages that are already counted. Storages counted now are added.
     """
     found = []
@@ -208,16 +208,16 @@ class FailureFacts:
     Attributes:
         moment: The place in the run.
         device: The device's name.
-        stats: The statistics of the device; those that are not known are None.
-        requested: The size that could not be allocated; None if unknown.
+        stats: The memory statistics of the device; unknown values are None.
+        requested: The number of bytes that could not be allocated; None if unknown.
         free: The free bytes of the device; None if unknown.
-        used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
-        fraction: The part of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
+        used_by_others: Bytes held outside of the allocator: by other processes, and by this process's CUDA context.
+        fraction: The fraction of device memory that PyTorch may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: The allocated bytes by category; None if unknown.
-        grown: The memory that has accumulated over the batches; None if that is little or unknown.
+        grown: The memory that has accumulated over the batches; None if it is small or unknown.
         before: The batches of the stage before the failed one.
         variables: The variables of the step that held tensors of the device, the largest first.
-        batch: The failed batch as meta tensors, without values; None if none was running.
+        batch: The failed batch as meta tensors, without values; None between batches.
     """
 
     moment: FailureMoment
@@ -235,7 +235,7 @@ class FailureFacts:
 
     @property
     def unusable(self) -> int | None:
-        """Reserved bytes that were free but too fragmented to use. Whole free segments had been released already."""
+        """Reserved bytes that were free, but in pieces too small to use. Empty segments had already been released."""
         if self.stats.reserved is None or self.stats.allocated is None:
             return None
         return self.stats.reserved - (self.stats.active or self.stats.allocated)

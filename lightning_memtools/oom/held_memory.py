@@ -20,7 +20,7 @@ HOLDERS_S = 3.0
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
-    """Return the objects that hold device memory other than that of the model, its optimizers and the batch.
+    """Return the objects that hold device memory, apart from the model, its optimizers and the batch.
 
     Args:
         run: The failed run.

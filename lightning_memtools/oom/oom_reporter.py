@@ -55,8 +55,8 @@ class OOMReporter:
     ) -> ReportPage:
         """Create the report, write it, print its first lines, and return it.
 
-        `read_run` reads the properties of the run. A note that names the report is added to `error`, if that ends the
-        run. If the run goes on instead, `done` says how the error was handled.
+        `read_run` reads the properties of the run. If an error ends the run, pass it as `error`: a note that names the
+        report is added to it. If the run goes on instead, `done` is a sentence on how the failure was handled.
         """
         end = time.thread_time() + (CHECKS_S if self.checks_s is None else self.checks_s)
         line = None if error is None else user_line_of(error)
@@ -92,7 +92,7 @@ class OOMReporter:
 
 
 def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> T:
-    """Return `make()`. If that raises, add a note to the page that `what` could not be read; return `otherwise`."""
+    """Return `make()`. If that raises, note on the page that `what` could not be read, and return `otherwise`."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001, the user's objects are searched, and the user's step is traced
@@ -103,7 +103,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 def _advise(
     page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
-    """Find what holds memory and which changes help, until the CPU time `end`. Add the results to the page."""
+    """Search for objects that hold memory and changes that help, until the CPU time `end`. Add both to the page."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)

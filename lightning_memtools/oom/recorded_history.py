@@ -43,7 +43,7 @@ class RecordedHistory:
         return failed_request(self.snapshot, self.config, **self._limits)
 
     def allocator_at(self, time: int) -> CachingAllocator | None:
-        """Return the simulated allocator after a replay up to `time`; None if the history does not allow that."""
+        """Replay the history up to `time`, and return the simulated allocator; None if the replay is impossible."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None

@@ -34,7 +34,7 @@ class ReportPage:
         error: The error's message and notes.
         done: If the run goes on, a sentence on how the error was handled.
         where: The user's line of code that failed; "" if unknown.
-        held: The objects that hold device memory the step does not need.
+        held: The objects that hold device memory that the step does not need.
         advice: The changes that were tried, with their results.
         processes: Other processes on the device, or the reason why they are not known; None if there is no GPU.
         notes: Further remarks.
@@ -57,7 +57,7 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """Two sentences: what failed and where, and the cause or else the largest category of memory."""
+        """Two sentences: what failed and where; and the cause or, if unknown, the largest category of memory."""
         facts, request = self.facts, ""
         if facts.requested is not None:
             request = f": tried to allocate {format_size(facts.requested)}"
@@ -79,7 +79,7 @@ class ReportPage:
         return sorted((self.facts.split or {}).items(), key=lambda item: -item[1])
 
     def console(self) -> str:
-        """Return the lines to print: what failed, what to do, the report's path; the whole report if it has no file."""
+        """Return the text to print: what failed, what helps, the report path. Without a file, add the whole report."""
         helping = self._helping(_SHORT) or ("None of the checked changes helps." if self.advice.actions else "")
         lines = [self.headline, self._what_was_done(), helping, *self.advice.unchecked]
         if not isinstance(self.file, Path):

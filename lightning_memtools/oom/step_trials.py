@@ -29,7 +29,7 @@ class StepTrials:
 
     Args:
         failed: The failed step.
-        seconds: The CPU time from now on after which no further trial begins.
+        seconds: The CPU time, counted from now on, during which trials may begin.
 
     Attributes:
         failed: The failed step.
@@ -72,11 +72,11 @@ class StepTrials:
 
     @cached_property
     def planner(self) -> StepPlanner:
-        """Makes checkpoint plans for the step. Profiles the step once for all of them."""
+        """Makes checkpoint plans for the step. The step is profiled once, for all plans."""
         return StepPlanner(self.failed.step())
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
-        """Return the memory estimate for batches of `size` samples, `accumulate` of them per optimizer step."""
+        """Return the memory estimate for batches of `size` samples, with `accumulate` batches per optimizer step."""
         key = (size, min(accumulate or self.failed.run.accumulate, 2))
         if key not in self._estimates:
             self.check_time()
@@ -97,12 +97,12 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the unchanged step fits in simulation. Its trace then lacks whatever made the real step fail."""
+        """True if the unchanged step fits in simulation. The real step then failed for a reason that no trace shows."""
         return self.failed.usable is not None and self._serves(self.plain.trace)
 
     @property
     def limit(self) -> int | None:
-        """The bytes available to the step's tensors; None if unknown, or if simulation does not run out of memory."""
+        """The bytes available to the step's tensors; None if unknown, or if the unchanged step fits in simulation."""
         return None if self.plain_fits else self.failed.usable
 
     def fits(self, estimate: MemoryEstimate) -> bool | None:
@@ -114,7 +114,7 @@ class StepTrials:
         return None if self.why_not or self.limit is None else self.plain.fits(f"{self.limit + n_bytes}B")
 
     def _serves(self, trace: AllocationTrace) -> bool:
-        """Return True if memory suffices for a traced step. In evaluation, start from the memory that training left."""
+        """Return True if a traced step fits. In evaluation, the replay starts with the memory state after training."""
         usable, left = self.failed.usable or 0, self._at_evaluation
         if usable <= 0 or not replay(trace, capacity=usable).completed:
             return False
@@ -122,7 +122,7 @@ class StepTrials:
 
     @cached_property
     def _at_evaluation(self) -> CachingAllocator | None:
-        """The simulated allocator as training left it when evaluation began; None in training or if unknown."""
+        """The simulated allocator at the moment when evaluation began; None in training or if unknown."""
         history, began = self.failed.history, self.failed.evaluation_began
         return None if history is None or began is None else history.allocator_at(began)
 

@@ -16,9 +16,9 @@ _FITS: list[tuple[str, float, Sequence[str]]] = []
 
 
 def tell_at_exit(limit: str, seconds: float, lines: Sequence[str]) -> None:
-    """Print the verdict on a fit: when the script ends, or at once in a notebook or a child process.
+    """Print the `lines` of a fit's verdict when the script ends, or at once in a notebook or a child process.
 
-    If there were several fits, print the verdict on the longest, and the number of fits with each limit.
+    After several fits, print the verdict on the longest (by `seconds`), and the number of fits with each speed `limit`.
     """
     if not _FITS:
         atexit.register(_print)

@@ -31,7 +31,7 @@ class FigureChange:
 
     @property
     def increase(self) -> float | None:
-        """The relative increase, such as 0.1 for 10%; None if a value is unknown, or unless the unit is bytes or ms."""
+        """The relative increase, such as 0.1 for 10%; None if a value is unknown or is neither in bytes nor in ms."""
         if self.unit not in {"bytes", "ms"} or self.after is None or not self.before:
             return None
         return float(self.after / self.before - 1)
@@ -44,14 +44,14 @@ class FigureChange:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """Return the quantities in two run summaries, each with both values. A value that one of them lacks is None."""
+    """Return the quantities in two run summaries, each with both values. A value missing in one summary is None."""
     one, other = _figures(before), _figures(after)
     names = dict.fromkeys([*one, *other])
     return [FigureChange(name, unit, one.get((name, unit)), other.get((name, unit))) for name, unit in names]
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Return the quantities in a run's summary that can be compared: (name, unit) to value."""
+    """Return the quantities of a run's summary that can be compared, as a dict from (name, unit) to the value."""
     memory, times = summary["memory"], summary["time"]
     return {
         ("verdict", ""): summary["verdict"]["limit"],

@@ -71,7 +71,7 @@ def judge(facts: RunFacts) -> RunVerdict:
 
 
 def _limit_of(facts: RunFacts) -> _Reason:
-    """Return what limits the run's speed, such as the data loader. If several do, the order of the checks decides."""
+    """Return what limits the run's speed, such as the data loader. Of several limits, the first checked is returned."""
     slow, steps, least = slow_rank(facts.ranks), facts.ranks[0].steps, THRESHOLDS["least steps"]
     if facts.error:
         return _Reason("error", facts.error, "read the error above, and the reports beside summary.json.")
@@ -132,7 +132,7 @@ def _others_ms(slowest: RankFacts, ranks: Sequence[RankFacts]) -> float:
 
 
 def _lead(rank: RankFacts) -> float | None:
-    """Return the GPU's time in forward and backward, divided by the host's time in these; None without a GPU."""
+    """Return the GPU time of forward and backward divided by the host time of these phases; None without a GPU."""
     if rank.device_s is None:
         return None
     device, host = (times.get("forward", 0.0) + times.get("backward", 0.0) for times in (rank.device_s, rank.host_s))
@@ -149,8 +149,8 @@ def _faster_loader(facts: RunFacts) -> str:
 def largest_batch(rank: RankFacts) -> int | None:
     """Return the largest batch size that should fit, estimated from the bytes per sample at the peak of training.
 
-    Return None if the device's memory or the memory by category at the peak is unknown, or if activations take little
-    of it. The true maximum is somewhat larger, because not all of these bytes grow with the batch.
+    Return None if activations take only a small part of the peak, or if the necessary measurements are missing. The
+    true maximum is somewhat larger, because not all of the bytes counted per sample grow with the batch.
     """
     composition = rank.composition_bytes or {}
     grows, peak = composition.get("activations", 0) + composition.get("inputs", 0), sum(composition.values())

@@ -17,7 +17,7 @@ class PhaseTimes:
     """Measures how long the phases of training steps take, such as forward. Each begins when the previous one ends.
 
     The host only queues kernels for a GPU, so the host's clock does not tell when the GPU runs them. With a GPU, each
-    change of phase therefore also records a CUDA event. It is read later, once the GPU has reached it.
+    change of phase therefore also records a CUDA event. The event is read once the GPU has passed it.
 
     Args:
         device: The device that the model runs on.
@@ -50,7 +50,7 @@ class PhaseTimes:
         self._read()
 
     def look_at_lead(self) -> None:
-        """Record whether the GPU has begun the current step. Call this once the host has queued the backward pass."""
+        """Record whether the GPU has begun the current step. Call this when the host has queued the backward pass."""
         if self._forward is not None:
             self._behind.append(not self._forward.query())
             self._forward = None
@@ -64,7 +64,7 @@ class PhaseTimes:
 
     @property
     def behind_share(self) -> float:
-        """The fraction of steps that the GPU began only after the host had queued their whole backward."""
+        """The fraction of steps that the GPU began only after the host had queued their entire backward pass."""
         return sum(self._behind) / max(1, len(self._behind))
 
     def host_s(self) -> dict[str, float]:

@@ -20,12 +20,12 @@ class RankFacts:
 
     Attributes:
         rank: The rank, counted from 0.
-        steps: The number of training batches that were measured; the first batch of a fit is not.
+        steps: The number of training batches that were measured. The first batch of a fit is left out.
         host_s: The seconds that each phase, such as "forward", took on the host.
         device_s: The seconds that each phase took on the GPU; None without a GPU.
-        behind_share: The fraction of steps that the GPU began only after the host had queued their whole backward.
+        behind_share: The fraction of steps that the GPU began only after the host had queued the whole backward pass.
         peak_bytes: The peak of allocated bytes in training and validation; None if the device does not record peaks.
-        reserved_bytes: The same for reserved bytes.
+        reserved_bytes: The peak of reserved bytes in training and validation; None if the device does not record peaks.
         capacity_bytes: The total memory of the device in bytes; None if unknown.
         composition_bytes: The bytes by category, such as activations, at the memory peak of training; None if unknown.
         batch_size: The largest number of samples in a training batch; None if unknown.
@@ -58,7 +58,7 @@ class RankFacts:
         return 1000 * self.training_s / self.steps if self.steps else None
 
     def share(self, phase: str) -> float:
-        """Return the fraction of training time that a phase took; of the whole fit, if the phase is "validation"."""
+        """Return the fraction of training time that a phase took. For "validation", return its fraction of the fit."""
         seconds = self.phases_s.get(phase, 0.0)
         whole = self.training_s + (seconds if phase == "validation" else 0.0)
         return seconds / whole if whole else 0.0
@@ -79,7 +79,7 @@ class RunFacts:
         checks: The number of checks that TrainingDoctor ran.
         findings: The serious findings of TrainingDoctor.
         waits: The lines of code in training_step that wait for the GPU, such as "train.py:31".
-        remarks: What other callbacks say about memory in the run, one line each.
+        remarks: The remarks of other callbacks on memory in the run, one line each.
     """
 
     ranks: Sequence[RankFacts]

@@ -50,7 +50,7 @@ class RunMeter:
             self._stages.leave(stage)
 
     def end_batch(self, model: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
-        """End a training batch. After batches 1, 2, 4, 8 and so on, also record what takes memory at its peak."""
+        """End a training batch. After batches 1, 2, 4, 8 and so on, also record what takes memory at the peak."""
         self.times.switch("rest")
         self.n_batches += 1
         if self.n_batches == 1:

@@ -17,9 +17,9 @@ _METHOD = "training_step"
 
 
 def watch_next_step(module: nn.Module) -> tuple[list[str], Callable[[], None]]:
-    """Find the lines of code that wait for the GPU in the next training_step of the module, unless it is compiled.
+    """Watch the next call of the module's training_step, and find the lines of code that wait for the GPU.
 
-    PyTorch's sync debug mode warns of each wait. These warnings are collected; all others are shown as usual.
+    PyTorch's sync debug mode warns of each wait. These warnings are collected; all other warnings appear as usual.
 
     Returns:
         A list of lines, such as "train.py:31", that is filled during that step; and a function that stops watching.

@@ -51,7 +51,7 @@ class SizeTuning:
         self._sizes: StageSizes | None = None
 
     def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
-        """Search for batch sizes and return the result. If a checkpoint held sizes, apply those and return None.
+        """Search for batch sizes and return the result. If a checkpoint held sizes, only apply these and return None.
 
         Args:
             trainer: The Trainer, in `on_fit_start`.
@@ -87,7 +87,7 @@ class SizeTuning:
 
         Raises:
             RuntimeError: Not even the smallest size fits.
-            ValueError: No attribute holds the batch size, or the loaders ignore the attribute that does.
+            ValueError: There is no attribute for the batch size, or the loaders ignore it.
         """
         directory = report_directory(trainer)  # collective, so before the ranks differ
         began_at, reader = time.perf_counter(), reader_for(trainer.strategy.root_device)
@@ -172,7 +172,7 @@ class SizeTuning:
         )
 
     def _apply(self, trainer: Trainer, sizes: StageSizes, stages: Sequence[Stage]) -> None:
-        """Apply the found batch sizes to attributes and loaders, and recreate the optimizers and schedulers."""
+        """Set the batch sizes that were found, in attributes and loaders. Recreate the optimizers and schedulers."""
         if stages:  # after the fit, the attribute that both stages share holds training's size
             sizes.write(self.found[stages[0]], for_loggers=True)
         for stage, size in {**sizes.of_hooks, **{stage: self.found[stage] for stage in stages}}.items():
@@ -205,7 +205,7 @@ class SizeTuning:
         return notes
 
     def _notes_on_steps(self, trainer: Trainer, old: int | None) -> list[str]:
-        """Return a sentence on the new number of samples per optimizer step, to which the learning rate should fit."""
+        """Return a sentence on the learning rate if the samples per step changed. `old` is the old batch size."""
         new, per_size = self.found["train"], trainer.accumulate_grad_batches * trainer.world_size
         if any(is_learning_rate_finder(callback) for callback in callbacks_of(trainer)):
             return [f"The learning rate that LearningRateFinder finds belongs to steps of {new * per_size} samples."]
@@ -223,7 +223,7 @@ def is_learning_rate_finder(callback: Callback) -> bool:
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Return True if trials can run. Print why not and return False with `fast_dev_run` or on a CPU.
+    """Return True if trials can run. With `fast_dev_run` or on a CPU, print why not and return False.
 
     Raises:
         RuntimeError: The strategy does not allow trials.

@@ -25,8 +25,8 @@ class StageSizes:
     """Reads and sets the batch sizes of training and validation ("stages").
 
     A `*_dataloader` hook reads its size from an attribute or hyperparameter of the model or the data module. This
-    class sets the attribute to the stage's size whenever the hook is called, so that training and validation can
-    differ though they read the same attribute. DataLoaders passed to the Trainer are replaced by resized copies.
+    class sets the attribute whenever a hook is called, so that training and validation can have different sizes even
+    if both hooks read the same attribute. DataLoaders passed to the Trainer are replaced by resized copies.
 
     Args:
         trainer: The Trainer, during `fit`.
@@ -34,7 +34,7 @@ class StageSizes:
 
     Attributes:
         configured: The original batch size of each stage. Stages whose size is unknown are left out.
-        of_hooks: The part of `configured` for the stages whose loaders come from a `*_dataloader` hook.
+        of_hooks: The sizes in `configured` for those stages whose loaders come from a `*_dataloader` hook.
     """
 
     def __init__(self, trainer: Trainer, name: str) -> None:
@@ -91,7 +91,7 @@ class StageSizes:
         source.instance = tree_unflatten(resized, structure)
 
     def _call_hook(self, source: Any, size: int) -> Any:
-        """Set the batch size attributes to `size`, call a `*_dataloader` hook, and restore the attributes."""
+        """Set the batch size attributes to `size`, call the `*_dataloader` hook of `source`, and restore them."""
         holders = self._holders()
         before = [getattr(holder, self._name) for holder in holders]
         self.write(size)
@@ -117,7 +117,7 @@ class StageSizes:
         return batch_size_of(loaders[0]) if loaders else None
 
     def _holders(self) -> list[Any]:
-        """Return those of the model, the data module and their `hparams` that have the batch size attribute."""
+        """Return the objects that have the batch size attribute: model, data module, or the `hparams` of either."""
         places = [place for owner in self._owners.values() for place in (getattr(owner, "hparams", None), owner)]
         return [place for place in places if hasattr(place, self._name)]
 

@@ -32,7 +32,7 @@ ANOTHER_ERROR = "another error"
 
 
 class TrialOver(BaseException):
-    """Raised in a training loop to end a trial. Not an Exception, so that `except Exception` lets it pass."""
+    """Raised in a training loop to end a trial. Not an Exception, so that `except Exception` does not catch it."""
 
 
 class CollectiveInTrialError(RuntimeError):
@@ -44,8 +44,8 @@ class TrialProbe(EitherCallback):
 
     A trial trains for two steps of every optimizer. If more than half of the limit is then reserved, it continues
     until reserved memory has not changed for three steps, because a later step may still reserve more. If more than
-    the limit is reserved, the cache is emptied once and the peak is measured again, since the allocator of a device
-    with that limit would have emptied it too.
+    the limit is reserved, the cache is emptied once and the peak is measured again: on a device with that limit, the
+    allocator would have emptied its cache, too.
 
     Args:
         reader: Reads the device's memory; None if it cannot be read.
@@ -56,7 +56,7 @@ class TrialProbe(EitherCallback):
         stage: The stage that is running: "train" or "val".
         peaks: The peaks of allocated and of reserved memory in each stage.
         batch: Measures the peak of memory in training, except during optimizer steps.
-        base_allocated: For each stage, the bytes allocated when its latest batch began, not counting the batch.
+        base_allocated: For each stage, the bytes allocated when the latest batch began, apart from the batch itself.
         observed_size: The number of samples in each stage's first batch.
         batches: The number of completed batches of each stage.
     """
@@ -127,13 +127,13 @@ class TrialProbe(EitherCallback):
             self._release()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure validation, separately from training."""
+        """Start measuring the memory of validation, separately from that of training."""
         self.stage = "val"
         if self._watch is not None:
             self._watch.enter("val")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring validation, and go on measuring training."""
+        """Stop measuring the memory of validation, and resume measuring the memory of training."""
         if self._watch is not None:
             self._watch.point("val")
             self._watch.leave("val")
@@ -159,7 +159,7 @@ class TrialProbe(EitherCallback):
                 self.base_allocated[stage] = max(allocated - bytes_in(batch), 0)
 
     def _is_complete(self, trainer: Trainer) -> bool:
-        """Return True if every optimizer has stepped often enough, and validation has run if it has to."""
+        """Return True if every optimizer has made enough steps and, where required, validation has run."""
         if any(self._stepped.get(id(optimizer), 0) < STEPS for optimizer in trainer.optimizers):
             return False
         # A gradient scaler that still looks for its scale skips every step.
@@ -183,7 +183,7 @@ class TrialProbe(EitherCallback):
         return (self._watch.peaks["train"].reserved or 0) + others > self._limit
 
     def _release(self) -> None:
-        """Empty the allocator's cache, and begin to measure training again."""
+        """Empty the allocator's cache, and restart the measurement of training memory."""
         assert self._reader is not None
         self.end()
         self._has_released = True
@@ -192,7 +192,7 @@ class TrialProbe(EitherCallback):
         self.begin("train")
 
     def failure(self, stage: Stage, error: BaseException | None) -> str:  # noqa: PLR0911, one return for each reason
-        """Return why the trial of a stage failed, or "" if it succeeded. The reason may lie in another stage."""
+        """Return why the trial of a stage failed; "" if it succeeded. `error` is the error that ended it, if any."""
         where = "" if self.stage == stage else _IN_STAGE[self.stage]
         if error is not None:
             if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):

@@ -79,7 +79,7 @@ class TrialRunner:
 
     Attributes:
         sizes: The batch size of each stage in the next trial. Stages that are missing here keep their own size.
-        sample_sizes: The sizes of each loader's samples, keyed by the stage and the loader's index in it.
+        sample_sizes: The sizes of each loader's samples, keyed by (stage, index of the loader within the stage).
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class TrialRunner:
         return self._accumulate if self._per_rank is None else max(self._per_rank // size, 1)
 
     def run(self, stage: Stage, size: int, limits: SizeLimits) -> SizeTrial:
-        """Run a trial of a batch size. If there are fewer samples, try the largest size that they allow.
+        """Run a trial of a batch size. If the data has too few samples, try the largest possible size instead.
 
-        Until a trial of the stage has succeeded, errors other than out-of-memory are raised. After that, they count
-        as a failure of the size, since a large batch can also make an index or a kernel's grid too large.
+        Until a trial of the stage has succeeded, errors other than out-of-memory are raised. After that, they only
+        mean that the size does not fit, since a large batch can also make an index or a kernel's grid too large.
 
         Args:
             stage: The stage whose batch size is searched for.
@@ -181,7 +181,7 @@ class TrialRunner:
         return None
 
     def _tightest_of_ranks(self, mine: SizeTrial, error: BaseException | None, *, is_bound: bool) -> SizeTrial:
-        """Return the worst of all ranks' trials. Raise errors, except other ranks' once a size has run (`is_bound`)."""
+        """Return the worst trial of all ranks. Raise `error`, and unless a size has run (`is_bound`), any rank's."""
         trials: list[SizeTrial] = self._ranks.objects(mine)
         if error is not None:
             raise error
@@ -237,7 +237,7 @@ class TrialRunner:
             self._take_largest(other)
 
     def _check_that_loaders_follow(self, stage: Stage, reported: int | None) -> None:
-        """Raise CannotResizeError if the loaders have the same batch size as in an earlier trial of another size."""
+        """Raise CannotResizeError if the loaders' batch size, `reported`, did not change when another size was set."""
         asked, name = self.sizes[stage], self._settings.batch_arg_name
         first_asked, first_reported = self._first.setdefault(stage, (asked, reported))
         if reported is not None and reported == first_reported and asked != first_asked:
@@ -295,7 +295,7 @@ class TrialRunner:
             trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Limit the batch size to `observed` if the data sets are iterable and gave fewer samples than asked for."""
+        """Limit the batch size to `observed`, the samples that iterable data sets gave, if less than a full batch."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
         if streams and all(streams) and observed is not None and observed < self.sizes[stage]:

@@ -108,7 +108,7 @@ class RunSummary(WatchingCallback):
         self._switch("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward phase. In manual optimization, the time until the update counts as forward."""
+        """End the backward phase. With manual optimization, time then counts as forward until the optimizer steps."""
         if self._meter is not None:
             self._meter.times.look_at_lead()
             self._switch("rest" if pl_module.automatic_optimization else "forward")
