@@ -5,11 +5,9 @@ TensorBoard itself keeps 1,000 random points of each curve, and so loses a peak 
 
 from __future__ import annotations
 
-import os
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,11 +140,13 @@ class EventDirectory:
 
     def refresh(self) -> None:
         """Read the events that were written since the last call."""
+        from tensorboard.backend.event_processing import io_wrapper  # noqa: PLC0415, as above
+
         with self._lock:
-            for directory in sorted({path.parent for path in _event_files(self.log_dir)}):
-                name = directory.relative_to(self.log_dir).as_posix()
+            for folder in map(Path, io_wrapper.GetLogdirSubdirectories(str(self.log_dir))):
+                name = folder.relative_to(self.log_dir).as_posix()
                 if name not in self._readers:
-                    self._readers[name] = _RunReader(directory, name)
+                    self._readers[name] = _RunReader(folder, name)
                 self._readers[name].refresh()
 
     def runs(self) -> dict[str, LoggedRun]:
@@ -154,18 +154,6 @@ class EventDirectory:
         with self._lock:
             runs = {name: reader.run for name, reader in sorted(self._readers.items())}
         return {name: run for name, run in runs.items() if run.curves or run.texts}
-
-
-def _event_files(directory: Path) -> Iterator[Path]:
-    # As TensorBoard does, follow links to directories; `seen` ends a loop of links.
-    seen: set[str] = set()
-    for folder, folders, names in os.walk(directory, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        yield from (Path(folder, name) for name in names if "tfevents" in name)
 
 
 def without_logger_prefix(tag: str) -> str | None:

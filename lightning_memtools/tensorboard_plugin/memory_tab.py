@@ -12,6 +12,7 @@ from tensorboard.backend import http_util
 from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
+from werkzeug.exceptions import NotFound
 
 from lightning_memtools.tensorboard_plugin.event_files import (
     EventDirectory,
@@ -25,10 +26,6 @@ STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 Application = Callable[[Any, Any], Iterable[bytes]]
-
-
-class RequestError(Exception):
-    """Raised if an HTTP request cannot be answered. The arguments are the HTTP status and a message for the user."""
 
 
 class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types
@@ -108,18 +105,14 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         # A name is only looked up and never made into a path.
         run = self._all_runs().get(name)
         if run is None:
-            raise RequestError(404, f"No run {name[:200]!r} with points of lightning_memtools in this log directory.")
+            text = f"No run {name[:200]!r} with points of lightning_memtools in this log directory."
+            raise NotFound(response=_respond(request, text, "text/plain", 404))
         return run
 
     def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
         @wrappers.Request.application
         def application(request: wrappers.Request) -> wrappers.Response:
-            try:
-                content = json.dumps(view(request), allow_nan=False)
-            except RequestError as error:
-                status, message = error.args
-                return _respond(request, message, "text/plain", status)
-            return _respond(request, content, "application/json", 200)
+            return _respond(request, json.dumps(view(request), allow_nan=False), "application/json", 200)
 
         return application
 

@@ -77,9 +77,8 @@ def test_of_a_damaged_file_what_comes_before_is_kept_and_others_are_read(tmp_pat
     assert len(runs["good"].curves["loss/train"].steps) == 10
 
 
-def test_garbage_empty_files_and_loops_of_links_do_no_harm(tmp_path):
+def test_garbage_and_empty_files_do_no_harm(tmp_path):
     write_small_run(tmp_path / "good")
-    (tmp_path / "good" / "loop").symlink_to(tmp_path, target_is_directory=True)
     for name, content in (("bad", os.urandom(5000)), ("empty", b"")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.out.tfevents.1").write_bytes(content)
