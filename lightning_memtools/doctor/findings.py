@@ -94,13 +94,7 @@ class DoctorReport:
 
     def as_json(self) -> str:
         """Return the report as JSON, for programs."""
-        content = {
-            "serious": len(self.serious),
-            "steps": self.steps,
-            "checks": list(self.checks),
-            "findings": [asdict(finding) for finding in self.findings],
-        }
-        return json.dumps(content, indent=2)
+        return json.dumps({"serious": len(self.serious), **asdict(self)}, indent=2)
 
 
 class TrainingMistakeError(RuntimeError):
