@@ -73,7 +73,7 @@ class DeviceSegments:
         return self.allowed is None or self.tally.reserved + n_bytes <= self.allowed
 
     def take_segment(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Reserve a segment (cudaMalloc), and return the block that covers it; None when the device has too little."""
+        """Reserve a segment (cudaMalloc), and return its only block; None when the device has too little memory."""
         if not self.device_has(size):
             return None
         segment = self.new_segment(free_blocks, size)
@@ -93,7 +93,7 @@ class DeviceSegments:
             self.observer(action, address, size, free_blocks, None)
 
     def new_segment(self, free_blocks: FreeBlocks, size: int, page_size: int | None = None) -> Segment:
-        """Return a segment at new addresses; an expandable segment has no memory behind it yet."""
+        """Return a segment at an unused address. With `page_size`, it is expandable, and no page is mapped yet."""
         segment = Segment(self._next_address, size, free_blocks, page_size)
         self._next_address += round_up(size, SEGMENT_STEP)
         self.segments[segment.address] = segment
@@ -104,11 +104,11 @@ class DeviceSegments:
 
 
 def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Map memory until one free block holds ``size`` bytes, at the lowest address where that is possible.
+    """Map pages of expandable segments at the lowest possible address, to make a block of at least ``size`` bytes.
 
     Returns:
-        That block, removed from the free blocks; None when the device has too little memory. Pages that were mapped
-        before the failure stay in the cache.
+        The new block, which is not in `free_blocks`; None when the device has too little memory. In that case, pages
+        that were mapped already stay in the cache.
     """
     block = _lowest_room(free_blocks, size) or _new_range(reserve, free_blocks)
     if block.state == UNMAPPED:
@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Return the first block of the lowest run of free or unmapped blocks that spans ``size`` bytes, or None."""
+    """Return the first of the adjacent free or unmapped blocks, lowest in memory, with room for ``size`` bytes."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped
@@ -238,9 +238,9 @@ def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None
 
 
 def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
-    """Release cached blocks of one stream, each of at least `max_split` bytes, until a request has enough memory.
+    """Release cached blocks of at least `max_split` bytes each, to make room for a request of `size` bytes.
 
-    If one block is large enough, only that one is released; otherwise the largest blocks, until they add up to `size`.
+    If a single block is large enough, only that block is released. Otherwise, the largest blocks are released first.
 
     Returns:
         True if enough memory for the request was released.

@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """Mode that calls replacements in place of some of torch's functions, even while backward recomputes layers.
+    """Mode that replaces some of torch's functions, even while gradient checkpointing recomputes layers in backward.
 
     Args:
         replacements: The replacement of each function.

@@ -17,7 +17,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
-    """Patch DataLoader so that its batches count as device memory, and other tensors made while loading do not."""
+    """Patch DataLoader: batches count as device memory, tensors of datasets do not. `find` gives a thread's mode."""
     copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:

@@ -82,10 +82,10 @@ def behave_like_cuda(patches: Patches) -> None:
 
 
 class EagerCompilation:
-    """Makes compiled code run eagerly, and leaves the compiler as it was.
+    """Makes compiled code run eagerly, without changing the compiler's state for later.
 
-    Under a dispatch mode torch does not compile. But it would run code that was compiled before, whose memory no mode
-    sees, and it would mark every called function as never to be compiled.
+    Under a dispatch mode, torch compiles nothing new, but would run code that was compiled before. The mode would not
+    see that code's memory. Torch would also mark every function that is called as never to be compiled.
     """
 
     def __init__(self) -> None:
