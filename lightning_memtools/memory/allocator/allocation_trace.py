@@ -89,11 +89,11 @@ class AllocationTrace:
         )
 
     def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
-        """Extrapolate the sizes of two traces linearly, and return them as a new trace.
+        """Return a new trace whose sizes are extrapolated linearly from this trace and `other`.
 
         Args:
             other: The second trace, with the same events.
-            where: The position of the new trace: 0 is this trace, 1 is `other`. It may lie outside of that range.
+            where: The position of the new trace: 0 is this trace, 1 is `other`. Other numbers are allowed, too.
         """
         new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
         new.contexts = list(self.contexts)

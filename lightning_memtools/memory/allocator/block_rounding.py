@@ -64,7 +64,7 @@ def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> in
 
 
 def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Return the size of the segment that the allocator requests from the device for a block of ``size`` bytes."""
+    """Return the size of the segment to request for ``size`` bytes: ``large_segment`` if between 1 and 10 MiB."""
     if size <= SMALL_LIMIT:
         return SMALL_SEGMENT
     if size < WHOLE_SEGMENT_FROM:

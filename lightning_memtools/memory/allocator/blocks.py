@@ -107,7 +107,7 @@ class Block:
 
 
 class Segment:
-    """Memory reserved by one cudaMalloc, or an expandable segment: virtual addresses, of which some are mapped.
+    """Memory from one cudaMalloc. An expandable segment is a range of virtual addresses instead, mapped in parts.
 
     Attributes:
         address: Its first address.

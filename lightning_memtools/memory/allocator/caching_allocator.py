@@ -38,7 +38,7 @@ class CachingAllocator:
     Args:
         config: The settings; by default torch's defaults.
         capacity: The total memory of the device; None for no limit.
-        used_by_others: The memory held by other processes, and by this one outside the allocator.
+        used_by_others: The memory held by other processes, and by this process outside the allocator.
         record: Whether to keep an `AllocationTrace` of all requests for replays and snapshots (8 to 16 bytes per call).
         observer: Called at every action, with the action's name in torch's snapshots, the address and the size.
 
@@ -201,7 +201,7 @@ class CachingAllocator:
     # --- implementation
 
     def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
-        """Request memory from the device, and release cached memory first if the device has too little."""
+        """Request ``size`` bytes from the device. If it has too little memory, release cached memory and try again."""
         block = self._ask_device(free_blocks, size)
         if (
             block is None

@@ -47,7 +47,7 @@ class AllocatorHistory:
         self._entries: deque[tuple[str, int, int, int, str | None]] = deque(maxlen=max_entries)
 
     def __call__(self, action: str, address: int, size: int, free_blocks: FreeBlocks, label: str | None) -> None:
-        """Record an action."""
+        """Record an action of the allocator, on the stream of `free_blocks`."""
         self.count += 1
         self._entries.append((action, address, size, free_blocks.stream, label))
 
@@ -71,7 +71,7 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Return a snapshot of an allocator: segments, blocks and history. By default, its trace serves as the history.
+    """Return a snapshot of an allocator: segments, blocks and history. The default history is the allocator's trace.
 
     A block's label becomes its stack trace, with one frame per line. If a line is not of the form
     ``file:line:function``, it becomes the frame's name. Times in the history count actions, not seconds.
@@ -154,7 +154,7 @@ def _segment(segment: Segment, blocks: list[Block], frames: Callable[[str | None
 
 
 def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
-    """Return the allocator's settings from a snapshot. If it has none, read them from PYTORCH_ALLOC_CONF."""
+    """Return the allocator's settings from a snapshot. If it has none, read this process's PYTORCH_ALLOC_CONF."""
     recorded = snapshot.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
     text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
@@ -221,7 +221,7 @@ def trace_until(
 ) -> AllocationTrace:
     """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    Segments that were released directly after `until`, to make room for the next request, are released here, too.
+    If segments were released directly after `until`, to make room for the next request, the trace includes this.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:

@@ -31,7 +31,7 @@ class DeviceSegments:
 
     Attributes:
         capacity: The total memory of the device; None for no limit.
-        used_by_others: The memory held by other processes, and by this one outside the allocator (the CUDA context).
+        used_by_others: The memory held by other processes, and by this process outside the allocator (CUDA context).
         allowed: The most that may be reserved (``per_process_memory_fraction``); None for no such limit.
         large_segment_size: The page size of large expandable segments.
         segments: Every segment held, by address.
@@ -87,13 +87,13 @@ class DeviceSegments:
         self.count("segment_free", block.address, block.size, block.free_blocks)
 
     def count(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
-        """Count memory that was reserved or released, and call the observer."""
+        """Count memory that was reserved or released, depending on `action`, and call the observer."""
         self.tally.reserve(size if action in {"segment_alloc", "segment_map"} else -size)
         if self.observer is not None:
             self.observer(action, address, size, free_blocks, None)
 
     def new_segment(self, free_blocks: FreeBlocks, size: int, page_size: int | None = None) -> Segment:
-        """Return a segment at an unused address. With `page_size`, it is expandable, and no page is mapped yet."""
+        """Return a segment at an unused address. With a `page_size`, the segment is expandable, and still unmapped."""
         segment = Segment(self._next_address, size, free_blocks, page_size)
         self._next_address += round_up(size, SEGMENT_STEP)
         self.segments[segment.address] = segment
@@ -107,7 +107,7 @@ def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block |
     """Map pages of expandable segments at the lowest possible address, to make a block of at least ``size`` bytes.
 
     Returns:
-        The new block, which is not in `free_blocks`; None when the device has too little memory. In that case, pages
+        The new block, removed from `free_blocks`; None when the device has too little memory. In that case, pages
         that were mapped already stay in the cache.
     """
     block = _lowest_room(free_blocks, size) or _new_range(reserve, free_blocks)
@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Return the first of the adjacent free or unmapped blocks, lowest in memory, with room for ``size`` bytes."""
+    """Return the lowest block that spans ``size`` bytes together with the free or unmapped blocks right behind it."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped

@@ -48,7 +48,7 @@ def replay(
 
     With the recorded settings, the allocator ends in the recorded state, block for block. With other settings, it ends
     in the state that the same program would have reached. The replay ends early if a request fails that succeeded in
-    the recorded run. Requests that failed in the recorded run are tried again; blocks they get are freed at once.
+    the recorded run. Requests that failed then are tried again; if they succeed now, their blocks are freed at once.
 
     Args:
         trace: The trace.

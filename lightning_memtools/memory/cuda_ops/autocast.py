@@ -54,7 +54,7 @@ _KEY = "AutocastCPU"
 def cuda_autocast() -> Iterator[None]:
     """Context manager: make autocast treat CPU tensors as if they were CUDA tensors.
 
-    autocast("cuda") then acts on CPU tensors, and casts for the operators in CUDA's lists, not in the CPU's.
+    autocast("cuda") then acts on CPU tensors, and uses CUDA's lists of operators instead of the CPU's.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__

@@ -124,7 +124,7 @@ def _output_vec_size(shape: list[int], strides: list[int], n_reduced: int) -> in
 
 
 def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
-    """Sort and merge a tensor's dimensions like TensorIterator. Return sizes, strides, and how many are reduced."""
+    """Sort and merge dimensions as TensorIterator does. Return sizes, strides and the number of reduced dimensions."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
     shape, inputs = list(tensor.shape), list(tensor.stride())

@@ -68,7 +68,7 @@ def copy_bytes(tensor: torch.Tensor) -> int:
 
 
 def layer_norm(call: Call) -> Any:
-    """Run layer norm, and allocate memory as CUDA does: mean and rstd are float32 for half-precision inputs, too."""
+    """Run layer norm, and allocate memory as CUDA does: for half-precision inputs, mean and rstd are float32."""
     source, normalized = call.args[:2]
     call.hold(copy_bytes(source))
     if source.dtype not in HALF:
@@ -79,7 +79,7 @@ def layer_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Allocate batch norm's output, mean and rstd as CUDA does. In evaluation, cuDNN allocates the output alone."""
+    """Allocate batch norm's output, mean and rstd as CUDA does. In evaluation, cuDNN allocates only the output."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
     # _select_batch_norm_backend takes torch's own kernels for rows.
     by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32

@@ -161,7 +161,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category)
 
     def enter_copy(self, tensor: torch.Tensor, category: Category) -> LedgerEntry | None:
-        """Allocate device memory for a copy of a tensor. It is freed when the original dies or `drop` is called.
+        """Allocate device memory for a copy of a tensor, to be freed by `drop` or when the tensor dies.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.

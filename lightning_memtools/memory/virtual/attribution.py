@@ -27,9 +27,9 @@ _CATEGORIES = {
 def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
     """Correct the category and module of all memory that modules and optimizers hold.
 
-    Most categories are known when a storage is created. Some are not: those of gradients that were set by hand or are
-    views of a DDP bucket, and of parameters that `module.to()` or a deepcopy replaced. The modules that gradients and
-    optimizer state belong to are not known either.
+    Most categories are known when a storage is created, but not for gradients that were set by hand or are views of a
+    DDP bucket, nor for storages that `module.to()` or a deepcopy created. The modules that gradients and optimizer
+    state belong to are not known either.
     """
     for root in names.roots():
         name = names.of(root, None)

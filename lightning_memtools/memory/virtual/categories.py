@@ -12,8 +12,8 @@ class Category(IntEnum):
 
     * PARAMETER and BUFFER: registered in a module.
     * GRADIENT: in the ``.grad`` of a leaf, from the moment that autograd stores it there.
-    * OPTIMIZER: made inside ``optimizer.step()``: state and temporaries. Memory that a closure makes during the step
-      does not count as optimizer memory.
+    * OPTIMIZER: made inside ``optimizer.step()``: state and temporaries, but not the memory made by a closure that was
+      passed to the step.
     * ACTIVATION: made inside a module's call or in backward (gradients that are not stored yet included), or made
       outside of both from an activation or from a tensor that requires a gradient, such as a loss.
     * INPUT: batches of a DataLoader, and other tensors passed to a module that no other module is calling.

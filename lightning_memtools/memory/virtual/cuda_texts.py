@@ -40,7 +40,7 @@ def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMem
 
 
 def cuda_size(n_bytes: int) -> str:
-    """Return a size as the CUDA allocator prints it: in the smallest unit that gives at most 1024, to two decimals."""
+    """Return a size as the CUDA allocator prints it: two decimals, in the smallest unit that keeps it at most 1024."""
     if n_bytes <= KIB:
         return f"{n_bytes} bytes"
     if n_bytes <= MIB:

@@ -169,7 +169,7 @@ class VirtualDevice:
         mode.__exit__(kind, error, traceback)
 
     def host(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread's new tensors, such as a data set, are host memory and do not count."""
+        """Return a context in which this thread's new tensors count as host memory. Meant for loading data sets."""
         mode = _mode_here()
         return nullcontext() if mode is None else mode.silence()
 
@@ -228,7 +228,7 @@ class VirtualDevice:
         return self._allocator.allocated - before
 
     def count_batch(self, batch: object) -> None:
-        """Put a batch on the device, as moving it to a GPU would. Batches from a DataLoader are put there anyway.
+        """Put a batch on the device, as moving it to a GPU would. For a DataLoader's batches this is automatic.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -418,7 +418,7 @@ class VirtualDevice:
         )
 
     def _mode_or_new(self) -> AccountingMode:
-        """Return this thread's accounting mode if this device is active; otherwise return a new mode, not entered."""
+        """Return this thread's accounting mode if this device is active; otherwise a new mode, still to be entered."""
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 

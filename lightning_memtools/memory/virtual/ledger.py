@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.categories import Category
 
 
 class LedgerEntry(weakref.ref[Any]):
-    """One storage on the device, with its block. A weak reference, which tells the ledger when the storage dies.
+    """A weak reference to a storage on the device, with its block. It tells the ledger when the storage dies.
 
     Attributes:
         key: The number by which the ledger identifies the storage.
@@ -181,7 +181,7 @@ class VirtualLedger:
         self._settle_late()
 
     def assign(self, entry: LedgerEntry, category: Category, module: str | None = None) -> None:
-        """Set a storage's category and module, also in the bytes at the peak if the storage existed by then."""
+        """Set a storage's category and module. If the storage existed at the peak, correct `bytes_at_peak`, too."""
         if module is not None:
             entry.module = module
         if entry.category is category:

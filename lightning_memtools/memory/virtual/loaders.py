@@ -17,7 +17,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
-    """Patch DataLoader: batches count as device memory, tensors of datasets do not. `find` gives a thread's mode."""
+    """Patch DataLoader so that only its batches count as device memory. `find` returns a thread's accounting mode."""
     copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:

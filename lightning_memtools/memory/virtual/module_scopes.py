@@ -44,7 +44,7 @@ class ModuleScopes:
         self.tell_listener()
 
     def leave_step(self) -> None:
-        """Remove an optimizer's step from the end of `scopes`, because it has returned or raised."""
+        """If `scopes` ends with an optimizer's step, remove that entry: the step has returned or raised."""
         while self.scopes and self.scopes[-1] is OPTIMIZER:
             self.scopes.pop()
 

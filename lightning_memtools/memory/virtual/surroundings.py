@@ -27,7 +27,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Patch torch to report module calls to the mode that `find` returns. Compiled modules trigger `say_eager`."""
+    """Patch torch to report module calls to the accounting mode from `find`. Call `say_eager` for compiled modules."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None
 
 
 def watch_registrations(find: FindMode) -> list[RemovableHandle]:
-    """Add hooks that categorize parameters and buffers at their registration, in the mode that `find` returns."""
+    """Add hooks that set the category of new parameters and buffers in the accounting mode that `find` returns."""
 
     def note(category: Category) -> Callable[[nn.Module, str, Any], None]:
         def hook(module: nn.Module, name: str, tensor: Any) -> None:
@@ -71,7 +71,7 @@ _COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelt
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Add hooks that report optimizer steps to the mode that `find` returns, and the optimizers to `seen`."""
+    """Add hooks that report optimizer steps to the accounting mode from `find`. Call `seen` with each optimizer."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
@@ -116,7 +116,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
 
 
 def watch_storages(patches: Patches, find: FindMode) -> None:
-    """Patch torch to count storages that change without an operator, such as resized storages and `frombuffer`."""
+    """Patch torch to count storages that no operator makes, such as those from `frombuffer`. `find` gives the mode."""
 
     def make_resize(original: Any) -> Any:
         def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
-    """Patch Thread.start: if the calling thread has an accounting mode, `run_counted` runs the new thread's work."""
+    """Patch Thread.start: if `find` returns an accounting mode, `run_counted` runs and counts the new thread's work."""
 
     def make(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
