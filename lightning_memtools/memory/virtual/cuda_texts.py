@@ -11,7 +11,7 @@ MARK = "(simulated by lightning_memtools.VirtualDevice)"
 
 
 def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMemoryError:
-    """Return the error that torch would raise on a GPU, with the same text and a remark that it is simulated.
+    """Return the error that torch would raise on a GPU, with the same text and a remark that the error is simulated.
 
     Args:
         failure: The allocator's failure.

@@ -117,7 +117,7 @@ class VirtualLedger:
         return self._enter(tensor, -id(tensor), n_bytes, category, module) if n_bytes else None
 
     def hold(self, n_bytes: int) -> None:
-        """Allocate a block that is never freed, as libraries do for their workspaces.
+        """Allocate a block that is never freed, such as a workspace of cuBLAS.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
